@@ -95,12 +95,10 @@ class ParallelDrafter(BaseDrafter):
         fits = all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
         if fits or not (options.drafts and options.do_sample):
             return
-        shown = ", ".join(f"{name}={learned[name]}" for name in SAMPLING)
+        shown, now = (", ".join(f"{name}={values[name]}" for name in SAMPLING) for values in (learned, asked))
         logger.warning_once(
-            f"The drafts were learned for {shown}, and the target is now sampled with "
-            f"{', '.join(f'{name}={asked[name]}' for name in SAMPLING)}: the text stays exact, but fewer drafts are "
-            "accepted, so that every token costs more calls. Leave these options out, or distil with "
-            f"sampling={asked}."
+            f"The drafts were learned for {shown}, and the target is sampled with {now}: the text stays exact, but "
+            f"fewer drafts are accepted. Leave these options out, or distil with sampling={asked}."
         )
 
 

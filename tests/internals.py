@@ -246,7 +246,6 @@ _NAMES = {
     "tokenahead.modeling.remote_code": (
         "TRANSFORMERS",
         "TravellingMixin",
-        "whole_folder",
     ),
     "tokenahead.modeling.sampling": (
         "philox",

@@ -98,11 +98,8 @@ def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> 
     kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
     # several kinds may share a class, and the text model of a multimodal model has its own kind
     if _class_of(config.base_model_type) not in map(_class_of, kinds):
-        logger.warning_once(
-            f"This EAGLE head was made for a backbone of model_type {config.base_model_type!r}, and is attached to a "
-            f"{type(backbone).__name__} of model_type {backbone.config.model_type!r}: output remains exact, but few "
-            "drafts may be accepted."
-        )
+        found = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
+        logger.warning_once(f"This EAGLE head was made for {found}: output remains exact, with fewer accepted drafts.")
 
 
 def _class_of(kind: str) -> str:

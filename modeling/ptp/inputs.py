@@ -27,12 +27,8 @@ def check_config(config: PreTrainedConfig) -> None:
     kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
     slides = window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}
     name, needed = config.model_type, "auxiliary rows need a backbone with full attention in every layer"
-    refuse(
-        [
-            (slides, f"{name}: sliding_window={window}; {needed}"),
-            (kinds - {"full_attention"}, f"{name}: layers of types {sorted(kinds)}; {needed}"),
-        ]
-    )
+    others = kinds - {"full_attention"}
+    refuse([(slides, f"{name}: sliding_window={window}; {needed}"), (others, f"{name}: layers of {others}; {needed}")])
 
 
 def check_logits(config: PreTrainedConfig) -> None:
@@ -49,22 +45,12 @@ def check_model(backbone: PreTrainedModel) -> None:
         ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
     """
     name, takes = backbone.config.model_type, signature(backbone.get_decoder().forward).parameters
-    refuse(
-        [
-            (
-                has_own_cache(backbone),
-                f"{name}: its attention has a cache of its own and takes no dense masks, which rows need",
-            ),
-            (
-                backbone._is_stateful,
-                f"{name}: a recurrent state cannot be cropped; only full attention can be verified",
-            ),
-            (
-                "position_ids" not in takes,
-                f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions",
-            ),
-        ]
-    )
+    reasons = [
+        (has_own_cache(backbone), "its attention has a cache of its own and takes no dense masks"),
+        (backbone._is_stateful, "a recurrent state cannot be cropped; only full attention can be verified"),
+        ("position_ids" not in takes, "its forward takes no position_ids, which auxiliary rows need"),
+    ]
+    refuse((refused, f"{name}: {reason}") for refused, reason in reasons)
     check_attention(backbone.config, "auxiliary rows")
 
 
@@ -178,12 +164,3 @@ def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
     if not bool((valid | (uniforms == GREEDY) if may_be_greedy else valid).all()):
         low, high = float(uniforms.min()), float(uniforms.max())
         raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
-
-
-def check_masks(masks: torch.Tensor, count: int) -> None:
-    """Refuse indices of masks that do not exist."""
-    if masks.device.type != "cpu" or not masks.numel():
-        return
-    low, high = int(masks.min()), int(masks.max())
-    if not 0 <= low <= high < count:
-        raise ValueError(f"masks lie between {low} and {high}, but must be at least 0 and less than num_slots={count}")

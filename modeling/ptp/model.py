@@ -16,16 +16,16 @@ from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel import ParallelGenerationMixin
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
-from ..loading import HUB_OPTIONS, StrictLoadingMixin
+from ..loading import StrictLoadingMixin
 from ..loss_options import OwnLossMixin
 from ..masks import additive_mask, selected_positions
 from ..outputs import PTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
-from .inputs import check_config, check_logits, check_masks, check_model, check_positions, check_uniforms, has_slots
+from .inputs import check_config, check_logits, check_model, check_positions, check_uniforms, has_slots
 
-_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy"}
+_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "sampler"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
@@ -95,18 +95,13 @@ class PTPForCausalLM(
             ValueError: A directory of another architecture, another embedding of uniforms than the checkpoint has,
                 missing tensors, wrong shapes.
         """
-        asked = {name: kwargs.pop(name) for name in (_EMBEDDING | {"sampler"}) & kwargs.keys()}
-        if asked:  # the same shapes would not tell
-            hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-            cls.check_model_type(pretrained_model_name_or_path, **hub)
-            saved = PTPConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-            for name, value in asked.items():
-                if value != getattr(saved, name):
-                    raise ValueError(
-                        f"{name}={value!r}: {pretrained_model_name_or_path} was trained with {name}="
-                        f"{getattr(saved, name)!r}, and its weights fit nothing else; leave {name} out"
-                    )
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        config = (loaded[0] if isinstance(loaded, tuple) else loaded).config
+        for name, value in asked.items():
+            if value != (own := getattr(config, name)):  # the same shapes would not tell
+                raise ValueError(f"{name}={value!r}: the checkpoint was trained with {name}={own!r}; leave {name} out")
+        return loaded
 
     @classmethod
     def from_backbone(
@@ -251,7 +246,7 @@ class PTPForCausalLM(
             `logits` [B, T + A, V]; or `read`, what the function of that name gave.
 
         Raises:
-            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), masks that do not exist, uniforms
+            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), uniforms
                 for masks or the other way round, positions beyond a table of learned ones, labels that are no token ids
                 or without logits of all tokens.
         """
@@ -293,7 +288,6 @@ class PTPForCausalLM(
     def _embedded(self, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> torch.Tensor:
         """Return the embeddings of the auxiliary rows, [B or 1, A, D]."""
         if masks is not None and self.mask_embedding is not None:
-            check_masks(masks, self.config.num_slots)
             return self.mask_embedding(masks)
         if uniforms is None or self.uniform_embedding is None:
             raise ValueError(f"variant={self.config.variant!r}: slots have neither uniforms nor masks to read")

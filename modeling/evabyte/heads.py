@@ -178,6 +178,8 @@ class OwnAndDraftHeads(nn.Module):
     ) -> torch.Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., D]; see `FFHead.forward`."""
         run = call if torch.is_grad_enabled() else nn.Module.__call__
+        if start and self.drafts is not None:
+            return run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1, None, start - 1)
         own = run(self.own, hidden_states)[..., None, :]
         if self.drafts is None or num_heads == 1:
             return own

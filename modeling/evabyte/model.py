@@ -18,11 +18,10 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
 from ..heads.backbone_parts import BackboneParts
 from ..heads.ff import FFHead
-from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, depth_weights, head_loss
-from ..heads.registry import build_head, distribution_after, init_head, window_distribution
-from ..heads.window_distribution import FactorisedDistribution, WindowDistribution, exact
+from ..heads.learning import WindowHeadMixin
+from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
+from ..heads.registry import build_head, init_head
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
-from ..loss_options import DepthCountsMixin
 from ..masks import selected_positions
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
@@ -32,9 +31,7 @@ from .heads import DraftLayersMixin, EvaDraftLayers, OwnAndDraftHeads, split_sta
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
 
-class EvaByteForMTPC(
-    DepthCountsMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel
-):
+class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
     """EvaByte that predicts several bytes per call and emits exactly what one byte at a time would give.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.
@@ -45,8 +42,6 @@ class EvaByteForMTPC(
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
 
-    mtp_loss_weight: float = 1.0
-    """lambda: the weight of the drafter's depths relative to the next-byte head's."""
     silent_part = "_silent_head"
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
     reads_prompt = False
@@ -119,6 +114,19 @@ class EvaByteForMTPC(
     def _silent_head(self) -> nn.Module:
         """The head; nothing, where the own head is the only one."""
         return self.mtp_head or self.draft_heads or nn.Module()
+
+    @property
+    def head_config(self) -> MTPHeadConfig:
+        """Options of the head."""
+        return self.config.mtp_head
+
+    @property
+    def whole_head(self) -> nn.Module:
+        """The module that gives the distribution of the whole window: the circuit, or all FF heads."""
+        return self.mtp_head or self._all_heads
+
+    def _parts(self) -> BackboneParts:
+        return BackboneParts(self)
 
     @property
     def _all_heads(self) -> OwnAndDraftHeads:
@@ -221,30 +229,6 @@ class EvaByteForMTPC(
             self.model.requires_grad_(False)
             self.lm_head.requires_grad_(False)
 
-    def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given `features` [..., D]."""
-        head = self.mtp_head or self._all_heads
-        return window_distribution(head, self.config.mtp_head, features, BackboneParts(self))
-
-    def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
-        """Return the distribution of the next `length` tokens given `features` [..., F] and the next token [...]."""
-        if self.mtp_head is None:  # positions are independent: neither the own head nor `last` is read
-            drafts = cast(FFHead, self.draft_heads)
-            logits = drafts(features.to(drafts.weight.dtype), length)
-            return FactorisedDistribution(exact(logits.unsqueeze(-2)))
-        return distribution_after(self.mtp_head, self.config.mtp_head, features, last, length, BackboneParts(self))
-
-    def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given last hidden states [..., D].
-
-        Raises:
-            ValueError: A model with draft layers, whose distribution reads other states; use `features` and
-                `distribution_of_features`.
-        """
-        if self.draft_layers is not None:
-            raise ValueError("window_distribution: draft layers read other states; use distribution(input_ids)")
-        return self.distribution_of_features(hidden_states)
-
     @can_return_tuple
     def forward(
         self,
@@ -310,11 +294,6 @@ class EvaByteForMTPC(
             **found,
         )
 
-    @property
-    def normalization(self) -> str:
-        """See `DepthCountsMixin`."""
-        return self.config.mtp_head.loss_normalization
-
     def _loss(
         self,
         features: torch.Tensor,
@@ -326,10 +305,9 @@ class EvaByteForMTPC(
     ) -> dict[str, Any]:
         """Return the loss of the head and its means; a drafter without depth 1 adds the next byte's to it."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
-        head = self.mtp_head or self._all_heads
-        parts, config, scored = BackboneParts(self), self.config.mtp_head, targets != IGNORE
+        head, parts, config, scored = self.whole_head, self._parts(), self.head_config, targets != IGNORE
         resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
-        scale = self._loss_scale(hidden)
+        scale = self.loss_scale().to(hidden.device)
         found = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
         has_own = self.mtp_head is None and config.loss_divergence != "block"  # which leaves depth 1 out
         if has_own or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
@@ -338,25 +316,12 @@ class EvaByteForMTPC(
         own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
         return dict(found) | dict(loss=found["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
-    def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
-        """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""
-        scale = torch.full((self.window,), float(self.mtp_loss_weight), device=like.device)
+    def loss_scale(self, first: float = 1.0) -> torch.Tensor:
+        """See `WindowHeadMixin`; depth 1 of FF heads is the next-byte head, which has the weight 1."""
+        scale = super().loss_scale(first)
         if self.mtp_head is None:
             scale[0] = float(self.config.mtp_head.loss_divergence != "block")
         return scale
-
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the head from sums per depth.
-
-        Args:
-            sums: [n], summed terms in nats.
-            counts: [n], targets.
-
-        Returns:
-            Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
-        """
-        scale = self._loss_scale(sums).to(sums)
-        return (sums * scale * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
 
     def start(self, options: DraftOptions) -> HeadSession:
         """Return the draft session of one call of `generate`."""

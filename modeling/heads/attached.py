@@ -29,7 +29,7 @@ from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import HeadFamily, last_state
 from .learning import LearningMixin, counted_positions
-from .registry import build_head, distribution_after, family_of, init_head, window_distribution
+from .registry import build_head, distribution_after, family_of, init_head
 from .window_distribution import WindowDistribution
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
@@ -286,30 +286,6 @@ class MTPHeads(
         outputs = self._run_backbone(input_ids, attention_mask, position_ids)
         features = self.features(outputs.hidden_states, attention_mask, position_ids)
         return self.distribution_of_features(features)
-
-    def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given `features` [..., F]."""
-        return window_distribution(self.head, self.config, features, self._parts(), self.draft_vocabulary)
-
-    def distribution_after(
-        self, features: torch.Tensor, last: torch.Tensor, length: int, parts: BackboneParts | None = None
-    ) -> WindowDistribution:
-        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows.
-
-        `parts` are those of the backbone, where they are looked up already.
-        """
-        parts, part = parts or self._parts(), self.draft_vocabulary
-        return distribution_after(self.head, self.config, features, last, length, parts, part)
-
-    def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
-
-        Raises:
-            ValueError: Heads that read more than one state; use `distribution`.
-        """
-        if self.attends or set(self.hidden_layers) != {-1}:
-            raise ValueError(f"head_type={self.config.head_type!r} reads several states: use distribution(input_ids)")
-        return self.distribution_of_features(hidden_states)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -18,6 +18,8 @@ from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
 from .losses import depth_targets, depth_weights, head_loss
+from .registry import distribution_after, window_distribution
+from .window_distribution import WindowDistribution
 
 States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
@@ -79,28 +81,92 @@ class FrozenBackboneMixin:
         return found
 
 
-class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
-    """How `MTPHeads` learn.
+class WindowHeadMixin(DepthCountsMixin):
+    """What a model with a window head offers, whether the backbone belongs to it or not.
 
     Attributes:
         mtp_loss_weight: lambda, what the heads' loss is multiplied with.
+        head_config: Options of the head.
+        whole_head: The module that gives the distribution of the whole window.
     """
 
     mtp_loss_weight: float = 1.0
-    config: MTPHeadConfig
-    head: nn.Module
-    draft_layers: DraftLayers | None
-    backbone: PreTrainedModel
+    head_config: MTPHeadConfig
+    whole_head: nn.Module
     hidden_layers: list[int]
-    features: Callable[..., torch.Tensor]
-    draft_vocabulary: DraftVocabulary | None
+    draft_vocabulary: DraftVocabulary | None = None
     _parts: Callable[[], BackboneParts | None]
     device: torch.device
 
     @property
     def normalization(self) -> str:
         """See `DepthCountsMixin`."""
-        return self.config.loss_normalization
+        return self.head_config.loss_normalization
+
+    def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
+        """Return the distribution of the next `window` tokens given `features` [..., F]."""
+        return window_distribution(self.whole_head, self.head_config, features, self._parts(), self.draft_vocabulary)
+
+    def distribution_after(
+        self, features: torch.Tensor, last: torch.Tensor, length: int, parts: BackboneParts | None = None
+    ) -> WindowDistribution:
+        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows.
+
+        `parts` are those of the backbone, where they are looked up already.
+        """
+        given = features, last, length, parts or self._parts(), self.draft_vocabulary
+        return distribution_after(self.whole_head, self.head_config, *given)
+
+    def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
+        """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
+
+        Raises:
+            ValueError: Heads (or draft layers) that read more than one state; use `distribution`.
+        """
+        config = self.head_config
+        if set(self.hidden_layers) != {-1} or config.family.attends(config):
+            raise ValueError(f"head_type={config.head_type!r} reads several states here: use distribution(input_ids)")
+        return self.distribution_of_features(hidden_states)
+
+    def loss_scale(self, first: float = 1.0) -> torch.Tensor:
+        """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
+        scale = torch.full((self.head_config.num_depths,), float(self.mtp_loss_weight), device=self.device)
+        scale[0] *= first
+        return scale
+
+    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor, first: float = 1.0) -> torch.Tensor:
+        """Return the loss of the head on data of which only sums per depth are known.
+
+        Args:
+            sums: [n], summed terms in nats.
+            counts: [n], targets.
+            first: Weight of depth 1, 0 where the backbone learns it itself.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
+        """
+        scale = self.loss_scale(first).to(sums)
+        return (sums * scale * depth_weights(self.head_config, counts.to(sums))).sum()
+
+
+class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
+    """How `MTPHeads` learn."""
+
+    config: MTPHeadConfig
+    head: nn.Module
+    draft_layers: DraftLayers | None
+    backbone: PreTrainedModel
+    features: Callable[..., torch.Tensor]
+
+    @property
+    def head_config(self) -> MTPHeadConfig:
+        """The whole configuration."""
+        return self.config
+
+    @property
+    def whole_head(self) -> nn.Module:
+        """The head."""
+        return self.head
 
     @property
     def learning_layers(self) -> list[int]:
@@ -157,26 +223,6 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
         )
         found.logits = logits
         return found
-
-    def loss_scale(self, first: float = 1.0) -> torch.Tensor:
-        """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
-        scale = torch.full((self.config.num_depths,), float(self.mtp_loss_weight), device=self.device)
-        scale[0] *= first
-        return scale
-
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor, first: float = 1.0) -> torch.Tensor:
-        """Return the loss on data of which only sums per depth are known.
-
-        Args:
-            sums: [n], summed terms in nats.
-            counts: [n], targets.
-            first: See `learn`.
-
-        Returns:
-            Scalar: what `forward` would return for all of the data in one batch.
-        """
-        scale = self.loss_scale(first).to(sums)
-        return (sums * scale * depth_weights(self.config, counts.to(sums))).sum()
 
 
 def run_backbone(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -35,7 +35,7 @@ class ParallelDrafter(BaseDrafter):
     """
 
     config: PTPConfig
-    slot_distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution]
+    slot_distribution: Callable[[Tensor, Tensor], WindowDistribution]
     rules = ("coupled", "block", "token")
     reads_prompt = False
 
@@ -151,7 +151,7 @@ def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
         raise ValueError("give uniforms= or seed=, not both")
     if not config.do_sample:
         raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
-    if not isinstance(uniforms, torch.Tensor):
+    if not isinstance(uniforms, Tensor):
         raise ValueError(f"uniforms is a {type(uniforms).__name__}: pass torch.tensor(uniforms), [B, max_new_tokens]")
     if not uniforms.is_floating_point():
         raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64 in [0, 1)")
@@ -231,7 +231,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
 
         return ParallelAssistant(self, vocab_size).attach(backbone, default)
 
-    def _check_length(self, prompt: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    def _check_length(self, prompt: Tensor | None, kwargs: dict[str, Any]) -> None:
         """Validate the length of prompt and new tokens.
 
         Raises:

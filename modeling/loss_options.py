@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from .heads.losses import IGNORE, counted, depth_targets
@@ -196,15 +196,15 @@ class TrainableDrafter(Protocol):
 
     def loss_counts(
         self,
-        labels: torch.Tensor | None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
         """Return the targets per depth of a batch with these arguments of `forward`, [n] int64."""
         ...
 
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data of which only sums of terms and targets per depth are known, [n] each."""
         ...
 
@@ -278,11 +278,11 @@ class DepthCountsMixin(OwnLossMixin):
 
     def loss_counts(
         self,
-        labels: torch.Tensor | None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
         """Return the targets per depth of a batch, [n] int64."""
         targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
         return counted(targets != IGNORE, self.normalization)

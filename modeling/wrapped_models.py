@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -58,7 +58,7 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]
     digest = hashlib.sha256()
     for weight in weights:
-        if weight.is_meta or type(weight.data) is not torch.Tensor or weight.dtype not in _READABLE:
+        if weight.is_meta or type(weight.data) is not Tensor or weight.dtype not in _READABLE:
             return None
         rows = weight.detach()[:: max(1, len(weight) // 1024)]
         digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
@@ -103,7 +103,7 @@ def weights_there(module: nn.Module) -> Iterator[None]:
             hook.post_forward(module, None)
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all parts below."""
     state = dict(model.state_dict())
     for prefix, module in model.named_modules():
@@ -139,7 +139,7 @@ def call(module: nn.Module, *args: Any) -> Any:
     return module.forward(*args)
 
 
-def call_frozen(unit: nn.Module, *args: Any) -> torch.Tensor:
+def call_frozen(unit: nn.Module, *args: Any) -> Tensor:
     """Return `call` of a unit; gradients reach the arguments but no parameter."""
     gather([unit])
     learning = [parameter for parameter in unit.parameters() if parameter.requires_grad]

@@ -20,7 +20,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import learned_positions
@@ -305,9 +305,7 @@ class Gemma4Chain(DraftSession):
         position = self.view.counts[:, None].to(device)
         return {"shared_kv_states": states, "attention_mask": masks, "position_ids": position}
 
-    def _step(
-        self, token: torch.Tensor, state: torch.Tensor, lent: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, token: Tensor, state: Tensor, lent: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Logits [B, V] of what follows tokens [B], and the state [B, 1, D] that the next step reads.
 
         transformers' own forward would make the masks anew in every step, and wait for the device to do so.
@@ -324,7 +322,7 @@ class Gemma4Chain(DraftSession):
         return logits[:, -1], model.post_projection(hidden)
 
 
-def _of_its_row(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+def _of_its_row(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """Gives tokens of clusters that were not looked at the least score of their row less 1.
 
     transformers takes the least score of the batch, so that a sequence's drafts would depend on the other sequences.

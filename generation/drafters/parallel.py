@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.masks import cached_arange, to_device
@@ -50,9 +51,9 @@ class AuxiliaryPositions:
         last_position: Last entry of the backbone's table of positions; None where there is none.
     """
 
-    inputs: dict[str, torch.Tensor]
-    positions: torch.Tensor
-    mask: torch.Tensor
+    inputs: dict[str, Tensor]
+    positions: Tensor
+    mask: Tensor
     last_position: int | None = None
 
 
@@ -80,7 +81,7 @@ class ParallelSession(DraftSession):
         options: DraftOptions,
         uniforms: Uniforms,
         many: int = 1,
-        distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution] | None = None,
+        distribution: Callable[[Tensor, Tensor], WindowDistribution] | None = None,
     ) -> None:
         self.many, self.distribution = many, distribution if config.has_sampler else None
         self.config, self.options, self.uniforms = config, options, uniforms
@@ -95,7 +96,7 @@ class ParallelSession(DraftSession):
         self.is_deterministic = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
         self.some_lack_drafts = self.is_deterministic or many > 1
         self.layout: SlotLayout | None = None
-        self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.pending: tuple[Tensor, Tensor | None] | None = None
         self.hidden_layers = None if self.distribution is None else -1
 
     def begin(self, outputs: Any, view: CacheView) -> None:
@@ -141,20 +142,20 @@ class ParallelSession(DraftSession):
         survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
         return split_budget(budget, drafted, longest, survival, self.is_one_hot)
 
-    def _inputs(self, layout: SlotLayout) -> dict[str, torch.Tensor]:
+    def _inputs(self, layout: SlotLayout) -> dict[str, Tensor]:
         """What the slots read."""
         if not self.config.reads_uniforms:
             return {"masks": layout.place[None]}
         return {"uniforms": self.asked(self._of_slots(layout))}
 
-    def asked(self, uniforms: torch.Tensor) -> torch.Tensor:
+    def asked(self, uniforms: Tensor) -> Tensor:
         """What slots read where these are the uniforms of their positions: greedy decoding has no use for them."""
         return uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
 
     def _draw(self, tokens: Sequences, count: int) -> None:
         self.uniforms.draw(tokens, count)
 
-    def _of_slots(self, layout: SlotLayout) -> torch.Tensor:
+    def _of_slots(self, layout: SlotLayout) -> Tensor:
         """Uniforms of the slots, [B, A]: those of their output positions."""
         return self.uniforms.current[:, layout.group + layout.place]
 
@@ -195,8 +196,8 @@ class ParallelSession(DraftSession):
         self.rates.update(drafted, [count - 1 for count in self.view.new_tokens.counts if count])
 
     def _drafts(
-        self, slots: torch.Tensor, uniforms: torch.Tensor, exists: torch.Tensor, before: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, slots: Tensor, uniforms: Tensor, exists: Tensor, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Tokens, and their distributions where a rule asks for them; a place that a row lacks holds token 0, for
         certain.
 
@@ -218,7 +219,7 @@ class ParallelSession(DraftSession):
         certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
         return draft, certain if self.config.predicts_tokens else torch.where(exists[..., None], probs, certain)
 
-    def _pick(self, probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pick(self, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [...] from probabilities [..., v], and the distributions that they were picked from."""
         if self.config.predicts_tokens or not self.options.do_sample:
             return probs.argmax(-1), probs
@@ -236,13 +237,13 @@ class BestOfSession(ParallelSession):
         kept_branch: [B] int64.
     """
 
-    vectors: torch.Tensor
-    fresh: torch.Tensor
-    kept_branch: torch.Tensor
+    vectors: Tensor
+    fresh: Tensor
+    kept_branch: Tensor
 
     def __init__(self, *args: Any, many: int) -> None:
         super().__init__(*args, many=many)
-        self.branches: torch.Tensor | None = None
+        self.branches: Tensor | None = None
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """All branches, one after the other, of at most `length` tokens each."""
@@ -264,7 +265,7 @@ class BestOfSession(ParallelSession):
         if self.branches is None or self.branches.shape[-1] == 0:
             self.branches, self.vectors = None, drawn[:, :1, :1]
 
-    def _of_slots(self, layout: SlotLayout) -> torch.Tensor:
+    def _of_slots(self, layout: SlotLayout) -> Tensor:
         """The shared slots read the uniform of the target's pick, the others those of their vectors."""
         picks = self.vectors[:, layout.branch, layout.group]
         own = self.fresh[:, layout.vector, (layout.place - 1).clamp(min=0)]
@@ -296,7 +297,7 @@ class CentralVerifier(CoupledVerifier):
         super().__init__(drafter.uniforms)
         self.drafter = drafter
 
-    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
+    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
         self.distribution, vectors = distribution_of(scores), self.drafter.vectors
         drafts = tree.tokens[:, None] if tree.is_chain else self.drafter.branches

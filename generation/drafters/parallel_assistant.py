@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.heads.window_distribution import WindowDistribution
@@ -48,7 +49,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         """The drafting model's."""
         return self.model.config
 
-    def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
+    def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
         """The drafting model's."""
         return self.model.slot_distribution(states, before)
 
@@ -132,9 +133,7 @@ class SeparateSession(ParallelSession):
         if self.options.drafts:
             cast(RowTarget, self.chain.target).rows.keep(kept)
 
-    def _chosen(
-        self, first: torch.Tensor, slots: torch.Tensor, drawn: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _chosen(self, first: Tensor, slots: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens and distributions of a draft; where slots give distributions, the first one is the drafting model's
         own.
 
@@ -156,11 +155,11 @@ class SeparateSession(ParallelSession):
         probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
         return torch.cat([token[:, None], tokens], dim=1), probs
 
-    def _pick(self, probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pick(self, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """See `ParallelSession`; over the ids of the model that verifies."""
         return super()._pick(self.vocabulary.fitted(probs), uniforms)
 
-    def _read(self, tokens: Sequences, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""
         model, rows = self.chain.model, cast(RowTarget, self.chain.target).rows
         fed, slots, device = max(self.unfed), length if self.is_one_hot else length - 1, model.device
@@ -185,7 +184,7 @@ class SeparateSession(ParallelSession):
         behind = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, fed:]
         return outputs.logits[:, 0], behind
 
-    def _slot_inputs(self, drawn: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
+    def _slot_inputs(self, drawn: Tensor, device: torch.device) -> dict[str, Tensor]:
         """What slots [B, A] read, on a device."""
         if not self.config.reads_uniforms:
             return {"masks": cached_arange(drawn.shape[1], device)[None]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ...modeling.masks import cached_arange
@@ -27,17 +28,17 @@ class SharedVocabulary:
         self.own, self.theirs, self.shared = own, theirs, shared
         self.is_whole = own == theirs == shared
 
-    def readable(self, ids: torch.Tensor) -> torch.Tensor:
+    def readable(self, ids: Tensor) -> Tensor:
         """Return ids that the assistant can embed: for those that it lacks, its last one."""
         return ids if self.own >= self.theirs else ids.clamp(max=self.own - 1)
 
-    def choose(self, logits: torch.Tensor, options: DraftOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def choose(self, logits: Tensor, options: DraftOptions) -> tuple[Tensor, Tensor | None]:
         """Return tokens [B], and the distributions that they were drawn from (`DraftOptions.choose`)."""
         if self.is_whole:
             return options.choose(logits)
         return options.choose(logits[..., : self.shared], cached_arange(self.shared, logits.device), self.theirs)
 
-    def fitted(self, probs: torch.Tensor) -> torch.Tensor:
+    def fitted(self, probs: Tensor) -> Tensor:
         """Return the assistant's probabilities [..., own] over the ids of the backbone, [..., theirs]."""
         if self.is_whole:
             return probs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import (
     Cache,
     DynamicCache,
@@ -141,7 +141,7 @@ def check_prompt(
     text = backbone.config.get_text_config()
     ids, embeds = (call.get("input_ids") if call.get("inputs") is None else call["inputs"]), call.get("inputs_embeds")
     tensor = ids if embeds is None else embeds
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2:
         return
     if embeds is None and backbone.main_input_name == "input_ids":
         if tensor.shape[1] == 0:
@@ -155,7 +155,7 @@ def check_prompt(
         raise ValueError(f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}")
     mask, new = call.get("attention_mask"), config.max_new_tokens or (config.max_length or 0) - tensor.shape[1]
     may_end = config.eos_token_id is not None or config.stop_strings or config.max_time or call.get("stopping_criteria")
-    fed = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, torch.Tensor) else tensor.shape[1])
+    fed = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, Tensor) else tensor.shape[1])
     if not has_own_cache and limit is not None and fed > limit and not may_end:
         least = f"ask for at most {new - fed + limit}"
         raise ValueError(f"max_new_tokens={new} takes {fed} positions of max_position_embeddings={limit}: {least}")
@@ -168,11 +168,7 @@ def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
         ValueError: Another number of sequences, or too little room.
     """
     cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
-    if (
-        isinstance(cache, (DynamicCache, StaticCache))
-        and isinstance(ids, torch.Tensor)
-        and (config.num_beams or 1) == 1
-    ):
+    if isinstance(cache, (DynamicCache, StaticCache)) and isinstance(ids, Tensor) and (config.num_beams or 1) == 1:
         longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
         # the last token is never fed
         check_cache(cache, len(ids) * (config.num_return_sequences or 1), (longest or 0) - 1)
@@ -228,8 +224,8 @@ def takes_fixed_room(model: PreTrainedModel) -> bool:
 def target_of(
     model: PreTrainedModel,
     cache: Cache,
-    like: torch.Tensor,
-    mask: torch.Tensor | None,
+    like: Tensor,
+    mask: Tensor | None,
     given: dict[str, Any] | None = None,
     limit: int = 0,
     span: int = 0,
@@ -254,7 +250,7 @@ def target_of(
     return RepackedTarget(model, cache, like, mask, given)
 
 
-def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: torch.Tensor, end: int) -> str | None:
+def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
     """What of a backbone's positions rules out blocks of tokens in a call: their frequencies depend on the longest one.
 
     A token that is fed beside later ones would be turned as they are, and not as it is alone. Up to the border that

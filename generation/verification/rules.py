@@ -25,6 +25,7 @@ node and all that is before it were refused. On chains these are token and block
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...modeling.masks import cached_arange
 from ...modeling.sampling import draw, draw_checked, pick
@@ -33,7 +34,7 @@ from ..trees.contract import DraftTree, VerificationResult, descend, elder_sibli
 _TRACE = 1e-30
 
 
-def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_acceptance(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """Token verification (Leviathan et al. 2023, Algorithm 1).
 
     Args:
@@ -48,7 +49,7 @@ def token_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> t
     return _ratios(draft, q, p).clamp(max=1), _residuals(q, p, torch.ones_like(p[..., :1]))
 
 
-def block_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_acceptance(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """Block verification (Sun et al. 2024, arXiv 2403.10444): never fewer accepted tokens than `token_acceptance`.
 
     With P_i = min(1, P_{i-1} p_i / q_i) and Z_i = sum_x max(0, P_i p_{i+1}(x) - q_{i+1}(x)), prefix i is kept with
@@ -71,7 +72,7 @@ def block_acceptance(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> t
     return torch.cat([middle, weight[:, -1:]], dim=1), _residuals(q, p, weight[..., None])
 
 
-def coupled_acceptance(draft: torch.Tensor, u: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def coupled_acceptance(draft: Tensor, u: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     """Verification with the uniforms that the draft was made from (PTP paper, Algorithm 1).
 
     The target picks y_i = Pick(u_i, p_i) along the draft. As long as drafts equal picks, the drafted prefix is the
@@ -92,14 +93,14 @@ def coupled_acceptance(draft: torch.Tensor, u: torch.Tensor, p: torch.Tensor) ->
 
 
 def verify(
-    draft: torch.Tensor,
-    q: torch.Tensor | None,
-    p: torch.Tensor,
+    draft: Tensor,
+    q: Tensor | None,
+    p: Tensor,
     rule: str = "block",
     generator: torch.Generator | None = None,
-    uniforms: torch.Tensor | None = None,
-    tests: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    uniforms: Tensor | None = None,
+    tests: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draws from the distributions of `token_acceptance` or `block_acceptance`.
 
     Args:
@@ -140,9 +141,7 @@ def verify(
     return accepted, *_add(mass, None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0], generator)
 
 
-def _block_accepted(
-    draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor, uniform: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _block_accepted(draft: Tensor, q: Tensor, p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Accepted drafts [B] of block verification for uniforms [B, m], and max(0, P_i p_{i+1} - q_{i+1}), [B, m + 1, v].
 
     With q_{m+1} = 0, h_i = Z_i / (Z_i + 1 - P_i) holds for i = m, too. Prefix i is kept where its uniform is at least
@@ -159,11 +158,11 @@ def _block_accepted(
 
 def verify_sampled(
     tree: DraftTree,
-    p: torch.Tensor,
+    p: Tensor,
     rule: str = "block",
     generator: torch.Generator | None = None,
-    uniforms: torch.Tensor | None = None,
-    tests: torch.Tensor | None = None,
+    uniforms: Tensor | None = None,
+    tests: Tensor | None = None,
 ) -> VerificationResult:
     """Verification of any tree against a target that is sampled: what is emitted has the target's distribution.
 
@@ -190,8 +189,8 @@ def verify_sampled(
 
 
 def verify_tree(
-    tree: DraftTree, p: torch.Tensor, generator: torch.Generator | None = None, rule: str = "block"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tree: DraftTree, p: Tensor, generator: torch.Generator | None = None, rule: str = "block"
+) -> tuple[Tensor, Tensor, Tensor]:
     """`verify_sampled` as plain tensors.
 
     Returns:
@@ -202,7 +201,7 @@ def verify_tree(
     return result.nodes, result.num_accepted, result.added
 
 
-def verify_tree_greedy(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def verify_tree_greedy(tree: DraftTree, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keeps the path of the target's argmaxes, and adds the argmax after it.
 
     Args:
@@ -216,22 +215,20 @@ def verify_tree_greedy(tree: DraftTree, scores: torch.Tensor) -> tuple[torch.Ten
     return result.nodes, result.num_accepted, result.added
 
 
-def _add(
-    mass: torch.Tensor, uniforms: torch.Tensor | None, generator: torch.Generator | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _add(mass: Tensor, uniforms: Tensor | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
     """A token [B] from unnormalised distributions [B, v], and what `draw_checked` says of them."""
     if uniforms is None:
         return draw_checked(mass, generator)
     return pick(uniforms.double(), mass.double() / mass.double().sum(-1, keepdim=True)), None
 
 
-def _ratios(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def _ratios(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
     """p / q at the drafted tokens [B, m]; 0 where the target excludes the token."""
     chosen = draft[..., None]
     return (p[:, :-1].gather(-1, chosen) / q.gather(-1, chosen))[..., 0].nan_to_num(nan=0.0)
 
 
-def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def _block_weights(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
     """P_0..P_m, [B, m + 1].
 
     P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with S_i = sum_{j<=i} log r_j,
@@ -241,19 +238,19 @@ def _block_weights(draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tor
     return (walk - walk.cummax(1).values).exp()
 
 
-def _residuals(q: torch.Tensor, p: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _residuals(q: Tensor, p: Tensor, weight: Tensor) -> Tensor:
     """Normalised max(0, weight p - q) for all rows, [B, m + 1, v]; the last row is p's."""
     rows = _normalised((weight[:, :-1] * p[:, :-1] - q).clamp(min=0), p[:, :-1])
     return torch.cat([rows, p[:, -1:]], dim=1)
 
 
-def _normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+def _normalised(mass: Tensor, fallback: Tensor) -> Tensor:
     """`mass` divided by its sum, or `fallback` where rounding left no mass."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > 0, mass / total, fallback)
 
 
-def tree_acceptance(tree: DraftTree, p: torch.Tensor, rule: str = "token") -> tuple[torch.Tensor, torch.Tensor]:
+def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Tensor, Tensor]:
     """The probabilities from which a tree is verified; certain tokens count as draws from distributions without a
     choice.
 
@@ -289,7 +286,7 @@ def tree_acceptance(tree: DraftTree, p: torch.Tensor, rule: str = "token") -> tu
 
 
 def verify_drawn_tree(
-    tree: DraftTree, p: torch.Tensor, rule: str = "block", generator: torch.Generator | None = None
+    tree: DraftTree, p: Tensor, rule: str = "block", generator: torch.Generator | None = None
 ) -> VerificationResult:
     """Draws from the probabilities of `tree_acceptance`.
 
@@ -313,7 +310,7 @@ def verify_drawn_tree(
     )
 
 
-def kept_path(tree: DraftTree, kept: torch.Tensor, rule: str) -> torch.Tensor:
+def kept_path(tree: DraftTree, kept: Tensor, rule: str) -> Tensor:
     """The path that a rule keeps, once every node was tried with its probability.
 
     Args:
@@ -338,12 +335,12 @@ def check_rule(rule: str) -> None:
         raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
 
 
-def _own_probs(tree: DraftTree, dtype: torch.dtype) -> torch.Tensor | None:
+def _own_probs(tree: DraftTree, dtype: torch.dtype) -> Tensor | None:
     """The distributions in a dtype, as a copy where draws without replacement will change them."""
     return None if tree.probs is None else tree.probs.to(dtype, copy=not tree.replacement)
 
 
-def _next_distribution(tree: DraftTree, probs: torch.Tensor | None, node: int, p: torch.Tensor) -> torch.Tensor:
+def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tensor) -> Tensor:
     """The distribution [B, V] of a node given its elder siblings, 0 where the node is none; moves `probs` on to the
     next one."""
     here, token = (cached_arange(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
@@ -357,14 +354,14 @@ def _next_distribution(tree: DraftTree, probs: torch.Tensor | None, node: int, p
     return q if tree.num_nodes is None else q * (node < tree.num_nodes)[:, None]
 
 
-def _first_in_post_order(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+def _first_in_post_order(tree: DraftTree, wanted: Tensor) -> Tensor:
     """Takes the first wanted node in post-order, or b: which places [B, m + 1] are on the way to it."""
     unwanted = torch.nn.functional.pad(~wanted, (1, 0))
     place = _post_order(tree).masked_fill(unwanted, unwanted.shape[1]).argmin(1)
     return tree.mask()[cached_arange(len(place), place.device), place]
 
 
-def _post_order(tree: DraftTree) -> torch.Tensor:
+def _post_order(tree: DraftTree) -> Tensor:
     """How many places come before each: all below it, and all at and below its and its ancestors' elder siblings."""
     mask = tree.mask()
     below = mask.sum(1)

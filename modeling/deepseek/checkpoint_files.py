@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration.fields import field
@@ -106,7 +107,7 @@ def is_to_be_dequantized(config: PreTrainedConfig, given: Any = None) -> bool:
     return not capable or bool(_option(given, "dequantize"))
 
 
-def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return all tensors of safetensors files; float8 weights are multiplied by their scales and have `dtype`."""
     tensors = read_tensors(files)
     block = _option(config.quantization_config, "weight_block_size") or _BLOCK
@@ -117,7 +118,7 @@ def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch
     return {key: tensor for key, tensor in tensors.items() if not key.endswith("activation_scale")}
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = _BLOCK) -> torch.Tensor:
+def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -> Tensor:
     """Return codes [M, N] times the scale of their block, in float32.
 
     Args:

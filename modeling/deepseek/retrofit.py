@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
@@ -157,7 +157,7 @@ def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding
     mask[1, :padding] = 0
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     inputs = {"attention_mask": mask, "position_ids": position_ids, "use_cache": False}
-    seen: dict[str, torch.Tensor] = {}
+    seen: dict[str, Tensor] = {}
     hook = layer.register_forward_hook(_remember(seen), with_kwargs=True)
     try:
         want = main(input_ids=ids, **inputs).logits
@@ -170,7 +170,7 @@ def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding
     _compare(main, "its layer, called apart, gives other states", copied, seen["output"], mask)
 
 
-def _remember(seen: dict[str, torch.Tensor]) -> Any:
+def _remember(seen: dict[str, Tensor]) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen["input"] = args[0] if args else kwargs["hidden_states"]
         seen["output"] = output[0] if isinstance(output, tuple) else output
@@ -178,7 +178,7 @@ def _remember(seen: dict[str, torch.Tensor]) -> Any:
     return hook
 
 
-def _compare(main: PreTrainedModel, what: str, got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor) -> None:
+def _compare(main: PreTrainedModel, what: str, got: Tensor, want: Tensor, mask: Tensor) -> None:
     difference = (got - want).abs()[mask.bool()].max().item()
     largest = want.abs()[mask.bool()].max().item()
     if not difference <= largest * (1e-5 if want.dtype == torch.float32 else 0.05):

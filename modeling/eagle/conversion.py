@@ -12,6 +12,7 @@ from inspect import get_annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -149,7 +150,7 @@ _OWN = {own.name for own in fields(EagleHeadConfig)}
 _NOT_TAKEN = {"version", "layout", "tie_word_embeddings", "num_hidden_layers", "architectures"}
 
 
-def own_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors of any layout to the names of `EagleHead`."""
     return {_own_name(name): tensor for name, tensor in state.items()}
 
@@ -163,8 +164,8 @@ def _own_name(name: str) -> str:
 
 
 def foreign_head(
-    name: Any, raw: dict[str, Any], state: dict[str, torch.Tensor], **overrides: Any
-) -> tuple[EagleHeadConfig, dict[str, torch.Tensor]]:
+    name: Any, raw: dict[str, Any], state: dict[str, Tensor], **overrides: Any
+) -> tuple[EagleHeadConfig, dict[str, Tensor]]:
     """Return configuration and tensors of a checkpoint from another library, from its config.json and its tensors.
 
     `overrides` are fields of the configuration that replace the checkpoint's, where they are not None.
@@ -276,7 +277,7 @@ def _check_fc(name: Any, values: dict[str, Any], shapes: dict[str, tuple[int, ..
         raise ValueError(f"{name}: fc.weight has {columns} columns, but {given} have {named * width}; pass aux_layers=")
 
 
-def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.Tensor]) -> None:
+def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, Tensor]) -> None:
     """Check that `d2t` holds offsets and agrees with `t2d`; where all tokens are drafted, `d2t` is removed.
 
     Raises:

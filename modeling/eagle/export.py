@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
@@ -24,7 +25,7 @@ _LLAMA_FIELDS = (
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, torch.Tensor] | None = None) -> None:
+def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
     """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
     embeddings = cast(Any, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
     tensors = folder_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
@@ -102,8 +103,8 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
 
 
 def folder_tensors(
-    config: EagleHeadConfig, layout: str, state: dict[str, torch.Tensor], embeddings: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+    config: EagleHeadConfig, layout: str, state: dict[str, Tensor], embeddings: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return a head's tensors under the layout's names; `embeddings` are the backbone's, which some layouts repeat."""
     state = dict(state)
     if layout == "speculators" and embeddings is not None:
@@ -121,7 +122,7 @@ def folder_tensors(
     return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}
 
 
-def _vocabulary(config: EagleHeadConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _vocabulary(config: EagleHeadConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     size = config.draft_vocab_size or config.vocab_size
     offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
     ids = offsets + torch.arange(len(offsets))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
@@ -44,7 +44,7 @@ class EvaDraftLayers(LayerAdapters):
             shells = [EvaByteDecoderLayer(config, slot) for slot in range(count)]
         super().__init__(shells, config.mtp_head)
 
-    def bind(self, body: EvaByteModel) -> Callable[..., torch.Tensor]:
+    def bind(self, body: EvaByteModel) -> Callable[..., Tensor]:
         """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`.
 
         Raises:
@@ -66,7 +66,7 @@ class DraftLayersMixin:
     lm_head: nn.Linear
     draft_layers: EvaDraftLayers | None
     train_only: Callable[[str], None]
-    distribution_of_features: Callable[[torch.Tensor], WindowDistribution]
+    distribution_of_features: Callable[[Tensor], WindowDistribution]
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
         """Put draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
@@ -109,10 +109,10 @@ class DraftLayersMixin:
 
     def features(
         self,
-        hidden_states: Sequence[torch.Tensor | None],
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        hidden_states: Sequence[Tensor | None],
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Return the states [B, L, D] that distributions read: the last ones, or those of the draft layers.
 
         Args:
@@ -129,10 +129,7 @@ class DraftLayersMixin:
         return run(states.detach(), attention_mask=attention_mask, position_ids=position_ids)
 
     def distribution(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> WindowDistribution:
         """Run the backbone and return the distributions of the next `window` tokens after every position.
 
@@ -170,12 +167,8 @@ class OwnAndDraftHeads(nn.Module):
         self.own, self.drafts, self.vocab_size = own, drafts, vocab_size
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        num_heads: int | None = None,
-        backbone: BackboneParts | None = None,
-        start: int = 0,
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
+    ) -> Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., D]; see `FFHead.forward`."""
         run = call if torch.is_grad_enabled() else nn.Module.__call__
         if start and self.drafts is not None:
@@ -187,7 +180,7 @@ class OwnAndDraftHeads(nn.Module):
         return torch.cat([own, to_device(drafts, own.device)], dim=-2)[..., start:, :]
 
 
-def split_heads(weight: torch.Tensor, vocab_size: int, num_drafts: int) -> dict[str, torch.Tensor]:
+def split_heads(weight: Tensor, vocab_size: int, num_drafts: int) -> dict[str, Tensor]:
     """Return the weights of the own head and of the draft heads from those of all heads [N V, D], by name.
 
     A weight of the own head alone is returned as it is.
@@ -197,7 +190,7 @@ def split_heads(weight: torch.Tensor, vocab_size: int, num_drafts: int) -> dict[
     return {OWN: weight[:vocab_size].clone(), DRAFTS: weight[vocab_size:].clone()}
 
 
-def split_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
+def split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
     """Split the weight of a checkpoint in `state_dict`, before `load_state_dict` of a model reads it."""
     config: Any = model.config
     if (weight := state_dict.get(prefix + OWN)) is not None and len(weight) > config.vocab_size:
@@ -217,7 +210,7 @@ class SplitHeads(ConversionOps):
 
     def convert(
         self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Return the new weights by name.
 
         One weight alone is joined with nothing if there are no draft heads, or if the own head is tied.

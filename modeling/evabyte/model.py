@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
@@ -232,16 +232,16 @@ class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPG
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: EvaByteCache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         return_all_pred_logits: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
         """Return next-byte logits and, with labels, the discounted loss over all depths of the window.
@@ -296,12 +296,12 @@ class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPG
 
     def _loss(
         self,
-        features: torch.Tensor,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        counts: torch.Tensor | int | None,
-        balance: torch.Tensor | None,
+        features: Tensor,
+        hidden: Tensor,
+        targets: Tensor,
+        input_ids: Tensor | None,
+        counts: Tensor | int | None,
+        balance: Tensor | None,
     ) -> dict[str, Any]:
         """Return the loss of the head and its means; a drafter without depth 1 adds the next byte's to it."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
@@ -316,7 +316,7 @@ class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPG
         own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
         return dict(found) | dict(loss=found["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
-    def loss_scale(self, first: float = 1.0) -> torch.Tensor:
+    def loss_scale(self, first: float = 1.0) -> Tensor:
         """See `WindowHeadMixin`; depth 1 of FF heads is the next-byte head, which has the weight 1."""
         scale = super().loss_scale(first)
         if self.mtp_head is None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -231,7 +231,7 @@ class MTPHeads(
             setattr(self.config, name, described[name])
         return self
 
-    def features_of_call(self) -> Callable[..., torch.Tensor]:
+    def features_of_call(self) -> Callable[..., Tensor]:
         """`features` for one call of `generate`, in which no weight changes."""
         if self.draft_layers is None:
             return self.features
@@ -239,12 +239,12 @@ class MTPHeads(
 
     def features(
         self,
-        hidden_states: Sequence[torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        hidden_states: Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         cache: Cache | None = None,
         layers: BoundLayers | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return what the distribution of every position is made from, [B, T, F].
 
         Args:
@@ -266,10 +266,7 @@ class MTPHeads(
         return self.family.features(self.head, states, attention_mask, position_ids, self._parts(), cache)
 
     def distribution(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> WindowDistribution:
         """Return the distributions of the next `window` tokens after every position; runs the backbone.
 

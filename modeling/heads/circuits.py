@@ -17,12 +17,13 @@ from functools import cached_property, lru_cache
 from itertools import count
 
 import torch
+from torch import Tensor
 
 from ..masks import numbers
 from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
 
-Walk = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
-Scale = Callable[[torch.Tensor], torch.Tensor]
+Walk = Generator[Tensor, Tensor, Tensor]
+Scale = Callable[[Tensor], Tensor]
 
 
 class LatentDistribution(WindowDistribution):
@@ -32,17 +33,17 @@ class LatentDistribution(WindowDistribution):
         leaf_logits: [..., n, r, v].
     """
 
-    def __init__(self, leaf_logits: torch.Tensor) -> None:
+    def __init__(self, leaf_logits: Tensor) -> None:
         self.leaf_logits = leaf_logits
         self.window, self.rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
 
     @cached_property
-    def leaf_norm(self) -> torch.Tensor:
+    def leaf_norm(self) -> Tensor:
         """log of what leaves sum to, [..., n, r]."""
         return self.leaf_logits.logsumexp(-1)
 
     @cached_property
-    def _leaves(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _leaves(self) -> tuple[Tensor, Tensor]:
         """Leaves [..., n, r, v] in log space, and the log of what they sum to, [..., n, r] or 0.
 
         Where a gradient is wanted they are normalised: that is one kernel forwards and one back, a logsumexp is many.
@@ -53,23 +54,23 @@ class LatentDistribution(WindowDistribution):
         return self.leaf_logits, self.leaf_norm
 
     @abstractmethod
-    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
+    def owner_weights(self, evidence: Tensor) -> Tensor:
         """log q(z_owner(i), x_1..x_{i-1}) from log leaves at the tokens [..., n, r]: [..., n, r]."""
 
     @abstractmethod
     def _walk(self, unit: Scale) -> Walk:
         """Yield the weights [..., r] of each owner in turn, which `unit` scales; is sent the chosen token's leaves."""
 
-    def evidence(self, tokens: torch.Tensor) -> torch.Tensor:
+    def evidence(self, tokens: Tensor) -> Tensor:
         """log leaf_i[z, x_i] for tokens [..., n]: [..., n, r]; 0 for those without a column."""
         return self._evidence_of(tokens, *self._leaves)
 
-    def _first_evidence(self, first: torch.Tensor) -> torch.Tensor:
+    def _first_evidence(self, first: Tensor) -> Tensor:
         """`evidence` of the first token [...] alone, [..., r]."""
         leaves = self.leaf_logits[..., :1, :, :]
         return self._evidence_of(first[..., None], leaves, leaves.logsumexp(-1))[..., 0, :]
 
-    def _evidence_of(self, tokens: torch.Tensor, leaves: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def _evidence_of(self, tokens: Tensor, leaves: Tensor, norm: Tensor) -> Tensor:
         size, shape = leaves.shape[-1], leaves.shape[-3:]
         others, tokens = (tokens >= size, tokens.clamp(max=size - 1)) if self.reads_codes else (None, tokens)
         batch = torch.broadcast_shapes(tokens.shape[:-1], leaves.shape[:-3])
@@ -77,21 +78,21 @@ class LatentDistribution(WindowDistribution):
         found = leaves.expand(*batch, *shape).gather(-1, index)[..., 0] - norm
         return found if others is None else found.masked_fill(others[..., None], 0)
 
-    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+    def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""
         evidence = self.evidence(tokens)
         if unknown is not None:
             evidence = evidence.masked_fill(unknown[..., None], 0)
         return logsumexp(self.owner_weights(evidence) + evidence, -1)
 
-    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return the posterior of each owner applied to its leaf."""
         weights, (leaves, norm) = self.owner_weights(self.evidence(tokens)), self._leaves
         mixed = logsumexp(leaves + (weights - norm)[..., None], -2)
         total = logsumexp(weights, -1)[..., None]
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 
-    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+    def next_log_probs(self, prefix: Tensor) -> Tensor:
         """One mixture of leaves: the weights do not depend on what follows the prefix."""
         position = prefix.shape[-1]
         tokens = torch.nn.functional.pad(prefix, (0, self.window - position))
@@ -99,18 +100,18 @@ class LatentDistribution(WindowDistribution):
         leaf = self.leaf_logits[..., position, :, :].softmax(-1)
         return (weights[..., None, :] @ leaf)[..., 0, :].log()
 
-    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
         leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
         tokens, probs, _ = self._walk_along(choose, leaves, leaves, _unit)
         return torch.stack(tokens, -1), torch.stack(probs, -2)
 
-    def greedy(self, length: int | None = None) -> torch.Tensor:
+    def greedy(self, length: int | None = None) -> Tensor:
         """Argmax of each exact conditional in turn; an argmax needs no normalisation, but for what would underflow."""
         leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
         return torch.stack(self._walk_along(_largest, leaves, leaves, _now_and_then())[0], -1)
 
-    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """One race for all positions: a distribution is a mixture of leaves, and argmax (w leaf / E) a draw from it."""
         leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
         noise = torch.empty_like(leaves[..., :1, :]).exponential_().clamp_min_(torch.finfo(leaves.dtype).tiny)
@@ -118,8 +119,8 @@ class LatentDistribution(WindowDistribution):
         return torch.stack(tokens, -1), (_unit(torch.stack(weights, -2))[..., None, :] @ leaves)[..., 0, :]
 
     def _walk_along(
-        self, choose: Choose, shown: torch.Tensor, leaves: torch.Tensor, unit: Scale
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        self, choose: Choose, shown: Tensor, leaves: Tensor, unit: Scale
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Tokens and distributions that `choose` gives for mixtures of `shown` in turn, and the scaled weights."""
         walk, tokens, probs = self._walk(unit), [], []
         weights = [next(walk)]
@@ -132,23 +133,23 @@ class LatentDistribution(WindowDistribution):
                 weights.append(walk.send(leaf.gather(-1, token[..., None, None].expand(*leaf.shape[:-1], 1))[..., 0]))
         return tokens, probs, weights
 
-    def _leaves_after_first(self) -> torch.Tensor:
+    def _leaves_after_first(self) -> Tensor:
         return self.leaf_logits[..., 1:, :, :]
 
 
 class MixtureDistribution(LatentDistribution):
     """CP: q(x) = sum_z root[z] prod_i leaf_i[z, x_i]."""
 
-    def __init__(self, root_logits: torch.Tensor, leaf_logits: torch.Tensor) -> None:
+    def __init__(self, root_logits: Tensor, leaf_logits: Tensor) -> None:
         super().__init__(leaf_logits)
         self.root = normalised_logits(root_logits)
 
-    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
+    def owner_weights(self, evidence: Tensor) -> Tensor:
         """Return the root plus all evidence before i; one cumulative sum."""
         before = torch.cat([self.root[..., None, :].expand_as(evidence[..., :1, :]), evidence[..., :-1, :]], dim=-2)
         return before.cumsum(-2)
 
-    def condition(self, first: torch.Tensor) -> MixtureDistribution:
+    def condition(self, first: Tensor) -> MixtureDistribution:
         """root'[z] ~ root[z] leaf_1[z, b]."""
         return MixtureDistribution(finite_weights(self.root + self._first_evidence(first)), self._leaves_after_first())
 
@@ -165,16 +166,16 @@ class ChainDistribution(LatentDistribution):
     """
 
     def __init__(
-        self, root_logits: torch.Tensor, trans_logits: torch.Tensor, leaf_logits: torch.Tensor, normalised: bool = False
+        self, root_logits: Tensor, trans_logits: Tensor, leaf_logits: Tensor, normalised: bool = False
     ) -> None:
         super().__init__(leaf_logits)
         self.root = root_logits if normalised else normalised_logits(root_logits)
         self.transitions = trans_logits if normalised else normalised_logits(trans_logits)
 
-    def _step(self, position: int) -> torch.Tensor:
+    def _step(self, position: int) -> Tensor:
         return self.transitions[..., position if self.transitions.shape[-3] > 1 else 0, :, :]
 
-    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
+    def owner_weights(self, evidence: Tensor) -> Tensor:
         """Return the forward filter, whose every step is a prefix marginal."""
         weights = [self.root.expand_as(evidence[..., 0, :])]
         for position in range(self.window - 1):
@@ -182,7 +183,7 @@ class ChainDistribution(LatentDistribution):
             weights.append(logsumexp(joint[..., None] + self._step(position), -2))
         return torch.stack(weights, -2)
 
-    def condition(self, first: torch.Tensor) -> ChainDistribution:
+    def condition(self, first: Tensor) -> ChainDistribution:
         """root'[z_2] = sum_{z_1} q(z_1 | b) trans_1[z_1, z_2]."""
         posterior = normalised_logits(finite_weights(self.root + self._first_evidence(first)))
         root = posterior if self.window == 1 else logsumexp(posterior[..., None] + self._step(0), -2)
@@ -198,12 +199,12 @@ class ChainDistribution(LatentDistribution):
                 weights = (weights[..., None, :] @ step)[..., 0, :]
 
 
-def _unit(weights: torch.Tensor) -> torch.Tensor:
+def _unit(weights: Tensor) -> Tensor:
     """Return the weights divided by their sum; zeros stay zeros."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
 
 
-def _largest(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _largest(weights: Tensor) -> tuple[Tensor, Tensor]:
     return weights.argmax(-1), weights
 
 
@@ -213,7 +214,7 @@ def _now_and_then() -> Scale:
     return lambda weights: weights if next(calls) % 4 else _unit(weights)
 
 
-def finite_weights(joint: torch.Tensor) -> torch.Tensor:
+def finite_weights(joint: Tensor) -> Tensor:
     """Log weights [..., r] without -inf; where all were, they are equal, as after an impossible token."""
     return joint.clamp_min(torch.finfo(joint.dtype).min / 4)
 
@@ -315,9 +316,9 @@ class TreeDistribution(LatentDistribution):
 
     def __init__(
         self,
-        root_logits: torch.Tensor,
-        node_logits: torch.Tensor | None,
-        leaf_logits: torch.Tensor,
+        root_logits: Tensor,
+        node_logits: Tensor | None,
+        leaf_logits: Tensor,
         structure: TreeStructure | None = None,
     ) -> None:
         super().__init__(leaf_logits)
@@ -327,10 +328,10 @@ class TreeDistribution(LatentDistribution):
             node_logits = self.root.new_zeros(*self.root.shape[:-1], 0, self.rank, self.rank)
         self.nodes = normalised_logits(node_logits)
 
-    def _weights_of(self, nodes: tuple[int, ...]) -> torch.Tensor:
+    def _weights_of(self, nodes: tuple[int, ...]) -> Tensor:
         return _select(self.nodes, [node - 1 for node in nodes], -3)
 
-    def owner_weights(self, evidence: torch.Tensor) -> torch.Tensor:
+    def owner_weights(self, evidence: Tensor) -> Tensor:
         """Return the messages up (what a whole span says of its parent's state), then weights down."""
         messages, slots = self._upward(evidence)
         tree, weights = self.structure, [self.root.expand_as(evidence[..., 0, :])[..., None, :]]
@@ -346,7 +347,7 @@ class TreeDistribution(LatentDistribution):
         seen = [self._left_of(Unit(True, i), owner, slots) for i, owner in enumerate(tree.owner)]
         return _select(torch.cat(weights, -2), owners, -2) + _select(messages, seen, -2)
 
-    def _upward(self, evidence: torch.Tensor) -> tuple[torch.Tensor, dict[Unit | None, int]]:
+    def _upward(self, evidence: Tensor) -> tuple[Tensor, dict[Unit | None, int]]:
         """Messages [..., slots, r] over the parent's states, and the slot of each unit (of None: it says nothing)."""
         tree = self.structure
         slots: dict[Unit | None, int] = {Unit(True, i): i for i in range(tree.window)} | {None: tree.window}
@@ -363,7 +364,7 @@ class TreeDistribution(LatentDistribution):
         """Return the slot of what a prefix that reaches `unit` has seen below its parent: its left sibling."""
         return slots[self.structure.left[parent]] if self.structure.right[parent] == unit else slots[None]
 
-    def condition(self, first: torch.Tensor) -> TreeDistribution:
+    def condition(self, first: Tensor) -> TreeDistribution:
         """Reweight the path from the first position's owner to the root: log n nodes."""
         message, nodes, node = self._first_evidence(first), self.nodes, self.structure.owner[0]
         while node:
@@ -377,7 +378,7 @@ class TreeDistribution(LatentDistribution):
     def _walk(self, unit: Scale) -> Walk:
         return (yield from self._visit(0, self.root.exp(), self.nodes.exp(), unit))
 
-    def _visit(self, node: int, weights: torch.Tensor, nodes: torch.Tensor, unit: Scale) -> Walk:
+    def _visit(self, node: int, weights: Tensor, nodes: Tensor, unit: Scale) -> Walk:
         """Walk the span of `node`; returns what the span says of the node's own state."""
         children = [child for child in (self.structure.left[node], self.structure.right[node]) if child is not None]
         seen = None
@@ -394,6 +395,6 @@ class TreeDistribution(LatentDistribution):
         return torch.ones_like(weights) if seen is None else seen
 
 
-def _select(values: torch.Tensor, indices: Iterable[int], dim: int) -> torch.Tensor:
+def _select(values: Tensor, indices: Iterable[int], dim: int) -> Tensor:
     """Return some entries of one axis."""
     return values.index_select(dim, numbers(tuple(indices), values.device))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -21,7 +21,7 @@ from .losses import depth_targets, depth_weights, head_loss
 from .registry import distribution_after, window_distribution
 from .window_distribution import WindowDistribution
 
-States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
+States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
 
@@ -36,13 +36,13 @@ class FrozenBackboneMixin:
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        logits_to_keep: int | torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        cached_states: torch.Tensor | None = None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        cached_states: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the loss of the drafter on the frozen backbone (`learn`), and the backbone's own logits.
@@ -103,12 +103,12 @@ class WindowHeadMixin(DepthCountsMixin):
         """See `DepthCountsMixin`."""
         return self.head_config.loss_normalization
 
-    def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
+    def distribution_of_features(self, features: Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given `features` [..., F]."""
         return window_distribution(self.whole_head, self.head_config, features, self._parts(), self.draft_vocabulary)
 
     def distribution_after(
-        self, features: torch.Tensor, last: torch.Tensor, length: int, parts: BackboneParts | None = None
+        self, features: Tensor, last: Tensor, length: int, parts: BackboneParts | None = None
     ) -> WindowDistribution:
         """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows.
 
@@ -117,7 +117,7 @@ class WindowHeadMixin(DepthCountsMixin):
         given = features, last, length, parts or self._parts(), self.draft_vocabulary
         return distribution_after(self.whole_head, self.head_config, *given)
 
-    def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
+    def window_distribution(self, hidden_states: Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
 
         Raises:
@@ -128,13 +128,13 @@ class WindowHeadMixin(DepthCountsMixin):
             raise ValueError(f"head_type={config.head_type!r} reads several states here: use distribution(input_ids)")
         return self.distribution_of_features(hidden_states)
 
-    def loss_scale(self, first: float = 1.0) -> torch.Tensor:
+    def loss_scale(self, first: float = 1.0) -> Tensor:
         """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
         scale = torch.full((self.head_config.num_depths,), float(self.mtp_loss_weight), device=self.device)
         scale[0] *= first
         return scale
 
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor, first: float = 1.0) -> torch.Tensor:
+    def pooled_loss(self, sums: Tensor, counts: Tensor, first: float = 1.0) -> Tensor:
         """Return the loss of the head on data of which only sums per depth are known.
 
         Args:
@@ -156,7 +156,7 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
     head: nn.Module
     draft_layers: DraftLayers | None
     backbone: PreTrainedModel
-    features: Callable[..., torch.Tensor]
+    features: Callable[..., Tensor]
 
     @property
     def head_config(self) -> MTPHeadConfig:
@@ -177,10 +177,10 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
 
     def _run_backbone(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        logits_to_keep: int | torch.Tensor = 1,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor = 1,
     ) -> Any:
         """Return the backbone's outputs, with the states that the heads read."""
         layers = self.hidden_layers
@@ -190,14 +190,14 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
     def learn(
         self,
         states: States,
-        logits: torch.Tensor | None,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        labels: torch.Tensor | None,
-        counts: torch.Tensor | int | None,
-        shift_labels: torch.Tensor | None = None,
-        balance: torch.Tensor | None = None,
+        logits: Tensor | None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        counts: Tensor | int | None,
+        shift_labels: Tensor | None = None,
+        balance: Tensor | None = None,
         first: float = 1.0,
         **kwargs: Any,
     ) -> MTPOutput:
@@ -227,11 +227,11 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
 
 def run_backbone(
     backbone: PreTrainedModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
     layers: list[int],
-    logits_to_keep: int | torch.Tensor = 1,
+    logits_to_keep: int | Tensor = 1,
 ) -> Any:
     """Return the backbone's outputs for whole sequences, with the hidden states that `layers` names."""
     return backbone(
@@ -245,7 +245,7 @@ def run_backbone(
     )
 
 
-def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Tensor]:
+def split_states(cached: Tensor, layers: list[int]) -> dict[int, Tensor]:
     """Return cached states [B, L, S, d] by the indices of their layers.
 
     Raises:
@@ -257,7 +257,7 @@ def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Ten
     return dict(zip(layers, cached.unbind(2)))
 
 
-def counted_positions(states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def counted_positions(states: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the position ids [B or 1, T] of states [B, T, d]; padding has 0."""
     if attention_mask is None:
         return torch.arange(states.shape[1], device=states.device)[None]

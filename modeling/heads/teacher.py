@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ...configuration import MTPHeadConfig
@@ -53,16 +53,12 @@ class Teacher:
 
     config: MTPHeadConfig
     backbone: BackboneParts
-    arguments: tuple[torch.Tensor, ...]
-    missing: torch.Tensor | None = None
+    arguments: tuple[Tensor, ...]
+    missing: Tensor | None = None
 
     @classmethod
     def of(
-        cls,
-        config: MTPHeadConfig,
-        backbone: BackboneParts | None,
-        last_states: torch.Tensor | None,
-        scored: torch.Tensor,
+        cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, scored: Tensor
     ) -> Teacher:
         """Return a teacher for a batch: last hidden states [B, L, d], and where something is scored, [B, L, n] bool.
 
@@ -85,8 +81,8 @@ class Teacher:
         return cls(config, backbone, (ahead(ids, window), ahead(log_probs, window)), missing)
 
     def terms(
-        self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return the terms of some positions and the acceptances there, [N, n] each; at depth 1 of the tokens, and 0.
 
         `tokens` are [N, n] int64; `taught` are pieces of `arguments`.
@@ -106,22 +102,20 @@ class Teacher:
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
 
 
-def likeliest(
-    backbone: BackboneParts, states: torch.Tensor, k: int, norms: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def likeliest(backbone: BackboneParts, states: Tensor, k: int, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `head_and_rest` of the distribution at every state [B, L, d].
 
     `norms` [B, L, 1] is the log of what all logits sum to, where the backbone's unembedding makes only some.
     """
 
-    def best(logits: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def best(logits: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         return head_and_rest(logits - given[0] if given else logits.log_softmax(-1), k)
 
     ids, log_probs = of_logits(backbone, states, best, *(() if norms is None else (norms,)))
     return ids, log_probs
 
 
-def log_norms(backbone: BackboneParts, states: torch.Tensor) -> torch.Tensor:
+def log_norms(backbone: BackboneParts, states: Tensor) -> Tensor:
     """Return the log of what the logits of all tokens sum to at every state [B, L, d], [B, L, 1]."""
     whole = BackboneParts(backbone.model)
     return of_logits(whole, states, lambda logits: (logits.logsumexp(-1, keepdim=True),))[0]
@@ -129,11 +123,8 @@ def log_norms(backbone: BackboneParts, states: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def of_logits(
-    backbone: BackboneParts,
-    states: torch.Tensor,
-    read: Callable[..., tuple[torch.Tensor, ...]],
-    *arguments: torch.Tensor,
-) -> list[torch.Tensor]:
+    backbone: BackboneParts, states: Tensor, read: Callable[..., tuple[Tensor, ...]], *arguments: Tensor
+) -> list[Tensor]:
     """Return what `read` makes of the logits at states [B, L, d] and of arguments [B, L, ..], a chunk at a time."""
     flat = states.flatten(0, -2)
     rows = max(1, LOGITS_PER_CHUNK // backbone.unembed(flat[:1]).shape[-1])
@@ -142,15 +133,13 @@ def of_logits(
     return [torch.cat(piece).unflatten(0, states.shape[:-1]) for piece in zip(*pieces)]
 
 
-def ahead(values: torch.Tensor, window: int) -> torch.Tensor:
+def ahead(values: Tensor, window: int) -> Tensor:
     """For every position the values [B, L, (n - 1) c] of the n - 1 following positions; 0 beyond the end."""
     padded = nn.functional.pad(values, (0, 0, 0, window - 1))
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)
 
 
-def taught_terms(
-    kind: str, share: float, log_p: torch.Tensor, log_q: torch.Tensor, likelihood: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def taught_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
     """Return (1 - share) D(p, q) - share log q(label), and the detached acceptance, [...] each.
 
     Args:
@@ -165,7 +154,7 @@ def taught_terms(
     return mixed, acceptance(log_p, log_q.detach())
 
 
-def divergence(kind: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return how far q is from p, in nats (total variation: a probability).
 
     Args:
@@ -194,17 +183,17 @@ def divergence(kind: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Ten
     return lk + _KL_SCALE * fading * divergence("kl", log_p, log_q)
 
 
-def acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     """alpha = sum_x min(p(x), q(x)), [...]: the probability that a token drawn from q is kept."""
     return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
-def log_acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     """log alpha, [...], without underflow where p and q hardly meet."""
     return torch.minimum(log_p, log_q).logsumexp(-1)
 
 
-def head_and_rest(log_p: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def head_and_rest(log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k likeliest tokens of a distribution, and all others as one.
 
     Lumping tokens together never makes two distributions look further apart: every KL is a lower bound of the true one,
@@ -221,13 +210,13 @@ def head_and_rest(log_p: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
     return ids, torch.cat([best, _log_rest(best)], -1)
 
 
-def lumped(log_q: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def lumped(log_q: Tensor, ids: Tensor) -> Tensor:
     """Return a distribution [..., V] at the tokens `ids` [..., k], and all others as one: [..., k + 1]."""
     chosen = log_q.gather(-1, ids)
     return torch.cat([chosen, _log_rest(chosen)], -1)
 
 
-def _log_rest(chosen: torch.Tensor) -> torch.Tensor:
+def _log_rest(chosen: Tensor) -> Tensor:
     """log(1 - sum), kept away from -inf, where gradients end."""
     tiny = torch.finfo(chosen.dtype).eps ** 2
     return (1 - chosen.exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
@@ -237,7 +226,7 @@ PLACES = ("all", "calls")
 """Which places count how much: all alike, or by what a rejection there costs."""
 
 
-def accepted_along(log_q: torch.Tensor, log_p: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+def accepted_along(log_q: Tensor, log_p: Tensor, drafted: Tensor) -> Tensor:
     """Return m_k, the probability that block verification accepts at least k drafts given the text, for k = 1 .. m.
 
     Args:
@@ -250,7 +239,7 @@ def accepted_along(log_q: torch.Tensor, log_p: torch.Tensor, drafted: torch.Tens
     return torch.where(drafted.long().cumprod(-1).bool(), accepted, 0.0)
 
 
-def cycle_starts(accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def cycle_starts(accepted: Tensor, places: Tensor) -> Tensor:
     """Return w, the probability that a cycle begins at each position, [B, L] float64.
 
     Args:
@@ -265,12 +254,12 @@ def cycle_starts(accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return starts[:, :length] * places
 
 
-def _jumps(accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _jumps(accepted: Tensor, places: Tensor) -> Tensor:
     """Return the probability that exactly 0 .. m drafts are accepted, [B, L, m + 1]; 0 where no cycle begins."""
     return (pad(accepted, (1, 0), value=1.0) - pad(accepted, (0, 1))) * places[..., None]
 
 
-def call_weights(accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def call_weights(accepted: Tensor, places: Tensor) -> Tensor:
     """Return w_t (C(t+k) - C(t+k+1)), what a greater m_k(t) saves in expected calls, [B, L, m] float64.
 
     Arguments as for `cycle_starts`.
@@ -286,7 +275,7 @@ def call_weights(accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return cycle_starts(accepted, places)[..., None] * (after[..., :-1] - after[..., 1:])
 
 
-def place_weights(kind: str, accepted: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def place_weights(kind: str, accepted: Tensor, places: Tensor) -> Tensor:
     """Return the weights of m_k, [B, L, m], like `accepted`: 0 where no cycle begins.
 
     Args:
@@ -300,23 +289,18 @@ def place_weights(kind: str, accepted: torch.Tensor, places: torch.Tensor) -> to
 
 
 @torch.no_grad()
-def text_log_probs(backbone: BackboneParts, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+def text_log_probs(backbone: BackboneParts, states: Tensor, following: Tensor) -> Tensor:
     """Return log p of the token `following` [B, L] every state [B, L, d], given all tokens before: [B, L] float32."""
 
-    def read(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
+    def read(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
         return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
 
     return of_logits(BackboneParts(backbone.model), states.detach(), read, following[..., None])[0][..., 0]
 
 
 def block_terms(
-    log_q: torch.Tensor,
-    log_p: torch.Tensor,
-    drafted: torch.Tensor,
-    places: torch.Tensor,
-    kind: str = "all",
-    label_weight: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    log_q: Tensor, log_p: Tensor, drafted: Tensor, places: Tensor, kind: str = "all", label_weight: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return the terms of all depths of a whole text, and m_k, [B, L, m] each.
 
     Args:
@@ -347,7 +331,7 @@ class BlockTarget:
     """
 
     label_weight: float
-    arguments: tuple[torch.Tensor, ...]
+    arguments: tuple[Tensor, ...]
     missing: None = None
 
     @classmethod
@@ -355,10 +339,10 @@ class BlockTarget:
         cls,
         label_weight: float,
         backbone: BackboneParts | None,
-        last_states: torch.Tensor | None,
-        tokens: torch.Tensor,
-        scored: torch.Tensor,
-        drafted: torch.Tensor,
+        last_states: Tensor | None,
+        tokens: Tensor,
+        scored: Tensor,
+        drafted: Tensor,
     ) -> BlockTarget:
         """Return the target of a batch, all places alike.
 
@@ -382,8 +366,8 @@ class BlockTarget:
         return cls(label_weight, arguments)
 
     def terms(
-        self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return the terms of some positions, and m_k there, [N, n] each; see `Teacher.terms`."""
         log_p, drafted, weights = taught
         log_q, share = distribution.token_log_probs(tokens), self.label_weight
@@ -393,7 +377,7 @@ class BlockTarget:
             terms = terms - share * torch.where(drafted, log_q[..., 1:], 0.0)
         return torch.cat([-log_q[..., :1], terms], -1), pad(accepted.detach(), (1, 0))
 
-    def by_calls(self, accepted: torch.Tensor) -> None:
+    def by_calls(self, accepted: Tensor) -> None:
         """Weigh places by what a rejection there costs, from m_k at all of them, [B, L, n - 1]."""
         log_p, drafted, weights = self.arguments
         self.arguments = log_p, drafted, place_weights("calls", accepted, weights[..., 0].bool())

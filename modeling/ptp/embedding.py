@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...configuration.ptp import PTPConfig
 from ..uniforms import uniform_features
@@ -17,7 +17,7 @@ GREEDY = -1.0
 class _WideLinear(nn.Linear):
     """A linear layer that computes in float32 at least: in bfloat16, features would lose their digits."""
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
@@ -29,7 +29,7 @@ class _GreedyEmbedding(nn.Embedding):
     Its own forward reads the row: where weights are offloaded, they arrive with the call of the module that has them.
     """
 
-    def forward(self, uniforms: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    def forward(self, uniforms: Tensor, embeds: Tensor) -> Tensor:
         """Return `embeds` [B, A, H], replaced by the request where uniforms [B, A] are `GREEDY`."""
         return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)
 
@@ -48,7 +48,7 @@ class UniformEmbedding(nn.Module):
             )
         self.greedy = _GreedyEmbedding(1, hidden_size) if config.greedy else None
 
-    def forward(self, uniforms: torch.Tensor) -> torch.Tensor:
+    def forward(self, uniforms: Tensor) -> Tensor:
         """Embed the slots of a batch, [B, A, H] in the dtype of the weights.
 
         `uniforms` [B, A] stay float32 until they are features; `GREEDY` requests the most likely token.
@@ -84,7 +84,7 @@ class Sampler(nn.Sequential):
         ]
         super().__init__(*(layer for block in blocks for layer in block))
 
-    def forward(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor, before: Tensor) -> Tensor:
         """Return the states [..., d] that the unembedding reads, in the dtype of `states` [..., d].
 
         `before` [..., d] are embeddings of the tokens before those that the slots predict; broadcast.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from peft.tuners.lora.layer import Linear
+from torch import Tensor
 
 from .gated_lora import Siblings, current_gate, with_adapter
 
@@ -19,7 +19,7 @@ class GatedLinear(Linear):
 
     siblings: Siblings | None = None
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map [..., in] to [..., out]."""
         result, gate = self.base_layer(x), current_gate()
         return result if gate is None else with_adapter(self, gate, x, result)

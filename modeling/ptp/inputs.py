@@ -9,6 +9,7 @@ from __future__ import annotations
 from inspect import signature
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field, refuse
@@ -54,7 +55,7 @@ def check_model(backbone: PreTrainedModel) -> None:
     check_attention(backbone.config, "auxiliary rows")
 
 
-def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:
+def packed_mask(documents: Tensor, starts: Tensor, slots: int) -> Tensor:
     """Return the visibility between tokens and auxiliary rows, with several completions per sequence.
 
     Tokens see the tokens of their document up to themselves. Slot k of a completion that starts at column s sees the
@@ -76,21 +77,21 @@ def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> to
     return torch.cat([upper, torch.cat([context, blocks], dim=2)], dim=1)[:, None]
 
 
-def token_mask(documents: torch.Tensor) -> torch.Tensor:
+def token_mask(documents: Tensor) -> Tensor:
     """Return the causal mask within documents, [B, 1, T, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
     same = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0)
     return ((order[:, None] >= order) & same)[:, None]
 
 
-def context_mask(documents: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def context_mask(documents: Tensor, starts: Tensor) -> Tensor:
     """Return the columns that completions continue: those of the same document before each start, [B, C, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
     own = documents.gather(1, starts)[..., None]
     return (order < starts[..., None]) & (documents[:, None] == own) & (own > 0)
 
 
-def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> torch.Tensor:
+def stepwise_mask(documents: Tensor, starts: Tensor, step: int) -> Tensor:
     """Return the mask of slot `step` of all completions, after a cache of [tokens | slots 0 | slots 1 | ...].
 
     Args:
@@ -106,18 +107,14 @@ def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> t
     return torch.cat([context_mask(documents, starts), own], dim=2)[:, None]
 
 
-def token_positions(documents: torch.Tensor) -> torch.Tensor:
+def token_positions(documents: Tensor) -> Tensor:
     """Return the position of every token in its document, [B, T] int64; 0 for padding."""
     return (token_mask(documents)[:, 0].sum(-1) - 1).clamp(min=0)
 
 
 def packed_positions(
-    documents: torch.Tensor,
-    starts: torch.Tensor,
-    slots: int,
-    offset: int | torch.Tensor,
-    own: torch.Tensor | None = None,
-) -> torch.Tensor:
+    documents: Tensor, starts: Tensor, slots: int, offset: int | Tensor, own: Tensor | None = None
+) -> Tensor:
     """Return the positions that go with `packed_mask`.
 
     Args:
@@ -138,7 +135,7 @@ def packed_positions(
     return torch.cat([own, behind], dim=1).clamp(min=0)
 
 
-def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
+def check_positions(config: PTPConfig, position_ids: Tensor) -> None:
     """Refuse positions beyond a table of learned ones."""
     limit = config.learned_positions
     if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
@@ -146,7 +143,7 @@ def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
         raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; auxiliary rows need room")
 
 
-def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> bool:
+def has_slots(config: PTPConfig, uniforms: Tensor | None, masks: Tensor | None) -> bool:
     """Return whether a forward has slots; refuse inputs of another variant."""
     name, given, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
     if other is not None:
@@ -154,7 +151,7 @@ def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Ten
     return given is not None
 
 
-def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
+def check_uniforms(uniforms: Tensor, may_be_greedy: bool) -> None:
     """Refuse numbers outside [0, 1), and dtypes of few bits."""
     if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits are too coarse")

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
@@ -173,7 +173,7 @@ class PTPForCausalLM(
         parts = (self.uniform_embedding, self.mask_embedding, self.sampler)
         return [part for part in parts if part is not None]
 
-    def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
+    def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
         """Return the distribution of the tokens that a group of slots predicts.
 
         Args:
@@ -187,7 +187,7 @@ class PTPForCausalLM(
         if sampler is None:
             return FactorisedDistribution(head(states)[..., None, :])
 
-        def next_logits(known: torch.Tensor) -> torch.Tensor:
+        def next_logits(known: Tensor) -> Tensor:
             return head(sampler(states[..., known.shape[-2] - 1, :], known[..., -1, :]))
 
         return SequentialDistribution(next_logits, embed, states.shape[-2], embed(before)[..., None, :])
@@ -207,18 +207,18 @@ class PTPForCausalLM(
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        uniforms: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        uniforms: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        inputs_embeds: torch.Tensor | None = None,
-        read: Callable[[torch.Tensor, nn.Module], Any] | None = None,
-        masks: torch.Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        read: Callable[[Tensor, nn.Module], Any] | None = None,
+        masks: Tensor | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
         """Return logits of the tokens (the backbone's own) and of the auxiliary rows after them.
@@ -285,7 +285,7 @@ class PTPForCausalLM(
             read=read and read(hidden, head),
         )
 
-    def _embedded(self, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> torch.Tensor:
+    def _embedded(self, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
         """Return the embeddings of the auxiliary rows, [B or 1, A, D]."""
         if masks is not None and self.mask_embedding is not None:
             return self.mask_embedding(masks)
@@ -298,11 +298,11 @@ class PTPForCausalLM(
 
     def _loss(
         self,
-        logits: torch.Tensor,
-        labels: torch.Tensor | None,
-        shift_labels: torch.Tensor | None,
-        num_items_in_batch: torch.Tensor | int | None,
-    ) -> torch.Tensor | None:
+        logits: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor | None:
         """Return the backbone's own loss, from logits of all tokens."""
         if labels is None and shift_labels is None:
             return None
@@ -314,14 +314,12 @@ class PTPForCausalLM(
         return self.loss_function(logits, None, size, num_items_in_batch, shift_labels=targets)
 
     def prepare_inputs_for_generation(
-        self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
-    def _positions(
-        self, embeds: torch.Tensor, tokens: int, attention_mask: torch.Tensor | None, past_key_values: Any
-    ) -> torch.Tensor:
+    def _positions(self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, past_key_values: Any) -> Tensor:
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         order = torch.arange(embeds.shape[1], device=embeds.device)
         if self.config.variant == "one_hot":  # slot 0 shares the position of the last token
@@ -347,7 +345,7 @@ def _recommended(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
+def _as_mask(mask: Tensor | None, embeds: Tensor) -> Tensor | None:
     """Return a 4d mask in the additive form; others unchanged."""
     if mask is None or mask.dim() != 4:
         return mask

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..heads.joint import load_trained
@@ -56,13 +56,8 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
         self.register = nn.Parameter(mean)
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        starts: torch.Tensor,
-        offsets: torch.Tensor,
-    ) -> torch.Tensor:
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, starts: Tensor, offsets: Tensor
+    ) -> Tensor:
         """Return the logits of tokens and of the registers after them.
 
         Args:
@@ -90,7 +85,7 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
         self,
         save_directory: str | PathLike,
         is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
+        state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         """Write the plain model and the register; `state_dict` holds tensors that had to be gathered."""

@@ -151,15 +151,11 @@ def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
         raise ValueError("give uniforms= or seed=, not both")
     if not config.do_sample:
         raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
-    if not isinstance(uniforms, Tensor):
-        raise ValueError(f"uniforms is a {type(uniforms).__name__}: pass torch.tensor(uniforms), [B, max_new_tokens]")
-    if not uniforms.is_floating_point():
-        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64 in [0, 1)")
-    if not uniforms.numel():
-        raise ValueError(f"uniforms of shape {tuple(uniforms.shape)} hold none: pass a tensor [B, max_new_tokens]")
-    low, high = float(uniforms.min()), float(uniforms.max())
-    if not (low >= 0 and high < 1):
-        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+    if not isinstance(uniforms, Tensor) or not uniforms.is_floating_point() or not uniforms.numel():
+        found = (uniforms.dtype, tuple(uniforms.shape)) if isinstance(uniforms, Tensor) else type(uniforms).__name__
+        raise ValueError(f"uniforms is {found}: pass torch.tensor(uniforms), floats of [B, max_new_tokens]")
+    if not (uniforms.min() >= 0 and uniforms.max() < 1):
+        raise ValueError(f"uniforms must lie in [0, 1), not in [{uniforms.min():g}, {uniforms.max():g}]")
 
 
 def _check_seed(config: GenerationConfig, options: CallOptions) -> None:
@@ -207,7 +203,6 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         """
         if getattr(kwargs.get("generation_config"), "is_assistant", None):
             raise RuntimeError(f"this {type(self).__name__} is no assistant_model yet: call attach(model) on it first")
-        self._check_length(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")), kwargs)
         return super().generate(*args, **kwargs)
 
     def attach(
@@ -230,19 +225,3 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         from .drafters.parallel_assistant import ParallelAssistant  # it imports the models, which import this
 
         return ParallelAssistant(self, vocab_size).attach(backbone, default)
-
-    def _check_length(self, prompt: Tensor | None, kwargs: dict[str, Any]) -> None:
-        """Validate the length of prompt and new tokens.
-
-        Raises:
-            ValueError: A length beyond the backbone's table of learned positions.
-        """
-        limit, begins = self.config.learned_positions, 0 if prompt is None else prompt.shape[1]
-        if limit is None:
-            return
-        sources = (kwargs, kwargs.get("generation_config"), self.generation_config)
-        new, longest = first_set("max_new_tokens", sources), first_set("max_length", sources)
-        longest = longest if new is None else begins + new
-        if longest is not None and longest > limit + 1:  # the last token is never an input
-            kind, surplus = self.config.backbone_config.model_type, longest - limit - 1
-            raise ValueError(f"max_length={longest} is beyond the {limit} positions of {kind}; ask for {surplus} fewer")

@@ -38,9 +38,9 @@ _MODULES = {
     "ptp_completions": "tokenahead.training.ptp.completions",
     "schedule_module": "tokenahead.generation.call.schedule",
     "trainer_base": "tokenahead.training.trainer_base",
-    "tree_verification_module": "tokenahead.generation.verification.drawn_trees",
+    "tree_verification_module": "tokenahead.generation.verification.rules",
     "trees_module": "tokenahead.generation.trees.building",
-    "verification_module": "tokenahead.generation.verification.chains",
+    "verification_module": "tokenahead.generation.verification.rules",
     "vllm_proposer_module": "tokenahead.model_cards.vllm_proposer",
 }
 """Whole modules, for tests that replace a name in them."""
@@ -128,16 +128,13 @@ _NAMES = {
         "path_columns",
     ),
     "tokenahead.generation.trees.growth": ("tree_options",),
-    "tokenahead.generation.verification.chains": (
+    "tokenahead.generation.verification.rules": (
         "block_acceptance",
         "token_acceptance",
         "verify",
-        "verify_greedy",
         "verify_sampled",
         "verify_tree",
         "verify_tree_greedy",
-    ),
-    "tokenahead.generation.verification.drawn_trees": (
         "kept_path",
         "tree_acceptance",
     ),
@@ -182,8 +179,11 @@ _NAMES = {
         "CircuitHead",
         "circuit_from_logits",
     ),
-    "tokenahead.modeling.heads.block_loss": ("accepted_along", "call_weights", "cycle_starts", "place_weights"),
     "tokenahead.modeling.heads.teacher": (
+        "accepted_along",
+        "call_weights",
+        "cycle_starts",
+        "place_weights",
         "DIVERGENCES",
         "acceptance",
         "divergence",
@@ -217,7 +217,7 @@ _NAMES = {
         "init_head",
         "window_distribution",
     ),
-    "tokenahead.modeling.heads.tree_circuit": ("balanced",),
+    "tokenahead.modeling.heads.circuits": ("balanced",),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
         "SequentialDistribution",
@@ -249,7 +249,6 @@ _NAMES = {
     "tokenahead.modeling.remote_code": (
         "TRANSFORMERS",
         "TravellingMixin",
-        "whole_folder",
     ),
     "tokenahead.modeling.sampling": (
         "philox",

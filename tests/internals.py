@@ -11,7 +11,6 @@ _MODULES = {
     "bundle_module": "tokenahead.model_cards.bundle",
     "card_module": "tokenahead.model_cards.card",
     "cli_module": "tokenahead.training.cli",
-    "commands_evaluate": "tokenahead.training.commands.evaluate",
     "commands_run_directory": "tokenahead.training.commands.run_directory",
     "completion_module": "tokenahead.training.completion",
     "deepseek_readout": "tokenahead.modeling.deepseek.modules",
@@ -281,17 +280,12 @@ _NAMES = {
         "escaped",
         "writer_for",
     ),
-    "tokenahead.training.commands.figures": (
-        "evaluation_figure",
-        "learning_figure",
-    ),
     "tokenahead.training.commands.models": (
         "build",
         "ptp_options",
     ),
     "tokenahead.training.commands.run_directory": ("write_run",),
     "tokenahead.training.commands.settings": (
-        "EvaluationArguments",
         "_KINDS",
         "read_settings",
     ),

@@ -146,7 +146,7 @@ class AcceptanceCallback(TrainerCallback):
         if data is None:
             return {}
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            logger.warning_once("AcceptanceCallback measures nothing under FSDP and DeepSpeed; evaluate afterwards")
+            logger.warning_once("AcceptanceCallback measures nothing under FSDP and DeepSpeed")
             return {}
         model = _model_of(trainer)
         found: dict[str, float] = {}

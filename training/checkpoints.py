@@ -195,7 +195,7 @@ def put_adapters(model: PreTrainedModel, folder: str | PathLike) -> None:
 def _misfit(model: PreTrainedModel, folder: str | PathLike, reason: str) -> str:
     return (
         f"{folder} holds adapters that do not fit this {type(model).__name__}: {reason}; where the training made new "
-        "parts, evaluate them with its CONFIG.yaml"
+        "parts, make them first (set_head, from_backbone), and load the adapters with peft"
     )
 
 

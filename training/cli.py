@@ -26,10 +26,13 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 TRAINING = {
     "train": "train heads, an EAGLE head, modules or a PTP student, as a YAML file says",
-    "evaluate": "losses, accuracies and expected acceptance of a drafter along a text",
 }
 """Commands whose arguments are those of TRL, and their help."""
 HARNESS = "lm-eval"
+_NO_EVALUATE = (
+    "tokenahead evaluate is gone: `tokenahead bench` decodes and expects, `Trainer.evaluate()` has losses and "
+    "acceptance\n"
+)
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """What stands before a message of our configs, and says nothing to who reads it."""
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
@@ -50,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["evaluate"]:
+        _Parser(prog="tokenahead").exit(2, _NO_EVALUATE)
     is_apart = bool(words) and words[0] in (*TRAINING, HARNESS)
     arguments = _with_own_arguments(words) if is_apart else _parse(words)
     try:

@@ -24,7 +24,7 @@ from ..modeling.remote_code import TravellingMixin
 logger = logging.get_logger(__name__)
 _FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
 _OF_THE_RUN = (
-    *("run.json", "config.yaml", "training_args.bin", "evaluation.json", "results.json"),
+    *("run.json", "config.yaml", "training_args.bin", "results.json"),
     *("checkpoint-*", "_*", ".*"),
 )
 """Files of a run directory that name paths and commands, and what `Trainer` leaves out, too."""

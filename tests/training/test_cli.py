@@ -68,7 +68,7 @@ def test_version(capsys):
         (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
         (["generate", "--model", "m", "x", "--top-p", "1.1"], "--top-p: '1.1' must be"),
         (["dance"], "'dance'"),
-        ([], "{demo,generate,bench,card,train,evaluate,lm-eval}"),
+        ([], "{demo,generate,bench,card,train,lm-eval}"),
     ],
 )
 def test_wrong_arguments_are_named_in_one_line(capsys, arguments, named):

@@ -25,7 +25,6 @@ from ..trainer_base import BaseTrainer
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra
 from .data import load_data
-from .figures import draw_learning
 from .models import (
     Trainee,
     build,
@@ -59,7 +58,7 @@ _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 when the training is complete."""
-    settings = read_settings(argv, "train")
+    settings = read_settings(argv)
     train(settings)
     if torch.distributed.is_initialized():
         # Threads of a process group that is left to the destructors at exit may abort a process whose work is done,
@@ -70,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """Train what the settings say, and write model, log, figure and the facts of the run to `output_dir`.
+    """Train what the settings say, and write model, log and the facts of the run to `output_dir`.
 
     Returns:
         The trainer, after its training.
@@ -118,7 +117,6 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
             progress.training_bar.close()  # so that an error gets a line of its own
         if trainer.is_world_process_zero() and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)
-            draw_learning(trainer.state.log_history, folder)
     if pushes:
         trainer.push_to_hub(dataset_name=_data_of(asked))
     return trainer
@@ -147,7 +145,7 @@ def _take_over(trainer: Trainer, checkpoint: str) -> None:
 
 @contextmanager
 def _no_push(settings: Settings) -> Iterator[None]:
-    """Let `save_model` save alone: the push comes once, with the log and its figure."""
+    """Let `save_model` save alone: the push comes once, at the end."""
     training = settings.training
     asked, training.push_to_hub = training.push_to_hub, False
     try:

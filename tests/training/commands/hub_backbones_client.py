@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 from peft import LoraConfig
+from tokenahead.training.commands.evaluate import settings_of_drafter
 from transformers import AutoModelForCausalLM
 
 from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.model_cards.command import CardRequest, _load
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training.byte_text import decode
-from tokenahead.training.commands.evaluate import settings_of_drafter
 from tokenahead.training.commands.settings import EvaluationArguments, read_settings
 from tokenahead.training.completion import Request, complete
 

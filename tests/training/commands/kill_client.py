@@ -45,7 +45,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-            commands.train(read_settings([wanted["config"]], "train"), callbacks=[Killer(wanted["step"])])
+            commands.train(read_settings([wanted["config"]]), callbacks=[Killer(wanted["step"])])
             os._exit(0)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 

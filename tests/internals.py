@@ -12,7 +12,7 @@ _MODULES = {
     "card_module": "tokenahead.model_cards.card",
     "cli_module": "tokenahead.training.cli",
     "commands_run_directory": "tokenahead.training.commands.run_directory",
-    "completion_module": "tokenahead.training.completion",
+    "loading_module": "tokenahead.training.loading",
     "deepseek_readout": "tokenahead.modeling.deepseek.modules",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
     "demo_figures": "tokenahead.training.commands.figures",
@@ -272,14 +272,6 @@ _NAMES = {
         "load_heads",
         "Box",
     ),
-    "tokenahead.training.byte_text": (
-        "RawWriter",
-        "TerminalWriter",
-        "decode",
-        "encode",
-        "escaped",
-        "writer_for",
-    ),
     "tokenahead.training.commands.models": (
         "build",
         "ptp_options",
@@ -332,7 +324,8 @@ _NAMES = {
         "FeatureDataset",
         "FeatureIndex",
     ),
-    "tokenahead.training.checkpoints": ("last_whole_checkpoint", "put_adapters"),
+    "tokenahead.training.checkpoints": ("last_whole_checkpoint",),
+    "tokenahead.training.loading": ("load_drafter", "load_model", "put_adapters"),
     "tokenahead.training.trainer_base": ("drafter_of",),
     "tokenahead.training.ptp.completions": (
         "CompletionSequences",

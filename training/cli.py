@@ -37,10 +37,7 @@ _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: 
 """What stands before a message of our configs, and says nothing to who reads it."""
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_PROMPT = (
-    "the text to complete; '-', or none: the standard input, every byte of it; write '--' before a prompt that begins "
-    "with '-'"
-)
+_PROMPT = "the text to complete; '-', or none: the standard input; write '--' before a prompt that begins with '-'"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -165,21 +162,18 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_card(commands: argparse._SubParsersAction) -> None:
-    help_text = "write the card of a model or drafter, after measuring it on prompts if there are any"
-    prompts = "file of prompts to measure on: one per line, or JSON lines"
+    help_text = "write the card of a model or drafter, with the figures that `tokenahead bench` has left"
+    figures = "file of results of `tokenahead bench`; the one beside the card if not given"
     keeps = "; as the card there says if not given"
     card = commands.add_parser("card", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
     card.add_argument("model", help="directory, or name on the Hub (owner/name)")
-    card.add_argument("--measure", type=Path, metavar="PROMPTS", help=prompts)
-    card.add_argument("--backbone", help="of a drafter: what to attach it to; what its config names if not given")
-    card.add_argument("--new-tokens", type=_whole(1), default=128, help="per prompt, at most (%(default)s)")
+    card.add_argument("--results", type=Path, metavar="FILE", help=figures)
     card.add_argument("--output", type=Path, help="directory of the card and the figures; the model's if not given")
     card.add_argument("--license", help=f"licence id of the weights{keeps}")
     card.add_argument("--language", nargs="+", help=f"codes of the languages that it writes{keeps}")
     card.add_argument("--base-model", help=f"name on the Hub of what it derives from{keeps}")
     card.add_argument("--template", type=Path, help="a Jinja file in place of the library's")
     card.add_argument("--overwrite", action="store_true", help="replace a README.md that a person wrote")
-    card.add_argument("--dtype", choices=_DTYPES, default="auto", help="of the weights (auto: the checkpoint's)")
     card.set_defaults(run=_card)
 
 
@@ -238,18 +232,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments.prompt)  # before the slow imports, so that a missing one is said at once
-    from .byte_text import writer_for
     from .completion import Request, complete
 
     given: dict[str, Any] = vars(arguments) | {"prompt": prompt}
     request = Request(**{field.name: given[field.name] for field in fields(Request)})
-    if arguments.json:
-        print(json.dumps(complete(request, lambda data: None).as_dict()))
-        return 0
-    writer = writer_for(sys.stdout)
-    done = complete(request, writer.write)
-    writer.close()
-    print(done.statistics(), file=sys.stderr)
+    done = complete(request, shows=not arguments.json)
+    print(json.dumps(done.as_dict())) if arguments.json else print(done.statistics(), file=sys.stderr)
     return 0
 
 
@@ -270,13 +258,15 @@ def _card(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt(text: str | None) -> bytes:
-    """The bytes of a prompt: those of the argument, or the whole standard input for "-" or where it is no terminal."""
-    if text not in (None, "-"):
-        return os.fsencode(text)
+def _prompt(text: str | None) -> str:
+    """Return the prompt: the argument, or the whole standard input for "-" or where it is no terminal."""
     if text is None and sys.stdin.isatty():
         _Parser(prog="tokenahead generate").error("a prompt is required: write it, or pipe it in")
-    return sys.stdin.buffer.read()
+    data = sys.stdin.buffer.read() if text in (None, "-") else os.fsencode(text)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt is no UTF-8 ({error}): convert it") from error
 
 
 def _number(rule: str, holds: Callable[[float], bool]) -> Callable[[str], float]:

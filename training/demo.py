@@ -17,7 +17,6 @@ from transformers.utils import logging
 from .. import __version__
 from ..modeling.evabyte.tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
 from .box import Box, box_folder, excerpt_prompts
-from .byte_text import visible
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
 from .evaluation.bench import Bench, Protocol
 from .evaluation.decoding import MODES
@@ -238,6 +237,11 @@ def coloured(completion: Completion, prompt_lines: int = 4) -> Text:
     for piece, is_drafted in pieces(completion.ids, completion.drafted):
         text.append(piece, style=DRAFTED if is_drafted else VERIFIED)
     return text
+
+
+def visible(text: str) -> str:
+    """Return text in which characters that would move the cursor are U+FFFD; line ends and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:

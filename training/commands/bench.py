@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from ... import __version__
-from ..byte_text import is_byte_level
 from ..evaluation.bench import LINES, Bench, Protocol
 from ..evaluation.decoding import DecodingMode
-from ..evaluation.methods import load_model, methods_of
+from ..evaluation.methods import methods_of
 from ..evaluation.prompts import Prompt, Writer, read_prompts
 from ..evaluation.summary import largest_error, results_of
 from ..evaluation.table import explanation, recommendation, tables
+from ..loading import load_model, unit_of
 from ..results import MeasuredResults, environment, hardware
 from ..utils import replace_picture, replace_text
 from .figures import bench_figure, frontier_figure
@@ -147,9 +148,9 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
         f"{', none ended earlier' * request.force_length}",
         hardware=hardware() if model.device.type == "cpu" else torch.cuda.get_device_name(),
         dtype=str(model.dtype).removeprefix("torch."),
-        command=" ".join(["tokenahead", *sys.argv[1:]]),
+        command=" ".join(["tokenahead", *map(_without_directories, sys.argv[1:])]),
         library_version=__version__,
-        unit="byte" if is_byte_level(writer.tokenizer) else "token",
+        unit=unit_of(writer.tokenizer),
         extra={
             "Model": Path(request.model).name,
             "Chat template": writer.template,
@@ -158,6 +159,12 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
         environment=environment(),
         not_measured=many | refused,
     )
+
+
+def _without_directories(word: str) -> str:
+    """Return an argument with names in place of paths of this machine, which no card may show."""
+    parts = re.split("([=:?])", word)
+    return "".join(Path(part).resolve().name if part and Path(part).exists() else part for part in parts)
 
 
 def show(console: Console, measured: MeasuredResults) -> None:

@@ -21,7 +21,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
 from ...modeling.heads.joint import BACKBONE
-from ..checkpoints import fault_of, has_adapters, holds_model, last_whole_checkpoint, write_checksums
+from ..checkpoints import fault_of, last_whole_checkpoint, write_checksums
+from ..loading import has_adapters, holds_model
 from ..utils import needs_extra, replace_text
 from .settings import Settings
 

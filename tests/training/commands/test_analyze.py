@@ -1,7 +1,6 @@
 """`benchmarks/analyze.py`, and what is loaded to be measured: what a training has left."""
 
 import json
-from base64 import b64encode
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from tests.benchmark_modules import analyze, drafter_and_data
 from tests.internals import cli_module as cli
 from tests.internals import commands_train as train
-from tests.internals import decode
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults
 
@@ -59,8 +57,8 @@ def test_heads_complete_with_the_backbone_that_they_learned_with(learns, setting
         whole = tmp_path / "run" / "backbone"
         assert code == 1 and f"learned with these heads; name {whole} instead" in capsys.readouterr().err
         assert run("generate", "--model", whole, *words) == 0
-    expected = b64encode(decode(EvaByteTokenizer(), wanted.tolist())).decode()
-    assert json.loads(capsys.readouterr().out)["base64"] == expected
+    expected = EvaByteTokenizer().decode(wanted, skip_special_tokens=True)
+    assert json.loads(capsys.readouterr().out)["text"] == expected
 
 
 def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings_of, tmp_path):

@@ -38,7 +38,18 @@ from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
 from tokenahead.training import regenerate
 from tokenahead.training.box import code_prompts
-from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
+from tokenahead.training.evaluation import (
+    GREEDY,
+    Bench,
+    DecodingMode,
+    Prompt,
+    Protocol,
+    Writer,
+    drafting_method,
+    plain_method,
+    results_of,
+    sampled,
+)
 from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
@@ -89,14 +100,17 @@ def measure(
     Sampled runs that differ by their uniforms alone are compared with the same ones, untimed.
     """
     tokenizer = EvaByteTokenizer()
-    found = compare_decoding(model, tokenizer, prompts, mode, new_tokens)
-    result = found.result
+    protocol = Protocol([mode], new_tokens=new_tokens)
+    methods = [plain_method(model), drafting_method("own", model)]
+    bench = Bench(methods, Writer(tokenizer, chats=False), protocol, control=False)
+    bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)])
+    result = next(replace(row, name=mode.name) for row in results_of(bench) if row.method == "own")
     if mode.options.get("verification") == "coupled" and "best_of" not in mode.options:
         inputs = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
         how = mode.options | {"seed": 7, "max_new_tokens": new_tokens}
         texts = ([model.generate(**one, **how, use_mtp=drafts) for drafts in (True, False)] for one in inputs)
         result = replace(result, identical=all(torch.equal(*pair) for pair in texts))
-    return result, found.result.accepted_by_position
+    return result, result.accepted_by_position
 
 
 def acceptance(model: PTPForCausalLM, prompts: list[str], mode: DecodingMode, new_tokens: int) -> float:

@@ -301,14 +301,12 @@ _NAMES = {
         "repeated_share",
         "sampled",
     ),
-    "tokenahead.training.evaluation.methods": ("methods_of", "plain_method"),
+    "tokenahead.training.evaluation.methods": ("drafting_method", "methods_of", "plain_method"),
     "tokenahead.training.evaluation.near_ties": ("block_error", "is_near_tie"),
     "tokenahead.training.evaluation.prompts": ("Prompt", "Writer", "groups_of", "read_prompts"),
     "tokenahead.training.evaluation.summary": (
-        "Comparison",
         "Completion",
-        "Measurement",
-        "compare_decoding",
+        "completions_of",
         "results_of",
     ),
     "tokenahead.training.evaluation.drafts": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,10 +142,10 @@ def run_demo(
         OSError: An output directory that cannot be used; this is found before anything is measured.
     """
     console, output = console or Console(highlight=False), Path(output)
-    check_output(output, overwrite)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     box = Box.load(Path(folder or box_folder()))
+    check_output(output, overwrite)
     model = next(iter(box.models.values()))
     console.print(
         f"The model in the box: EvaByte with {model.model.num_parameters():,} parameters, heads over {model.window} "
@@ -157,7 +156,6 @@ def run_demo(
         told = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
         measured, bench = told.measure(box)
     _print(console, measured, bench)
-    output.mkdir(parents=True, exist_ok=True)
     notes = {"made_by": f"tokenahead {__version__} demo", "command": measurement.command}
     replace_text(output / MARK, json.dumps(notes, indent=2) + "\n")
     write(output, measured)
@@ -167,27 +165,22 @@ def run_demo(
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse a directory that holds something else, or that cannot be written to, before any work is done.
+    """Refuse a directory that holds something else, before any work is done.
 
     Args:
         output: The directory, which need not exist.
         overwrite: Allow a directory that the demo did not make. Files of the same names are then replaced.
 
     Raises:
-        FileExistsError: The directory holds something that the demo did not make.
-        NotADirectoryError: The path is a file.
-        OSError: The directory cannot be made or written to.
+        FileExistsError: The directory holds something that the demo did not make, or is a file.
+        OSError: The directory cannot be made.
     """
-    if output.exists() and not output.is_dir():
-        raise NotADirectoryError(f"--output {output} is a file; name a directory")
-    if not overwrite and output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
+    output.mkdir(parents=True, exist_ok=True)
+    if not overwrite and any(output.iterdir()) and not (output / MARK).is_file():
         raise FileExistsError(
             f"--output {output} holds files that the demo did not make; name another directory, or add --overwrite to "
             "replace files of the same names"
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=output if output.is_dir() else output.parent):
-        pass
 
 
 def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
@@ -202,12 +195,6 @@ def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
     if min(len(row.per_prompt) for row in measured.results if row.batch_size == 1) < _FEW:
         words = "So few prompts say little; a busy machine needs more --seconds."
         console.print(words, style="bold yellow", markup=False)
-    for mode in MODES:
-        for name in dict.fromkeys(str(row.method) for row in measured.results):
-            for number, completion in enumerate(completions_of(bench, name, mode), 1):
-                if completion.difference is not None:
-                    words = f"{mode.name}, {name}, prompt {number}: with drafts, {completion.difference}"
-                    console.print(words, style="bold red", markup=False)
 
 
 def fastest_of(results: Sequence[DecodingResult], mode: str) -> str | None:

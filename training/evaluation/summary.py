@@ -14,7 +14,7 @@ from ..results import DEGENERATE_SHARE, DecodingResult
 from .bench import Bench, Line
 from .decoding import DecodingMode, Run, acceptance_by_position, drafted_flags
 from .expected import ExpectedCalls, ratio_of_sums
-from .near_ties import in_words, is_near_tie
+from .near_ties import is_near_tie
 
 
 @dataclass(frozen=True)
@@ -176,22 +176,17 @@ class Completion:
         prompt: The prompt.
         ids: New ids.
         drafted: For each new id, whether it was drafted and accepted; else the verifier added it.
-        difference: Where speculative and plain greedy ids differ, in words; None if they do not, or were not compared.
     """
 
     prompt: str
     ids: list[int]
     drafted: list[bool]
-    difference: str | None = None
 
 
 def completions_of(bench: Bench, method: str, mode: DecodingMode) -> Iterator[Completion]:
     """Yield what a method wrote."""
-    error = largest_error(bench.lines)
     for line in bench.lines:
         if (line.method, line.mode) == (method, mode.name) and line.run.error is None:
-            run = line.run
-            several = run.ids, run.accepted or [[]] * len(run.ids), run.differences or [None] * len(run.ids)
-            for name, ids, accepted, found in zip(line.prompts, *several):
-                words = None if found is None else in_words(found, error)
-                yield Completion(bench.prompts[name].turns[line.turn], ids, drafted_flags(accepted, len(ids)), words)
+            accepted = line.run.accepted or [[]] * len(line.run.ids)
+            for name, ids, counts in zip(line.prompts, line.run.ids, accepted):
+                yield Completion(bench.prompts[name].turns[line.turn], ids, drafted_flags(counts, len(ids)))

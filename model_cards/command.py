@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..modeling.remote_code import CODE_FOLDER
 from ..training.evaluation.bench import CONTROL, PLAIN
 from ..training.loading import DRAFTERS, causal_class
+from ..training.requests import CardRequest
 from ..training.results import MeasuredResults
 from .card import render_card, write_card
 from .facts import describe
@@ -22,20 +23,6 @@ from .facts import describe
 RESULTS = "results.json"
 """The file beside a card that holds the figures as they were measured."""
 _UNTOLD = re.compile(r"(What this model was trained on|How this model was trained) was not described\.")
-
-
-@dataclass(frozen=True)
-class CardRequest:
-    """Options of `tokenahead card`, whose help says what each is."""
-
-    model: str
-    results: Path | None = None
-    output: Path | None = None
-    license: str | None = None
-    language: list[str] | None = None
-    base_model: str | None = None
-    template: Path | None = None
-    overwrite: bool = False
 
 
 def make_card(request: CardRequest) -> Path:

@@ -143,10 +143,7 @@ _NAMES = {
         "seed_streams",
     ),
     "tokenahead.model_cards.bundle": ("bundle",),
-    "tokenahead.model_cards.command": (
-        "CardRequest",
-        "make_card",
-    ),
+    "tokenahead.model_cards.command": ("make_card",),
     "tokenahead.model_cards.card": ("card_metadata",),
     "tokenahead.model_cards.export": ("export",),
     "tokenahead.model_cards.facts": ("describe",),
@@ -282,10 +279,8 @@ _NAMES = {
         "read_settings",
     ),
     "tokenahead.training.commands.train": ("commands_train",),
-    "tokenahead.training.completion": (
-        "Request",
-        "complete",
-    ),
+    "tokenahead.training.completion": ("complete",),
+    "tokenahead.training.requests": ("CardRequest", "GenerateRequest"),
     "tokenahead.training.demo": (
         "MARK",
         "BoxMeasurement",

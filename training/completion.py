@@ -13,36 +13,7 @@ from ..generation.attach import MTPGenerationMixin
 from .evaluation.decoding import GREEDY, DecodingMode, Method, Run, acceptance_by_position, decode
 from .evaluation.methods import drafting_method, plain_method
 from .loading import load_drafter, load_model, unit_of
-
-
-@dataclass(frozen=True)
-class Request:
-    """Options of `tokenahead generate`, whose help says what each is, and the text to complete.
-
-    Greedy, unless `temperature`, `top_k` or `top_p` asks for samples.
-    """
-
-    model: str
-    prompt: str
-    heads: str | None = None
-    chat: bool = False
-    dtype: str = "auto"
-    device: str | None = None
-    max_new_tokens: int = 256
-    num_assistant_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    plain: bool = False
-
-    @property
-    def mode(self) -> DecodingMode:
-        """The way of decoding."""
-        if self.temperature == 0 or (self.temperature is None and self.top_k is None and self.top_p is None):
-            return GREEDY
-        chosen = {"temperature": self.temperature or 1.0, "top_k": self.top_k or 0, "top_p": self.top_p or 1.0}
-        return DecodingMode("sampled", {"do_sample": True} | chosen)
+from .requests import GenerateRequest
 
 
 @dataclass(frozen=True)
@@ -91,7 +62,7 @@ class Completed:
         }
 
 
-def complete(request: Request, shows: bool = False) -> Completed:
+def complete(request: GenerateRequest, shows: bool = False) -> Completed:
     """Complete a prompt.
 
     Args:
@@ -111,11 +82,18 @@ def complete(request: Request, shows: bool = False) -> Completed:
         method.options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids = torch.tensor([_prompt_ids(request, tokenizer)], device=model.device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    run = decode(method, batch, request.mode, request.max_new_tokens, request.seed)
+    run = decode(method, batch, _mode(request), request.max_new_tokens, request.seed)
     return Completed(tokenizer.decode(run.ids[0], skip_special_tokens=True), unit_of(tokenizer), ids.shape[1], run)
 
 
-def _method(request: Request, model: PreTrainedModel) -> Method:
+def _mode(request: GenerateRequest) -> DecodingMode:
+    if request.temperature == 0 or (request.temperature is None and request.top_k is None and request.top_p is None):
+        return GREEDY
+    chosen = {"temperature": request.temperature or 1.0, "top_k": request.top_k or 0, "top_p": request.top_p or 1.0}
+    return DecodingMode("sampled", {"do_sample": True} | chosen)
+
+
+def _method(request: GenerateRequest, model: PreTrainedModel) -> Method:
     if request.heads is not None:
         method = drafting_method("heads", model, load_drafter(request.heads, model, "--heads"))
     elif request.plain or not isinstance(model, MTPGenerationMixin):
@@ -132,7 +110,7 @@ def _method(request: Request, model: PreTrainedModel) -> Method:
     return method
 
 
-def _prompt_ids(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _prompt_ids(request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not request.chat:
         ids = tokenizer(request.prompt)["input_ids"]
     elif tokenizer.chat_template is None:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TextStreamer
 
 from tests.families import family_config, shake
-from tests.internals import HeadSession, Request, complete, load_model
+from tests.internals import GenerateRequest, HeadSession, complete, load_model
 from tests.ptp_models import student
 from tests.training.conftest import small_model
 from tests.training.test_cli import error_of, run
@@ -50,7 +50,7 @@ def words(tmp_path_factory):
 
 
 def text_of(folder, prompt="def f(", **options) -> str:
-    return complete(Request(str(folder), prompt, **options)).text
+    return complete(GenerateRequest(str(folder), prompt, **options)).text
 
 
 def pipe(monkeypatch, data: bytes) -> None:
@@ -92,7 +92,7 @@ def test_json_is_one_object_with_text_and_statistics(capsys, folder):
 def test_pieces_come_one_by_one_while_they_are_written(folder, monkeypatch):
     pieces, put = [], TextStreamer.put
     monkeypatch.setattr(TextStreamer, "put", lambda self, value: pieces.append(value) or put(self, value))
-    complete(Request(str(folder), "abc", max_new_tokens=12), shows=True)
+    complete(GenerateRequest(str(folder), "abc", max_new_tokens=12), shows=True)
     assert len(pieces) == 13  # the prompt is the first
 
 
@@ -130,10 +130,10 @@ def test_dtype_and_device_reach_the_model(folder):
 
 
 def test_fewer_drafts_can_be_asked_for(folder):
-    done = complete(Request(str(folder), "x", num_assistant_tokens=1, max_new_tokens=9))
+    done = complete(GenerateRequest(str(folder), "x", num_assistant_tokens=1, max_new_tokens=9))
     assert len(done.accepted_by_position) == 1
     for options in ({"plain": True}, {"num_assistant_tokens": None}):
-        request = Request(str(folder), "x", **({"num_assistant_tokens": 1, "max_new_tokens": 9} | options))
+        request = GenerateRequest(str(folder), "x", **({"num_assistant_tokens": 1, "max_new_tokens": 9} | options))
         if options.get("plain"):
             with pytest.raises(ValueError, match="--num-assistant-tokens.*1"):
                 complete(request)
@@ -142,14 +142,14 @@ def test_fewer_drafts_can_be_asked_for(folder):
 
 
 def test_a_plain_model_is_completed_one_token_at_a_time(llama):
-    done = complete(Request(str(llama), "def", max_new_tokens=5))
+    done = complete(GenerateRequest(str(llama), "def", max_new_tokens=5))
     assert "one byte per backbone call" in done.statistics() and done.run.forwards == 5
     with pytest.raises(ValueError, match="nothing drafts here"):
         text_of(llama, num_assistant_tokens=2)
 
 
 def test_a_model_of_words_streams_words(words, capsys):
-    done = complete(Request(str(words), "a be sea", max_new_tokens=8), shows=True)
+    done = complete(GenerateRequest(str(words), "a be sea", max_new_tokens=8), shows=True)
     assert capsys.readouterr().out == done.text + "\n" and len(done.text.split()) == 8
     assert done.unit == "token" and done.statistics().startswith("8 tokens in ")
 
@@ -173,16 +173,16 @@ def test_heads_are_attached_to_a_plain_model(llama, tmp_path, capsys, monkeypatc
     assert captured.out == text_of(llama, "--x", max_new_tokens=20) + "\n" and drafting
     assert "one byte per backbone call" not in captured.err
     drafting.clear()
-    done = complete(Request(str(llama), "x", str(tmp_path), dtype="bfloat16", max_new_tokens=9))
+    done = complete(GenerateRequest(str(llama), "x", str(tmp_path), dtype="bfloat16", max_new_tokens=9))
     assert done.run.new_tokens == 9 and drafting
 
 
 def test_an_eagle_head_that_was_trained_drafts(llama, tmp_path):
     EagleHead.from_backbone(LlamaForCausalLM.from_pretrained(llama), version=1).save_pretrained(tmp_path)
-    done = complete(Request(str(llama), "x", str(tmp_path), max_new_tokens=9))
+    done = complete(GenerateRequest(str(llama), "x", str(tmp_path), max_new_tokens=9))
     assert done.text == text_of(llama, "x", max_new_tokens=9) and done.accepted_by_position
     with pytest.raises(ValueError, match="--heads"):
-        complete(Request(str(tmp_path), "x"))
+        complete(GenerateRequest(str(tmp_path), "x"))
 
 
 def test_heads_of_another_model_are_refused(llama, tmp_path, capsys):
@@ -195,7 +195,7 @@ def test_modules_of_an_official_folder_draft(tmp_path):
     torch.manual_seed(0)
     model = shake(DeepSeekMTP(family_config("deepseek_v3", vocab_size=320))).eval()
     save(tmp_path, model)
-    done = complete(Request(str(tmp_path), "def", max_new_tokens=12))
+    done = complete(GenerateRequest(str(tmp_path), "def", max_new_tokens=12))
     assert len(done.accepted_by_position) >= 1
     assert done.text == text_of(tmp_path, "def", max_new_tokens=12, plain=True)
 
@@ -205,5 +205,5 @@ def test_a_student_of_parallel_prediction_drafts(tmp_path):
     backbone = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.3)).eval()
     save(tmp_path, student(base=backbone))
     assert isinstance(PTPForCausalLM.from_pretrained(tmp_path), PTPForCausalLM)
-    done = complete(Request(str(tmp_path), "def", max_new_tokens=12))
+    done = complete(GenerateRequest(str(tmp_path), "def", max_new_tokens=12))
     assert done.accepted_by_position and done.text == text_of(tmp_path, "def", max_new_tokens=12, plain=True)

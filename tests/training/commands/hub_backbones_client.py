@@ -16,7 +16,8 @@ from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training.commands.models import with_moved_backbone
 from tokenahead.training.commands.settings import read_settings
-from tokenahead.training.completion import Request, complete
+from tokenahead.training.completion import complete
+from tokenahead.training.requests import GenerateRequest
 
 PROMPT = "import os"
 TOKENIZER = EvaByteTokenizer()
@@ -51,7 +52,7 @@ def push(folder: Path, kind: str) -> str:
 def completed(model: str, heads: str) -> str:
     """What `tokenahead generate` writes, or why it does not."""
     try:
-        return complete(Request(model, PROMPT, heads=heads, max_new_tokens=8)).text
+        return complete(GenerateRequest(model, PROMPT, heads=heads, max_new_tokens=8)).text
     except ValueError as error:
         return str(error)
 

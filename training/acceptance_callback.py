@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
+from ..modeling.loss_options import check_values
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
 from .trainer_base import BaseTrainer, draft_layers_of, drafter_of, without_peft
 
@@ -37,9 +38,8 @@ class AcceptanceCallback(TrainerCallback):
     - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
       tokens per call of the backbone, of continuations of held-out rows sampled at T = 1.
 
-    `MTPTrainer` and `PTPTrainer` compute them before they log; with another `Trainer` call `bind(trainer)`, and they
-    are added to the metrics after its own log. The random numbers of training are not advanced. Left out, with a
-    warning, under FSDP and DeepSpeed, where parts of a model cannot be called on their own.
+    `MTPTrainer` and `PTPTrainer` compute them before they log. The random numbers of training are not advanced. Left
+    out, with a warning, under FSDP and DeepSpeed, where parts of a model cannot be called on their own.
 
     Args:
         rows: Number of rows of the evaluation data to measure on; None: all.
@@ -51,8 +51,7 @@ class AcceptanceCallback(TrainerCallback):
         tolerance: Nats by which a backbone may be worse than the best one.
 
     Raises:
-        ValueError: A number below its least value; when training begins, acceptance alone as `metric_for_best_model`
-            where the backbone learns.
+        ValueError: A number below its least value.
 
     Example:
         >>> args = TrainingArguments("out", eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
@@ -70,26 +69,15 @@ class AcceptanceCallback(TrainerCallback):
         seed: int = 0,
         tolerance: float = 0.01,
     ) -> None:
-        least = {"rows": 1, "generate_every": 0, "prompts": 1, "prompt_tokens": 1, "new_tokens": 1}
-        least |= {"tolerance": 0}
-        given = {"rows": rows, "generate_every": generate_every, "prompts": prompts}
-        given |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "tolerance": tolerance}
-        for name, value in given.items():
-            if value is not None and value < least[name]:
-                raise ValueError(f"{name}={value} must be at least {least[name]}")
         self.rows, self.generate_every, self.prompts = rows, generate_every, prompts
-        self.prompt_tokens, self.new_tokens, self.seed = prompt_tokens, new_tokens, seed
-        self.tolerance = tolerance
+        self.prompt_tokens, self.new_tokens, self.tolerance = prompt_tokens, new_tokens, tolerance
+        counted = ["prompts", "prompt_tokens", "new_tokens", *([] if rows is None else ["rows"])]
+        ranges = dict.fromkeys(counted, "[1, inf)") | dict.fromkeys(("generate_every", "tolerance"), "[0, inf)")
+        check_values(self, {}, ranges)
+        self.seed = seed
         self._evaluations = 0
-        self._trainer: Trainer | None = None
 
-    def bind(self, trainer: Trainer) -> AcceptanceCallback:
-        """Measure for a plain `Trainer`, which does not call `evaluation_metrics`. Returns itself."""
-        self._trainer = trainer
-        trainer.add_callback(self)
-        return self
-
-    def metric_names(self, trainer: Trainer) -> list[str]:
+    def metric_names(self, trainer: BaseTrainer) -> list[str]:
         """Return the metrics of every evaluation, which may select checkpoints: names without `eval_`.
 
         Raises:
@@ -111,30 +99,7 @@ class AcceptanceCallback(TrainerCallback):
             )
         return [*expected, "backbone_loss", *([_CONSTRAINED] if counts else [])]
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Refuse acceptance alone where the backbone learns, if the trainer is a plain one."""
-        if self._trainer is not None:
-            self.metric_names(self._trainer)
-
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add the metrics, if the trainer is a plain one."""
-        if self._trainer is None or metrics is None or "eval_expected_accepted" in metrics:
-            return
-        found = self.evaluation_metrics(self._trainer, "eval")
-        metrics.update(found)
-        if state.log_history:
-            state.log_history[-1].update(found)
-
-    def evaluation_metrics(self, trainer: Trainer, prefix: str) -> dict[str, float]:
+    def evaluation_metrics(self, trainer: BaseTrainer, prefix: str) -> dict[str, float]:
         """Return what is added to the metrics of an evaluation; called by every process.
 
         Args:
@@ -160,11 +125,11 @@ class AcceptanceCallback(TrainerCallback):
         self._evaluations += 1
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
-    def _expected(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
+    def _expected(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         measures = DraftMeasures()
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
             batch = trainer._prepare_inputs(batch)
-            measures.add(model, trainer.without_repeated_rows(batch) if isinstance(trainer, BaseTrainer) else batch)
+            measures.add(model, trainer.without_repeated_rows(batch))
         measures = measures.reduced(trainer.accelerator)
         if not measures.calls:
             return {}
@@ -176,7 +141,7 @@ class AcceptanceCallback(TrainerCallback):
             found[_CONSTRAINED] = self._constrained(trainer, found["backbone_loss"], found["expected_accepted"])
         return found
 
-    def _constrained(self, trainer: Trainer, loss: float, accepted: float) -> float:
+    def _constrained(self, trainer: BaseTrainer, loss: float, accepted: float) -> float:
         """Return the constrained metric, and let the trainer's state point to the best checkpoint by it.
 
         A better backbone may exclude the checkpoint that was the best one, so that an earlier one takes its place.
@@ -199,7 +164,7 @@ class AcceptanceCallback(TrainerCallback):
                 state.best_metric = float("-inf")  # this one will be the best
         return accepted if is_allowed else 0.0
 
-    def _generated(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
+    def _generated(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         """Generate on every process: each samples the same texts, so that none waits for another."""
         ids = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
         accepted, written, calls = [], 0, 0

@@ -76,8 +76,7 @@ def render_card(
 
     Raises:
         TypeError: The model has no multi-token head.
-        ValueError: `picture` is not a bare file name, or is given without results; `metadata` repeats an argument;
-            a shown value is empty, or a path of this machine; an unknown `remote_code`; a template that asks for a
+        ValueError: A shown value is empty, or a path of this machine; an unknown `remote_code`; a template that asks for a
             field which no card has, or is no Jinja.
         FileNotFoundError: No such template.
 
@@ -89,8 +88,6 @@ def render_card(
     facts = describe(config_or_model, remote_code)
     name = model_name or (repo_id.split("/")[-1] if repo_id else facts.class_name)
     base_model = base_model or facts.backbone
-    _check_picture(picture, results)
-    _check_metadata(metadata or {})
     fields = {"license": license, "base_model": base_model, "language": language} | (metadata or {})
     data = card_metadata(facts, results, name, **fields)
     languages = language or (metadata or {}).get("language")
@@ -201,18 +198,6 @@ def _cell(value: object) -> str:
     return " ".join(str(value).replace("|", "\\|").split())
 
 
-def _check_picture(picture: str | None, results: MeasuredResults | None) -> None:
-    if picture is None:
-        return
-    if results is None:
-        raise ValueError(f"picture={picture!r} shows measurements; pass the results that it was drawn from")
-    if not picture or Path(picture).name != picture or re.search(r"[\s()]", picture):
-        raise ValueError(
-            f"picture={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
-            "for example 'acceptance.png'"
-        )
-
-
 def check_no_local_path(text: str) -> None:
     """Refuse a text that would tell the world the layout of this machine.
 
@@ -225,12 +210,6 @@ def check_no_local_path(text: str) -> None:
             raise ValueError(
                 f"the card would show {path!r}, a path of one machine: name a repository of the Hub, or a bare file"
             )
-
-
-def _check_metadata(metadata: dict[str, Any]) -> None:
-    taken = sorted(metadata.keys() & {"license", "base_model", "model_name", "eval_results"})
-    if taken:
-        raise ValueError(f"metadata={{{taken[0]!r}: ...}} would contradict the card; use the argument for it instead")
 
 
 def _mark(card: ModelCard) -> str:

@@ -242,22 +242,6 @@ def test_model_without_heads_is_refused():
         render_card("me/toy", None)
 
 
-@pytest.mark.parametrize("picture", ["/tmp/a.png", "plots/a.png", "a b.png", ""])
-def test_picture_must_be_a_bare_name(model, results, picture):
-    with pytest.raises(ValueError, match="picture="):
-        render_card(model, results, picture=picture)
-
-
-def test_picture_needs_results(model):
-    with pytest.raises(ValueError, match="results"):
-        render_card(model, None, picture="a.png")
-
-
-def test_metadata_must_not_contradict(model):
-    with pytest.raises(ValueError, match="use the argument"):
-        render_card(model, None, metadata={"license": "mit"})
-
-
 def test_template_shows_no_missing_and_no_empty_value():
     environment = card_module._environment()
     with pytest.raises(jinja2.UndefinedError):

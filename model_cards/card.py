@@ -76,8 +76,8 @@ def render_card(
 
     Raises:
         TypeError: The model has no multi-token head.
-        ValueError: A shown value is empty, or a path of this machine; an unknown `remote_code`; a template that asks for a
-            field which no card has, or is no Jinja.
+        ValueError: A shown value is empty, or a path of this machine; an unknown `remote_code`; a template that asks
+            for a field which no card has, or is no Jinja.
         FileNotFoundError: No such template.
 
     Example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from transformers.utils import logging
 from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.loss_options import check_values
+from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
-from .trainer_base import BaseTrainer, draft_layers_of, drafter_of, without_peft
+from .evaluation.methods import drafting_method
+from .trainer_base import BaseTrainer, at_rest, draft_layers_of, drafter_of, without_peft
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")
@@ -167,47 +170,21 @@ class AcceptanceCallback(TrainerCallback):
     def _generated(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         """Generate on every process: each samples the same texts, so that none waits for another."""
         ids = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
-        accepted, written, calls = [], 0, 0
-        for prompt in ids:
-            speculation = sampled_speculation(model, prompt, self.new_tokens)
-            accepted += speculation.rows_accepted[0]
-            written, calls = written + speculation.new_tokens, calls + speculation.backbone_calls
+        drafter = model if isinstance(model, AttachableDrafter) else None
+        method = drafting_method("own", model if drafter is None else model.backbone, drafter)
+        mode, forced = sampled(1.0), {"min_new_tokens": self.new_tokens}
+        mode = replace(mode, options=mode.options | forced)
+        with at_rest(model), at_rest(method.model), torch.no_grad():
+            batches = [{"input_ids": row[None].to(model.device)} for row in ids]
+            runs = [
+                decode(method, batch | {"attention_mask": torch.ones_like(batch["input_ids"])}, mode, self.new_tokens)
+                for batch in batches
+            ]
+        accepted = [count for run in runs for count in run.accepted[0]] if all(run.accepted for run in runs) else []
         if not accepted:
             return {}
-        return dict(zip(_GENERATED, (sum(accepted) / len(accepted), written / max(calls, 1))))
-
-
-@torch.no_grad()
-def sampled_speculation(model: Any, prompt: torch.Tensor, new_tokens: int) -> Any:
-    """Return the statistics of a text sampled at T = 1 from the whole distribution, with no early end.
-
-    Args:
-        model: A model that drafts for itself, or a drafter that is attached to one.
-        prompt: [T] int64.
-        new_tokens: Tokens to write.
-    """
-    is_attached, was_training = isinstance(model, AttachableDrafter), model.training
-    backbone = model.backbone if is_attached else model
-    options = {"assistant_model": model} if is_attached else {"use_mtp": True}
-    ids = prompt[None].to(backbone.device)
-    was_learning = backbone.training
-    model.eval()
-    backbone.eval()
-    try:
-        output = backbone.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            return_dict_in_generate=True,
-            **options,
-        )
-    finally:
-        model.train(was_training)
-        backbone.train(was_learning)
-    return output.speculation
+        calls = sum(run.forwards for run in runs)
+        return dict(zip(_GENERATED, (sum(accepted) / len(accepted), sum(run.new_tokens for run in runs) / calls)))
 
 
 def _backbone_learns(model: Any) -> bool:

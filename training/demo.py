@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import __version__
-from ..modeling.evabyte.tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
 from .box import Box, box_folder, excerpt_prompts
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
 from .evaluation.bench import Bench, Protocol
@@ -188,7 +188,7 @@ def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
     for mode in (mode for mode in MODES if mode.name in _SHOWN):
         fastest = fastest_of(measured.results, mode.name)
         console.rule(f"{mode.name}, head {fastest}", align="left")
-        console.print(coloured(next(completions_of(bench, str(fastest), mode))))
+        console.print(coloured(next(completions_of(bench, str(fastest), mode)), bench.writer.tokenizer))
     show(console, measured)
     load = measured.environment.get("load average, 1 min", "unknown")
     console.print(f"{measured.dataset_description} {measured.hardware}; load {load} before.", markup=False)
@@ -218,36 +218,15 @@ def legend() -> Text:
     )
 
 
-def coloured(completion: Completion, prompt_lines: int = 4) -> Text:
-    """Return the last lines of the prompt and what was written after it, every byte in the colour of its origin."""
+def coloured(completion: Completion, tokenizer: PreTrainedTokenizerBase, prompt_lines: int = 4) -> Text:
+    """Return the last lines of the prompt and what was written after it, every token in the colour of its origin."""
     text = Text().append("".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:]), style=PROMPT)
-    for piece, is_drafted in pieces(completion.ids, completion.drafted):
-        text.append(piece, style=DRAFTED if is_drafted else VERIFIED)
+    for is_drafted, run in groupby(zip(completion.ids, completion.drafted), key=lambda pair: pair[1]):
+        piece = str(tokenizer.decode([token for token, _ in run]))
+        text.append(visible(piece), style=DRAFTED if is_drafted else VERIFIED)
     return text
 
 
 def visible(text: str) -> str:
     """Return text in which characters that would move the cursor are U+FFFD; line ends and tabs stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
-
-
-def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
-    """Yield runs of text that share their origin.
-
-    A character of several bytes has the origin of its last one. Bytes that are no UTF-8 and characters that would move
-    the cursor become U+FFFD; special tokens become their literals.
-
-    Yields:
-        Text and origin, neighbours with different origins.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    run, origin = "", False
-    for token, is_drafted in zip(ids, drafted):
-        text = decoder.decode(bytes([token - BYTE_OFFSET])) if token >= BYTE_OFFSET else SPECIAL_TOKENS[token]
-        if run and text and is_drafted != origin:
-            yield run, origin
-            run = ""
-        if text:
-            run, origin = run + visible(text), is_drafted
-    if run := run + decoder.decode(b"", final=True):
-        yield run, origin

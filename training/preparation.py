@@ -226,8 +226,8 @@ def _check_same(there: Any, strategy: TrainingStrategy) -> None:
     for name, (wanted, found) in asked.items():
         if wanted is not None and wanted != found:
             raise ValueError(
-                f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {found}, and are trained further; "
-                f"leave {name} out"
+                f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {found}, and are "
+                f"trained further; leave {name} out"
             )
 
 

@@ -34,9 +34,9 @@ def make_card(request: CardRequest) -> Path:
         The path of README.md.
 
     Raises:
-        FileNotFoundError: No such directory, file of results or template.
+        FileNotFoundError: No such directory or file of results.
         FileExistsError: A card that a person wrote, without `overwrite`.
-        ValueError: A model that does not draft, results that are none, or a template with an unknown field.
+        ValueError: A model that does not draft, or results that are none.
         OSError: What the Hub cannot give.
     """
     output = request.output or Path(request.model)
@@ -64,7 +64,6 @@ def make_card(request: CardRequest) -> Path:
         training_description=known.pop("training_description", None),
         metadata={name: known[name] for name in ("datasets", "tags") if known.get(name)},
         remote_code=_travelling(request.model),
-        template=request.template,
     )
     output.mkdir(parents=True, exist_ok=True)
     path = write_card(output, card, overwrite=request.overwrite)

@@ -78,9 +78,6 @@ def test_refusals_are_one_line(folder, tmp_path, capsys):
     assert code == 1 and "none.json" in line
     code, line = error_of(capsys, "card", "me/nowhere")
     assert code == 1 and "--output" in line
-    (tmp_path / "card.jinja").write_text("{{ colour }}")
-    code, line = error_of(capsys, "card", folder, "--template", tmp_path / "card.jinja")
-    assert code == 1 and "'colour' is undefined" in line
     own = (folder / "README.md").read_text() + "My own words.\n"
     (folder / "README.md").write_text(own)
     code, line = error_of(capsys, "card", folder)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from ... import __version__
 from ...modeling.heads.joint import BACKBONE
 from ..checkpoints import fault_of, last_whole_checkpoint, write_checksums
 from ..loading import has_adapters, holds_model
+from ..results import environment
 from ..utils import needs_extra, replace_text
 from .settings import Settings
 
@@ -44,20 +43,13 @@ def describe_run(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     versions = {name: metadata.version(name) for name in _PACKAGES}
     return {
         "command": " ".join(["tokenahead", *_without_tokens(sys.argv[1:])]),
-        "versions": {"tokenahead": __version__, "python": platform.python_version(), **versions},
+        "versions": {"tokenahead": __version__, **versions},
         "git": git_state(),
         "seeds": {"seed": training.seed, "data_seed": training.data_seed},
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), **_devices()},
+        "machine": environment() | {"device": str(training.device)},
         "processes": training.world_size,
-        "threads": torch.get_num_threads(),
         "model": facts,
     }
-
-
-def _devices() -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        return {}
-    return {"gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]}
 
 
 def git_state(folder: str | Path = ".") -> dict[str, Any] | None:

@@ -119,10 +119,6 @@ class TrainConfig(SFTConfig):
         _check_least(
             self, 1, "gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"
         )
-        if self.max_steps == 0:
-            raise ValueError("max_steps=0 must be at least 1, or -1 for num_train_epochs")
-        if self.max_steps < 0 and self.num_train_epochs <= 0:
-            raise ValueError(f"num_train_epochs={self.num_train_epochs} must be above 0")
         if self.optim_args and not all("=" in part for part in self.optim_args.split(",")):
             raise ValueError(f"optim_args={self.optim_args!r} must be name=value, or several with commas")
         super().__post_init__()

@@ -72,8 +72,6 @@ WRONG = {
     "quantised": ({"load_in_4bit": True}, "load_in_4bit=True"),
     "an unknown dtype": ({"dtype": "float17"}, "dtype='float17'"),
     "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`"),
-    "no steps": ({"max_steps": 0}, "max_steps=0"),
-    "no epochs": ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs=0"),
     "no rows to evaluate": ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0"),
     "options of another scheduler": ({"lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs={'a': 1}"),
     "options of an optimizer": ({"optim_args": "x"}, "optim_args='x'"),

@@ -28,9 +28,7 @@ from .data import load_data
 from .models import (
     Trainee,
     build,
-    check_features,
     is_parallel,
-    keep_features,
     note_backbone,
     ptp_options,
     with_moved_backbone,
@@ -92,7 +90,7 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
     resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint)
     if resumed is None:
         check_nothing_is_lost(folder, asked)
-    _check_before_text(settings, trainee)
+    _check_before_text(settings)
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(folder, asked, facts)])
     check_best_metric(trainer)
@@ -105,7 +103,6 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
             if trainer.is_world_process_zero():
                 write_run(folder, asked, facts)
         else:
-            keep_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
         with _no_push(settings):
             trainer.save_model()
@@ -126,10 +123,9 @@ def _data_of(asked: Settings) -> list[str]:
     return [each.path for each in asked.mixture.datasets] if name is None else [name]
 
 
-def _check_before_text(settings: Settings, trainee: Trainee) -> None:
+def _check_before_text(settings: Settings) -> None:
     """Refuse settings that need no data to be checked, before the backbone writes any."""
     settings.drafter.training_strategy()
-    check_features(settings, trainee.model)
     _callbacks(settings, settings.training.eval_strategy != "no")
 
 

@@ -90,7 +90,6 @@ class Tables:
         return {
             "arbitrary data": lambda: self._answer("one_hot", texts=arbitrary),
             "teacher": lambda: self._answer("one_hot"),
-            "student": lambda: self._answer("one_hot", texts=arbitrary, sequences="student"),
         }
 
     def _losses(self) -> dict[str, Callable[[], Answer]]:

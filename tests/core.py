@@ -189,7 +189,6 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_text_without_targets_is_refused",
     ),
     "tests/training/ptp/test_exactness.py": (
-        "test_evaluation_on_written_texts_repeats_itself",
         "test_pieces_of_the_loss_give_what_all_of_it_gives[one_hot-ce]",
         "test_the_default_rate_is_the_trainers_own",
     ),

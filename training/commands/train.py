@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +103,8 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
                 write_run(folder, asked, facts)
         else:
             trainer.train(resume_from_checkpoint=resumed)
-        with _no_push(settings):
-            trainer.save_model()
+        settings.training.push_to_hub = False  # the push comes once, at the end
+        trainer.save_model()
     finally:
         progress = trainer.pop_callback(ProgressCallback)
         if isinstance(progress, ProgressCallback) and progress.training_bar is not None:
@@ -135,17 +134,6 @@ def _take_over(trainer: Trainer, checkpoint: str) -> None:
         raise ValueError(f"resume_from_checkpoint={checkpoint}: all steps of max_steps are made, raise max_steps")
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
     trainer._load_from_checkpoint(best_or_last(checkpoint, trainer.args.load_best_model_at_end))
-
-
-@contextmanager
-def _no_push(settings: Settings) -> Iterator[None]:
-    """Let `save_model` save alone: the push comes once, at the end."""
-    training = settings.training
-    asked, training.push_to_hub = training.push_to_hub, False
-    try:
-        yield
-    finally:
-        training.push_to_hub = asked
 
 
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:

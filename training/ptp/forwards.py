@@ -7,16 +7,14 @@ call with `input_ids`, `attention_mask` and `position_ids` returns an object wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...configuration.ptp import PTPConfig
 from ...modeling.masks import additive_mask
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
-from ...modeling.sampling import pick
 from ...modeling.uniforms import place
 from .completions import (
     Completions,
@@ -27,7 +25,6 @@ from .completions import (
     completion_tokens,
     token_intervals,
 )
-from .losses import target_probs
 
 Read = Callable[[torch.Tensor, nn.Module], Any]
 """What is computed from last hidden states and the head; see `PTPForCausalLM.forward`."""
@@ -230,15 +227,6 @@ class Teacher:
         low, high = (at_columns(edge, columns - 1) for edge in (low, high))
         return Completions(starts, tokens, known, scored, low, high, scores.at(columns - 1))
 
-    def drafts(
-        self, sequences: Sequences, starts: torch.Tensor, exists: torch.Tensor, tokens: torch.Tensor
-    ) -> Completions:
-        """Return given completions [B, C, K], verified in one forward with all of them packed."""
-        scores = self._of_completions(sequences, starts, tokens)
-        low, high = token_intervals(scores, tokens, self.sampling)
-        known = exists[..., None] & self.belong(tokens)
-        return Completions(starts, tokens, known, known, low, high, scores)
-
     def belong(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return which tokens [..., K] of completions come no later than their end, [..., K] bool."""
         return before_eos(tokens, eos_ids(self.model))
@@ -266,32 +254,3 @@ def eos_ids(model: Any) -> list[int]:
     """Return the end-of-text ids of a model's generation config; none if it has none."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-@torch.no_grad()
-def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> torch.Tensor:
-    """Return the completions that the student writes from uniform noise, in one forward.
-
-    Args:
-        rows: The batch, after `read`.
-        scores: [B, T] of its tokens.
-        config: The student's. One-hot slots write L tokens; categorical ones L, after the backbone's own.
-        inputs: Inputs of the slots; the first of the uniforms [B, C, L + 1] is for the backbone's own token.
-
-    Returns:
-        [B, C, L] int64 (L + 1 for categorical slots).
-    """
-    uniforms = inputs.uniforms
-    flat = rows.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)
-    drafted = Scores(flat.states.unflatten(1, (uniforms.shape[1], -1)), flat.head, flat.size)
-    if config.predicts_tokens:
-        return drafted.mapped(lambda logits: (logits.argmax(-1),))[0]
-
-    def picked(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor]:
-        return (pick(u, logits.double().softmax(-1)),)
-
-    if config.variant == "one_hot":
-        return drafted.mapped(picked, uniforms[..., :-1])[0]
-    first = scores.at(rows.starts - 1)
-    own = first.mapped(lambda logits, u: (pick(u, target_probs(logits, **config.sampling or {})),), uniforms[..., 0])[0]
-    return torch.cat([own[..., None], drafted.mapped(picked, uniforms[..., 1:])[0]], dim=-1)

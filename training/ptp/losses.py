@@ -20,8 +20,6 @@ METHODS = ("distil", "inverse")
 """Where uniforms come from: a teacher's distribution, or the student's own (inverse autoregressive training)."""
 LOSSES = ("ce", "kl", "reverse_kl", "bce")
 """How a slot's distribution is compared with its target."""
-SEQUENCES = ("dataset", "student")
-"""Who writes the tokens that completions consist of."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,6 @@ class PTPOptions:
                 teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
-        sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes every completion
-            itself. Use `"student"` only after other training, because a student that ignores its uniforms would keep
-            ignoring them. `training.regenerate` writes data of the teacher.
         completions: C, completions per sequence, each from a random start of its own.
         concentration: In training, a uniform lies at z ~ Beta(b, b) in the interval that picks its token, and this is
             b. 1 makes all positions equally likely, as they are in decoding, and evaluation always takes 1. The
@@ -56,7 +51,6 @@ class PTPOptions:
 
     method: str = "distil"
     loss: str = "ce"
-    sequences: str = "dataset"
     completions: int = 16
     concentration: float = 1.0
     gamma: float = 1.0
@@ -64,12 +58,11 @@ class PTPOptions:
     greedy_share: float = 0.2
 
     def __post_init__(self) -> None:
-        choices = {"method": METHODS, "loss": LOSSES, "sequences": SEQUENCES}
+        choices = {"method": METHODS, "loss": LOSSES}
         ranges = {"completions": "[1, inf)", "concentration": "(0, inf)", "gamma": "(0, 1]", "greedy_share": "[0, 1)"}
         check_values(self, choices, ranges | {"base_weight": "[0, inf)"})
-        for name, value in {"loss": "ce", "sequences": "dataset"}.items():  # Algorithm 3: from data, by likelihood
-            if self.method == "inverse" and vars(self)[name] != value:
-                raise ValueError(f"method='inverse' has {name}={value!r}, not {vars(self)[name]!r}")
+        if self.method == "inverse" and self.loss != "ce":  # Algorithm 3: by likelihood
+            raise ValueError(f"method='inverse' has loss='ce', not {self.loss!r}")
 
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from .completions import (
     completion_tokens,
     draw_starts,
 )
-from .forwards import PackedRows, SlotContext, SlotInputs, Teacher, student_drafts
+from .forwards import PackedRows, SlotContext, SlotInputs, Teacher
 from .losses import PTPOptions, slot_weights
 
 
@@ -111,7 +111,7 @@ class TaskMaker:
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
         rows = PackedRows(model, sequences, starts, self.is_one_hot)
-        needs_states = self.config.reads_state or options.sequences == "student" or options.method == "inverse"
+        needs_states = self.config.reads_state or options.method == "inverse"
         needs_states = needs_states or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
@@ -119,7 +119,8 @@ class TaskMaker:
         if options.method == "inverse" and own is not None:
             completions, (u, reached) = _inverse(rows, sequences, own, exists, shares, context)
         else:
-            completions = self._completions(rows, own, exists, context)
+            scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
+            completions = self.teacher.pieces(sequences, scores, starts, exists, self.length)
             u, reached = completions.place(shares)
             completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
         # a categorical slot predicts the token after its own; a one-hot one its own, for certain
@@ -130,17 +131,6 @@ class TaskMaker:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
-
-    def _completions(
-        self, rows: PackedRows, own: Scores | None, exists: torch.Tensor, context: SlotContext
-    ) -> Completions:
-        sequences, starts = rows.sequences, rows.starts
-        if self.options.sequences == "student" and own is not None:
-            noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
-            written = student_drafts(rows, own, self.config, SlotInputs(noise, *context))
-            return self.teacher.drafts(sequences, starts, exists, written)
-        scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
-        return self.teacher.pieces(sequences, scores, starts, exists, self.length)
 
     def _with_greedy(
         self,

@@ -279,8 +279,6 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: Any) -> PTPForCausa
         hint = "give it student.whole" if isinstance(model, PTPStudent) else "see PTPForCausalLM.from_backbone"
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")
     variant = model.config.variant
-    if options.sequences == "student" and not model.config.reads_uniforms:
-        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")
     if options.method == "inverse":
         if variant != "categorical" or not model.config.informative:
             raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")

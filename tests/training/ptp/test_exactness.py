@@ -56,14 +56,6 @@ def test_evaluation_repeats_itself_and_leaves_the_generator_alone(tmp_path):
     assert 0 <= found[1]["eval_num_correct_greedy"] <= 3
 
 
-def test_evaluation_on_written_texts_repeats_itself(tmp_path):
-    model, rows = student(), texts(backbone())[:5]
-    own = trainer(model, tmp_path, eval_dataset=rows, sequences="student")
-    state = torch.get_rng_state()
-    first, second = own.evaluate()["eval_loss"], own.evaluate()["eval_loss"]
-    assert first == second and torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize(("variant", "loss"), [("one_hot", "ce"), ("categorical", "kl")])
 def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, monkeypatch):
     """Slots and distributions three rows at a time; no tensor over the vocabulary is larger."""

@@ -8,7 +8,7 @@ run that was cut off goes on where it stopped. The chain is of order one with 25
 drafted tokens that are right before the first wrong one (Eq. 16), of N.
 
 - `variants`: O-PTP, C-PTP and independent prediction, N = 2, 4, 8; coupled, greedy, and speculative rules
-- `proposals`: who writes the texts that slots learn from: arbitrary data, the teacher, the student
+- `proposals`: who writes the texts that slots learn from: arbitrary data, or the teacher
 - `losses`: how a slot is compared with its target, for O-PTP and C-PTP
 - `features`: how a uniform is embedded
 - `concentration`: where in its interval a uniform is trained: Beta(b, b)

@@ -72,3 +72,10 @@ def replace_picture(path: Path, figure: Figure) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
     return temporary.replace(path)
+
+
+def without_directories(name: str) -> str:
+    """Return a name as a card shows it: of a path of this machine, what comes last."""
+    path = Path(name).expanduser()
+    is_here = path.is_absolute() or path.exists() or name.startswith(".")
+    return path.name or path.resolve().name if is_here else name

@@ -23,7 +23,7 @@ from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model, unit_of
 from ..requests import BenchRequest
 from ..results import MeasuredResults, environment, hardware
-from ..utils import replace_picture, replace_text
+from ..utils import replace_picture, replace_text, without_directories
 from .figures import bench_figure, frontier_figure
 
 RESULTS, SETTINGS = "results.json", "settings.json"
@@ -120,7 +120,7 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
         f"{', none ended earlier' * request.force_length}",
         hardware=hardware() if model.device.type == "cpu" else torch.cuda.get_device_name(),
         dtype=str(model.dtype).removeprefix("torch."),
-        command=" ".join(["tokenahead", *map(_without_directories, sys.argv[1:])]),
+        command=" ".join(["tokenahead", *map(_shown, sys.argv[1:])]),
         library_version=__version__,
         unit=unit_of(writer.tokenizer),
         extra={
@@ -133,10 +133,9 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
     )
 
 
-def _without_directories(word: str) -> str:
+def _shown(word: str) -> str:
     """Return an argument with names in place of paths of this machine, which no card may show."""
-    parts = re.split("([=:?])", word)
-    return "".join(Path(part).resolve().name if part and Path(part).exists() else part for part in parts)
+    return "".join(part and without_directories(part) for part in re.split("([=:?])", word))
 
 
 def show(console: Console, measured: MeasuredResults) -> None:

@@ -81,7 +81,7 @@ def student(
     kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float, texts: object = None,
     **options: object,
 ) -> PTPForCausalLM:  # fmt: skip
-    """Trains one student, backbone and all, with the chain as its teacher (but for `method="inverse"`)."""
+    """Trains one student, backbone and all, with the chain as its teacher."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=STATES, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
@@ -103,7 +103,7 @@ def student(
             logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = PTPTrainer(
-            model, arguments, options=chosen, teacher=None if chosen.method == "inverse" else chain,
+            model, arguments, options=chosen, teacher=chain,
             train_dataset=texts or Texts(chain, seed), optimizers=(optimizer, LambdaLR(optimizer, deadline.rate)),
             callbacks=[deadline],
         )  # fmt: skip

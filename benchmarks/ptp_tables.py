@@ -13,7 +13,6 @@ drafted tokens that are right before the first wrong one (Eq. 16), of N.
 - `features`: how a uniform is embedded
 - `concentration`: where in its interval a uniform is trained: Beta(b, b)
 - `best_of`: drafts from M vectors of uniforms, of which the most central is kept
-- `inverse`: training without a teacher (Algorithm 3): perplexity of the slots' distributions against the chain's own
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ from markov import MarkovChain, ceilings
 from ptp_markov import ALPHA, CONTEXT, LENGTH, STATES, Texts, best_of_many, measure, student
 from rich.console import Console
 from rich.table import Table
-from transformers import TrainingArguments
 
 from tokenahead.configuration.ptp import FEATURE_DIMS
-from tokenahead.training.ptp.losses import LOSSES, PTPOptions
-from tokenahead.training.ptp.trainer import PTPTrainer
+from tokenahead.training.ptp.losses import LOSSES
 
-TABLES = ("variants", "proposals", "losses", "features", "concentration", "best_of", "inverse")
+TABLES = ("variants", "proposals", "losses", "features", "concentration", "best_of")
 Answer = dict[str, float]
 
 
@@ -110,24 +107,6 @@ class Tables:
         torch.manual_seed(self.seed)
         many = (1, 2, 4, 8, 16)
         return {f"M={m}": best_of_many(kind, model, self.chain, self.contexts, self.slots, m) for m in many}
-
-    def _inverse(self) -> dict[str, Callable[[], Answer]]:
-        return {"categorical": self._perplexity}
-
-    def _perplexity(self) -> Answer:
-        """exp of the slots' mean loss on held-out texts, under uniforms that pick these texts from the student."""
-        chain, how = self.chain, {"method": "inverse", "loss": "ce", "base_weight": 1.0}
-        model = self._train("categorical", self.slots, **how)
-        held_out = [{"input_ids": ids} for ids in chain.texts(512, LENGTH, seed=77 + self.seed)]
-        arguments = TrainingArguments("unused", use_cpu=True, report_to=[], disable_tqdm=True)
-        trainer = PTPTrainer(model, arguments, options=PTPOptions(**how | {"base_weight": 0.0}), train_dataset=held_out)
-        slots = trainer.evaluate(held_out)["eval_loss"]
-        entropy = -(chain.stationary[:, None] * torch.special.xlogy(chain.rows, chain.rows)).sum()
-        tokens = torch.stack([row["input_ids"] for row in held_out])
-        with torch.no_grad():
-            own = float(model(tokens, labels=tokens).loss)
-        names = ("slots", "backbone, token by token", "chain")
-        return dict(zip(names, torch.tensor([slots, own, float(entropy)]).exp().tolist()))
 
 
 def main() -> None:

@@ -198,7 +198,6 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "tests/training/ptp/test_refusals.py": ("test_documents_begin_where_positions_do_not_go_on",),
     "tests/training/ptp/test_trainer.py": (
-        "test_inverse_training_finds_the_students_own_uniforms[False]",
         "test_uninformative_uniforms_are_all_alike",
     ),
     "tests/training/test_acceptance_callback.py": ("test_texts_are_generated_now_and_then[small_model]",),

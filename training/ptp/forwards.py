@@ -15,7 +15,6 @@ from torch import nn
 
 from ...modeling.masks import additive_mask
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
-from ...modeling.uniforms import place
 from .completions import (
     Completions,
     Scores,
@@ -117,43 +116,6 @@ class PackedRows:
         )
         self.cache = outputs.past_key_values if use_cache else self.cache
         return outputs.read
-
-    @torch.no_grad()
-    def invert(
-        self,
-        first: Scores,
-        tokens: torch.Tensor,
-        known: torch.Tensor,
-        shares: torch.Tensor,
-        context: SlotContext,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
-
-        u_k lies in the interval of token k under the student's distribution given u_0..u_{k-1}: one forward per token,
-        with one new slot for every completion at once.
-
-        Args:
-            first: [B, C], of the completions' first tokens, from `read`.
-            tokens: [B, C, K] int64.
-            known: [B, C, K] bool.
-            shares: [B, C, K], positions in the intervals.
-            context: What slots read besides their uniforms.
-
-        Returns:
-            u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
-        """
-
-        def placed(logits: torch.Tensor, own: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return place(own, logits.double().softmax(-1), share)
-
-        found, scores, count = [], first, tokens.shape[2]
-        for step in range(count):
-            found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
-            if step < count - 1:
-                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None], *context))
-        self.cache.crop(-(count - 1) * self.starts.shape[1])
-        u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
-        return u, (valid & known).long().cumprod(-1).bool()
 
     @torch.no_grad()
     def most_likely(self, first: Scores, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:

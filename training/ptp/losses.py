@@ -16,20 +16,15 @@ from ...modeling.heads.losses import IGNORE
 from ...modeling.loss_options import check_values
 from ...modeling.sampling import pick
 
-METHODS = ("distil", "inverse")
-"""Where uniforms come from: a teacher's distribution, or the student's own (inverse autoregressive training)."""
 LOSSES = ("ce", "kl", "reverse_kl", "bce")
 """How a slot's distribution is compared with its target."""
 
 
 @dataclass(frozen=True)
 class PTPOptions:
-    """Options of `PTPTrainer`.
+    """Options of `PTPTrainer`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2).
 
     Args:
-        method: `"distil"`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2);
-            `"inverse"`: in those of the student's own, found one after the other (Algorithm 3, categorical slots, no
-                teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
         completions: C, completions per sequence, each from a random start of its own.
@@ -49,7 +44,6 @@ class PTPOptions:
         1.0
     """
 
-    method: str = "distil"
     loss: str = "ce"
     completions: int = 16
     concentration: float = 1.0
@@ -58,11 +52,9 @@ class PTPOptions:
     greedy_share: float = 0.2
 
     def __post_init__(self) -> None:
-        choices = {"method": METHODS, "loss": LOSSES}
+        choices = {"loss": LOSSES}
         ranges = {"completions": "[1, inf)", "concentration": "(0, inf)", "gamma": "(0, 1]", "greedy_share": "[0, 1)"}
         check_values(self, choices, ranges | {"base_weight": "[0, inf)"})
-        if self.method == "inverse" and self.loss != "ce":  # Algorithm 3: by likelihood
-            raise ValueError(f"method='inverse' has loss='ce', not {self.loss!r}")
 
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from .completions import (
     Scores,
     Sequences,
     at_columns,
-    completion_tokens,
     draw_starts,
 )
 from .forwards import PackedRows, SlotContext, SlotInputs, Teacher
@@ -111,18 +110,14 @@ class TaskMaker:
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
         rows = PackedRows(model, sequences, starts, self.is_one_hot)
-        needs_states = self.config.reads_state or options.method == "inverse"
-        needs_states = needs_states or not self.config.reads_uniforms
+        needs_states = self.config.reads_state or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
         context = self._context(sequences, own, starts, draws)
-        if options.method == "inverse" and own is not None:
-            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares, context)
-        else:
-            scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
-            completions = self.teacher.pieces(sequences, scores, starts, exists, self.length)
-            u, reached = completions.place(shares)
-            completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
+        scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
+        completions = self.teacher.pieces(sequences, scores, starts, exists, self.length)
+        u, reached = completions.place(shares)
+        completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
         # a categorical slot predicts the token after its own; a one-hot one its own, for certain
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
         read = SlotInputs(u[..., : self.config.num_slots], *context, are_masks=not self.config.reads_uniforms)
@@ -180,17 +175,3 @@ class TaskMaker:
         same = at_columns(documents, columns) == at_columns(documents, starts)
         gaps = gaps * (same & (starts - 1 - gaps >= 0))
         return at_columns(own.states, columns), gaps
-
-
-def _inverse(
-    rows: PackedRows,
-    sequences: Sequences,
-    own: Scores,
-    exists: torch.Tensor,
-    shares: torch.Tensor,
-    context: SlotContext,
-) -> tuple[Completions, tuple[torch.Tensor, torch.Tensor]]:
-    _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
-    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares, context)
-    nowhere = torch.zeros_like(shares)
-    return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ...configuration.ptp import SAMPLING
 from ...modeling import PTPForCausalLM, PTPStudent
 from ...modeling.heads.losses import IGNORE
 from ...modeling.wrapped_models import checkpoints_activations
@@ -246,11 +245,10 @@ class PTPTrainer(UpdateTrainer):
     def _note(
         self, task: Task, sums: torch.Tensor, counts: torch.Tensor, hits: torch.Tensor, is_training: bool
     ) -> None:
-        """Add sums and counts of a batch to the running means; inverted uniforms are right by construction."""
+        """Add sums and counts of a batch to the running means."""
         correct, whole = hits.long().cumprod(-1).sum(-1), task.valid.all(-1)
         is_greedy = task.uniforms[..., 0] < 0
-        distils = self.options.method == "distil"
-        kinds = [whole & ~is_greedy & distils, whole & is_greedy]
+        kinds = [whole & ~is_greedy, whole & is_greedy]
         right = torch.stack([(correct * kind).sum() for kind in kinds])
         sums = torch.cat([right.double(), sums.detach().double()])
         self._means[is_training].add(sums, torch.cat([torch.stack([k.sum() for k in kinds]).double(), counts]))
@@ -278,18 +276,7 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: Any) -> PTPForCausa
     if not isinstance(model, PTPForCausalLM):
         hint = "give it student.whole" if isinstance(model, PTPStudent) else "see PTPForCausalLM.from_backbone"
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")
-    variant = model.config.variant
-    if options.method == "inverse":
-        if variant != "categorical" or not model.config.informative:
-            raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")
-        if teacher is not None:
-            raise ValueError("teacher= is not read with method='inverse', which has no teacher; leave it out")
-        if model.config.sampling != SAMPLING:
-            raise ValueError(
-                f"sampling={model.config.sampling} is not possible with method='inverse', which learns that of the "
-                f"data; set it to {SAMPLING}"
-            )
-    elif teacher is None and model.trains_backbone and options.base_weight == 0:
+    if teacher is None and model.trains_backbone and options.base_weight == 0:
         raise ValueError(
             "base_weight=0 and no teacher=: the backbone that is trained would be its own teacher; freeze it with "
             "train_only('drafter'), pass teacher=, or set base_weight"

@@ -97,9 +97,12 @@ _NAMES = {
     "tokenahead.generation.drafters.vocabulary": ("SharedVocabulary",),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.backbones": ("target_of",),
-    "tokenahead.generation.target.cache": ("block_mask", "RowLayer", "cache_module_Rows", "is_recurrent"),
+    "tokenahead.generation.target.cache": ("block_mask", "RowLayer", "cache_module_Rows"),
     "tokenahead.generation.target.repacking": ("RepackedTarget", "shift_cache"),
-    "tokenahead.generation.target.replay": ("Replay",),
+    "tokenahead.generation.target.replay": (
+        "is_recurrent",
+        "Replay",
+    ),
     "tokenahead.generation.target.target": ("RowTarget", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",

@@ -120,6 +120,8 @@ class BenchRequest:
     seed: int = _option(0, "of the samples (%(default)s)", type=SEED)
     raw: bool = _option(False, "prompts as they are, without the chat template")
     force_length: bool = _option(False, "let no answer end early; such texts often loop")
+    skip_broken: bool = _option(False, "leave out lines that hold no prompt")
+    no_expected: bool = _option(False, "expect no calls along the plain texts")
     recommend: bool = _option(False, "say which method and length of drafts pay here")
 
 
@@ -135,4 +137,5 @@ class CardRequest:
     license: str | None = _option(None, f"licence id of the weights{_KEEPS}")
     language: list[str] | None = _option(None, f"codes of the languages that it writes{_KEEPS}", nargs="+")
     base_model: str | None = _option(None, f"name on the Hub of what it derives from{_KEEPS}")
+    template: Path | None = _option(None, "a Jinja file in place of the library's", type=Path)
     overwrite: bool = _option(False, "replace a README.md that a person wrote")

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from tokenahead import PTPForCausalLM
-from tokenahead.generation.verification.chains import coupled_acceptance, token_acceptance, verify
+from tokenahead.generation.verification import coupled_acceptance, token_acceptance, verify
 from tokenahead.modeling.ptp.embedding import GREEDY
 from tokenahead.modeling.sampling import interval, pick
 from tokenahead.modeling.uniforms import best_of

@@ -7,10 +7,10 @@
 A byte-level Llama of 1 million parameters learns the Python standard library's source, and goes on with beginnings of
 it at the temperature of decoding (`--texts 0`: students learn from the source itself). Students are distilled from it
 with `PTPTrainer`, in so many minutes of *processor* time each: O-PTP (`one_hot`), verified with the uniforms that it
-drafts from, C-PTP (`categorical`), verified by block, both again with slots that read the last verified hidden state,
-and independent prediction, which is O-PTP whose uniforms say nothing. With `--small FOLDER`, C-PTP of a smaller
-backbone learns from the same teacher, and drafts for it (`separate`). They complete held-out code by turns with
-transformers' own decoding of the same model. Every student is saved with its figures and its card. `--acceptance`
+drafts from, C-PTP (`categorical`), verified by block, and independent prediction, which is O-PTP whose uniforms say
+nothing. With `--small FOLDER`, C-PTP of a smaller backbone learns from the same teacher, and drafts for it
+(`separate`). They complete held-out code by turns with transformers' own decoding of the same model. Every student is
+saved with its figures and its card. `--acceptance`
 counts tokens per call, and measures no times: that is all that a busy machine can tell.
 """
 
@@ -51,8 +51,6 @@ LENGTH, PROMPT = 256, 96
 KINDS = {
     "one_hot": {"variant": "one_hot"},
     "categorical": {"variant": "categorical"},
-    "one_hot, state": {"variant": "one_hot", "reads_state": True},
-    "categorical, state": {"variant": "categorical", "reads_state": True},
     "independent": {"variant": "one_hot", "informative": False},
     "separate": {"variant": "categorical"},
 }

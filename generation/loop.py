@@ -79,6 +79,8 @@ class SpeculativeLoop:
         self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
         self.keywords = keywords
         self.cache_is_seen = cache_is_given or config.return_dict_in_generate
+        is_read = self.cache_is_seen or session.reads_cache
+        self.may_leave_out = not (is_read or session.lookahead) and keywords is None
         self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
@@ -120,6 +122,8 @@ class SpeculativeLoop:
                 accepted, new_tokens = self._settle(tree, result, outputs, scores)
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
                 self.session.advance(outputs.along(result, tree), result)
+                if self.may_leave_out and any(self.done):
+                    self.target.leave_out(self.done)
                 ended = time.perf_counter()
                 if self.schedule is not None and self.target.is_steady:
                     self.schedule.update(tree.depth, accepted, ended - started, length)

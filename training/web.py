@@ -21,8 +21,9 @@ from ..generation.target.backbones import takes_dense_masks
 from ..generation.trees.choice import WatchedVerifier
 from .box import load_box
 from .evaluation.decoding import GREEDY, Run, decode, sampled
-from .evaluation.methods import load_model, methods_of
+from .evaluation.methods import methods_of
 from .evaluation.prompts import Prompt, Writer
+from .loading import load_model
 from .utils import needs_extra
 
 _CODE, _WORDS = 'import json\n\n\ndef read_lines(path):\n    """', "Write a short story about a lighthouse keeper."
@@ -90,8 +91,7 @@ class Author:
     """
 
     def __init__(self, model: str | None = None, drafter: str | None = None) -> None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model, tokenizer = load_model(model, "auto", device) if model else load_box()
+        self.model, tokenizer = load_model(model) if model else load_box()
         drafter = drafter or ("own" if isinstance(self.model, MTPGenerationMixin) else "ngram")
         methods, refused = methods_of([drafter], self.model)
         if refused or methods[-1].drafter is None:

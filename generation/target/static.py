@@ -148,6 +148,9 @@ class FixedTarget(RowTarget):
         self.span, self.widest, self.laid_out, self.forwards = span, 1, (0, 0), Counter[int]()
         cache.room = cache.compiled = None  # who is given it decodes as with any other
 
+    def leave_out(self, done: list[bool]) -> None:
+        """See `Target`; shapes stay what they are."""
+
     def _forward(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
         fed = self.fed = block.shape[1]
         slots = 0 if tree.auxiliary is None else len(tree.auxiliary.positions) - fed

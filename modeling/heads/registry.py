@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...configuration import MTPHeadConfig
 from ..draft_vocabulary import DraftVocabulary
@@ -40,7 +39,7 @@ def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.M
 def window_distribution(
     head: nn.Module,
     config: MTPHeadConfig,
-    features: torch.Tensor,
+    features: Tensor,
     backbone: BackboneParts | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
@@ -54,8 +53,8 @@ def window_distribution(
 def distribution_after(
     head: nn.Module,
     config: MTPHeadConfig,
-    features: torch.Tensor,
-    last: torch.Tensor,
+    features: Tensor,
+    last: Tensor,
     length: int,
     backbone: BackboneParts | None = None,
     vocabulary: DraftVocabulary | None = None,
@@ -76,7 +75,7 @@ def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | No
     return distribution if vocabulary is None else PartialDistribution(distribution, vocabulary)
 
 
-def _in_dtype(features: torch.Tensor, head: nn.Module) -> torch.Tensor:
+def _in_dtype(features: Tensor, head: nn.Module) -> Tensor:
     own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
     return features.to(next(own, features.dtype))
 

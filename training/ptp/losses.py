@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...configuration.ptp import PTPConfig
 from ...modeling import PTPForCausalLM
@@ -79,7 +79,7 @@ _FLOOR = 1e-6
 _CANDIDATES = 64
 
 
-def target_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+def target_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Return the distribution that decoding verifies: that of transformers' warpers, without sorting the vocabulary.
 
     Args:
@@ -99,7 +99,7 @@ def target_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0,
     return distribution if top_p >= 1.0 else _nucleus(distribution, top_p)
 
 
-def _nucleus(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
+def _nucleus(distribution: Tensor, top_p: float) -> Tensor:
     """Return a distribution [..., v] cut to its likeliest tokens that reach a mass of `top_p`, renormalised."""
     count = min(_CANDIDATES, distribution.shape[-1])
     while True:
@@ -112,9 +112,7 @@ def _nucleus(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.zeros_like(distribution).scatter_(-1, tokens, kept / kept.sum(-1, keepdim=True))
 
 
-def slot_losses(
-    logits: torch.Tensor, tokens: torch.Tensor, distribution: torch.Tensor | None = None, kind: str = "ce"
-) -> torch.Tensor:
+def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = None, kind: str = "ce") -> Tensor:
     """Return the loss of every slot; each kind has its minimum where the slot's distribution q equals the target p.
 
     Args:
@@ -145,12 +143,12 @@ def slot_losses(
     return -(p * log_q + (1 - p) * _log_complement(log_q)).sum(-1)
 
 
-def slot_weights(valid: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+def slot_weights(valid: Tensor, gamma: float = 1.0) -> Tensor:
     """Return the weights of slots in a loss: gamma^k where valid [..., L], else 0."""
     return torch.where(valid, gamma ** torch.arange(valid.shape[-1], device=valid.device), 0.0)
 
 
-def _log_complement(log_q: torch.Tensor) -> torch.Tensor:
+def _log_complement(log_q: Tensor) -> Tensor:
     """Return log(1 - q), bounded near q = 1, where it and its gradient are infinite."""
     return torch.log(-torch.expm1(log_q.clamp(max=-_FLOOR)))
 
@@ -167,13 +165,13 @@ class SlotReader:
     """
 
     def __init__(
-        self, task: Task, options: PTPOptions, config: PTPConfig, totals: torch.Tensor, next_tokens: torch.Tensor | None
+        self, task: Task, options: PTPOptions, config: PTPConfig, totals: Tensor, next_tokens: Tensor | None
     ) -> None:
         self.task, self.options, self.config = task, options, config
         self.totals, self.next_tokens = totals, next_tokens
-        self._hits: list[torch.Tensor] = []
+        self._hits: list[Tensor] = []
 
-    def __call__(self, hidden: torch.Tensor, head: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden: Tensor, head: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss; sums of the losses of slots and of the backbone [2]; hits [B, C, L] bool.
 
         Args:
@@ -189,7 +187,7 @@ class SlotReader:
             before = hidden[:, : self.next_tokens.shape[1]]
             part = Part(before, [self.next_tokens[..., None]], self.options.base_weight / totals[1:])
 
-            def own(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            def own(states: Tensor, targets: Tensor) -> Tensor:
                 return _next_token_losses(head(states), targets[:, 0])[:, None]
 
             base, (base_sum,) = chunked_sums(own, head, [part], self.config.vocab_size)
@@ -197,13 +195,11 @@ class SlotReader:
         hits = torch.cat(self._hits).view(task.tokens.shape)
         return loss, torch.cat([slot_sum, base_sum]), hits
 
-    def _of_slots(self, head: nn.Module, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_slots(self, head: nn.Module, slots: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of slots [B, C, L, D], and its sum [1], which `total` [1] divides."""
         return self._compared(head, slots, total, drafts=True)
 
-    def _compared(
-        self, head: nn.Module, states: torch.Tensor, total: torch.Tensor, drafts: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compared(self, head: nn.Module, states: Tensor, total: Tensor, drafts: bool = False) -> tuple[Tensor, Tensor]:
         """Return the loss of rows [B, C, L, D] that predict the slots' tokens, and its sum [1].
 
         Args:
@@ -221,14 +217,14 @@ class SlotReader:
 
     def _terms(
         self,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        weights: torch.Tensor,
-        uniforms: torch.Tensor,
-        teacher: torch.Tensor | None,
+        states: Tensor,
+        tokens: Tensor,
+        weights: Tensor,
+        uniforms: Tensor,
+        teacher: Tensor | None,
         head: nn.Module,
         drafts: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the weighted losses of slots, [n, 1]."""
         tokens, weights = tokens[:, 0], weights[:, 0]
         logits, distribution, scores = head(states), None, self.task.completions.scores
@@ -241,7 +237,7 @@ class SlotReader:
         losses = slot_losses(logits, tokens, distribution, self.options.loss)
         return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
 
-    def _drafts(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    def _drafts(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Return what slots with logits [n, v] draft; categorical ones pick with the uniforms of their targets."""
         likely = logits.argmax(-1)
         if self.config.predicts_tokens:
@@ -249,7 +245,7 @@ class SlotReader:
         return torch.where(uniforms < 0, likely, pick(uniforms.clamp(min=0), logits.double().softmax(-1)))
 
 
-def _next_token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
 
 
@@ -268,7 +264,7 @@ class MaskReader(SlotReader):
         super().__init__(*args)
         self.model = model
 
-    def _of_slots(self, head: nn.Module, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_slots(self, head: nn.Module, slots: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         anchors = self.task.anchors
         assert anchors is not None
         # the sampler's rows are computed first: a loss in chunks goes backward at once, and then frees gathered shards
@@ -278,16 +274,14 @@ class MaskReader(SlotReader):
         losses, sums = zip(*parts)
         return torch.stack(losses).sum(0), torch.stack(sums).sum(0)
 
-    def _sampled(self, slots: torch.Tensor, anchors: torch.Tensor) -> list[torch.Tensor]:
+    def _sampled(self, slots: Tensor, anchors: Tensor) -> list[Tensor]:
         """Return the sampler head's states for masks and for ordinary rows; none without such a head."""
         if self.model.sampler is None:
             return []
         before = self.model.get_input_embeddings()(self.task.before)
         return [self.model.sampler(states, before) for states in (slots, anchors)]
 
-    def _matched(
-        self, slots: torch.Tensor, anchors: torch.Tensor, total: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _matched(self, slots: Tensor, anchors: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of latent consistency matching, and its sum [1]."""
         weights = slot_weights(self.task.valid, self.options.gamma).to(slots.device)
         wide = torch.promote_types(slots.dtype, torch.float32)

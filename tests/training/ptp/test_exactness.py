@@ -102,21 +102,6 @@ def test_greedy_completions_are_the_teachers_greedy_texts(variant, is_own, tmp_p
     assert model.uniform_embedding.greedy.weight.grad.abs().sum() > 0
 
 
-def test_states_are_those_before_the_token_that_was_verified_last(tmp_path):
-    model = student(base=backbone().double(), reads_state=True)
-    rows = {"input_ids": ids(2, 9), "position_ids": torch.tensor([[*range(5), *range(4)]] * 2)}
-    found = trainer(model, tmp_path, completions=8, greedy_share=0.0)._task(model, rows, True)
-    known = found.inputs.gaps > 0
-    assert known.any() and not known.all()
-    for row, completion in known.nonzero().tolist():
-        start, gap = (int(part[row, completion]) for part in (found.completions.starts, found.inputs.gaps))
-        begin = 0 if start < 5 else 5
-        text = ids(2, 9)[row : row + 1, begin : start - gap]
-        state = model.backbone.model(text).last_hidden_state[0, -1]
-        torch.testing.assert_close(found.inputs.states[row, completion], state)
-    trainer(model, tmp_path).train()
-
-
 def test_data_without_a_target_are_refused(tmp_path):
     row = ids(1, 6)[0]
     with pytest.raises(ValueError, match="train_dataset"):

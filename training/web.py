@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -83,12 +84,7 @@ class _Observer(WatchedVerifier):
 
 
 class Author:
-    """A model (None: the one in the box) with a drafter, a method of `tokenahead bench`; it writes one text at a time.
-
-    Raises:
-        OSError: No such directory, or what the Hub cannot give.
-        ValueError: A drafter that does not fit.
-    """
+    """A model with a drafter, which writes one text at a time; see `build`."""
 
     def __init__(self, model: str | None = None, drafter: str | None = None) -> None:
         self.model, tokenizer = load_model(model) if model else load_box()
@@ -115,8 +111,13 @@ class Author:
         mode, drafter, cycles = sampled(temperature) if temperature else GREEDY, self.method.drafter, list[Cycle]()
         tree = {"top_k": 3} if isinstance(drafter, NgramDrafter) else {"top_k": 3, "total_tokens": 16}
         method = replace(self.method, options=self.method.options | ({"draft_tree": tree} if as_tree else {}))
-        batch, seed = self._batch(prompt, new_tokens), int(seed or 0)
+        new_tokens, seed = int(new_tokens), int(seed or 0)
+        batch = self.writer.batch([Prompt("", (prompt,))], [[]], self.model.device)
         before = batch["input_ids"][0].tolist()
+        most = field(self.model.config.get_text_config(), "max_position_embeddings", default=math.inf) - new_tokens
+        if not prompt.strip() or len(before) > most:
+            what = f"{len(before)} tokens are more than the {most} that fit" if prompt.strip() else "it is empty"
+            raise ValueError(f"prompt: {what}")
 
         def generate() -> list[int]:
             make = drafter.make_verifier
@@ -142,15 +143,6 @@ class Author:
                 runs[each.name].append(self.worker.submit(decode, each, batch, mode, new_tokens, seed).result())
             turn += 1
         yield text, words + _speeds(runs, mode.is_sampled), cycles
-
-    def _batch(self, prompt: str, new_tokens: int) -> dict[str, torch.Tensor]:
-        if not prompt.strip():
-            raise ValueError("prompt: it is empty; write at least one word")
-        batch = self.writer.batch([Prompt("", (prompt,))], [[]], self.model.device)
-        most, size = field(self.model.config.get_text_config(), "max_position_embeddings"), batch["input_ids"].shape[1]
-        if most is not None and size + new_tokens > most:
-            raise ValueError(f"prompt: {size} tokens are too many; with {new_tokens} new ones, {most - new_tokens} fit")
-        return batch
 
     def text(self, prompt: str, before: list[int], cycles: Sequence[Cycle], size: int = 1 << 30) -> str:
         """Return the prompt, whose ids are `before`, and the first `size` tokens of cycles as HTML."""
@@ -185,35 +177,39 @@ class Author:
 
 
 def _speeds(runs: dict[str, list[Run]], is_sampled: bool) -> str:
-    """Return the speeds of drafts and of plain decoding, and whether their texts are the same."""
     drafted, plain = runs.values()
     speeds = [median(run.speed or 0.0 for run in several) for several in (drafted, plain)]
     ratio = f"{speeds[0] / speeds[1]:.2f} times plain decoding's speed" if speeds[1] else "Too short to be timed"
-    if is_sampled:
-        texts = "texts of the same distribution"
-    else:
-        texts = "the same text" if drafted[0].ids == plain[0].ids else "another text: rounding decides near-ties"
-    rows = (
-        f'<meter value="{speed}" max="{max(speeds)}"></meter>{speed:,.1f} tokens/s, {escape(name)}<br>'
-        for name, speed in zip(runs, speeds)
-    )
-    return f"<b>{ratio}</b>, {texts} (measured after it, by turns, {len(plain)} × each)<br>{''.join(rows)}"
+    same = "the same text" if drafted[0].ids == plain[0].ids else "another text: rounding decides near-ties"
+    texts = "texts of the same distribution" if is_sampled else same
+    meters = (f'<meter value="{speed}" max="{max(speeds)}"></meter>{speed:,.1f} tokens/s, ' for speed in speeds)
+    rows = "<br>".join(meter + escape(name) for meter, name in zip(meters, runs))
+    return f"<b>{ratio}</b>, {texts} (measured after it, by turns, {len(plain)} × each)<br>{rows}"
 
 
-def page(author: Author) -> Any:
-    """Return the page of an author, a `gradio.Blocks`."""
-    gr = import_module("gradio")
+def build(model: str | None = None, drafter: str | None = None) -> Any:
+    """Return the page of a model (None: the one in the box) and a method of `tokenahead bench`, a `gradio.Blocks`.
+
+    Raises:
+        MissingExtraError: There is no Gradio.
+        OSError: No such directory, or what the Hub cannot give.
+        ValueError: A drafter that does not fit.
+    """
+    with needs_extra("web", "tokenahead demo --web"):
+        gr = import_module("gradio")
+    author = Author(model, drafter)
 
     def write(*asked: Any) -> Iterator[Any]:
         try:
-            text, words, cycles = "", "", []
             for text, words, cycles in author.write(*asked):
-                yield text, f'<div class="ta">{words}</div>', cycles, gr.skip(), gr.skip()
+                words = f'<div class="ta">{words}</div>'
+                yield text, words, cycles, gr.skip(), gr.skip()
             best = max(range(1, len(cycles)), key=lambda number: len(cycles[number].path), default=0)
             chosen = gr.Slider(maximum=max(len(cycles) - 1, 2), value=max(best, 1), visible=len(cycles) > 2)
-            yield text, f'<div class="ta">{words}</div>', cycles, chosen, author.tree(cycles, best) if best else ""
+            yield text, words, cycles, chosen, author.tree(cycles, best) if best else ""
         except (ValueError, OSError, RuntimeError) as error:
-            yield _alert(error), "", [], gr.Slider(visible=False), ""
+            alert = f'<div class="ta alert" role="alert">{escape(str(error))}</div>'
+            yield alert, "", [], gr.Slider(visible=False), ""
 
     with gr.Blocks(title="tokenahead", analytics_enabled=False) as found:
         gr.HTML(f"<h2>tokenahead</h2>{escape(author.name)}{_LEGEND}")
@@ -237,28 +233,11 @@ def page(author: Author) -> Any:
     return found
 
 
-def build(model: str | None = None, drafter: str | None = None) -> Any:
-    """Return the page of a model, such as a Hugging Face Space launches; of one that does not load, why."""
-    gr = import_module("gradio")
-    try:
-        return page(Author(model, drafter))
-    except (ValueError, OSError) as error:
-        with gr.Blocks(analytics_enabled=False) as found:
-            gr.HTML(_LEGEND + _alert(error))
-        return found
-
-
 def serve(model: str | None, drafter: str | None, address: str) -> int:
     """Serve the page at `HOST:PORT` until Ctrl-C; what is left out is 127.0.0.1, and a port that is free."""
-    with needs_extra("web", "tokenahead demo --web"):
-        import_module("gradio")
     host, _, port = address.rpartition(":")
     if port and not port.isdecimal():
         raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860")
-    found = page(Author(model, drafter))
+    found = build(model, drafter)
     found.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)
     return 0
-
-
-def _alert(error: Exception) -> str:
-    return f'<div class="ta alert" role="alert">{escape(str(error))}</div>'

@@ -107,7 +107,7 @@ def test_cycles_are_what_speculation_counts(name, temperature, request):
         *_, (text, words, cycles) = writer.write("abc abc ab", 24, temperature, 3, as_tree)
         assert "24 tokens" in words and "by turns" in words and ("same text" in words) == (temperature == 0)
         batch, tree = (
-            writer._batch("abc abc ab", 24),
+            writer.writer.batch([web.Prompt("", ("abc abc ab",))], [[]], "cpu"),
             {"top_k": 3} if name == "author" else {"top_k": 3, "total_tokens": 16},
         )
         torch.manual_seed(3)
@@ -121,7 +121,7 @@ def test_cycles_are_what_speculation_counts(name, temperature, request):
         assert text.count('class="own"') >= len(cycles) - 1 and "make_verifier" not in vars(writer.method.drafter)
 
 
-@pytest.mark.parametrize(("prompt", "message"), [(" \n", "prompt.*empty"), ("a" * 120, "prompt.*16.*112")])
+@pytest.mark.parametrize(("prompt", "message"), [(" \n", "prompt.*empty"), ("a" * 120, "prompt.*154.*112")])
 def test_a_prompt_that_cannot_be_is_named(author, prompt, message):
     with pytest.raises(ValueError, match=message):
         next(author.write(prompt, 16, 0.0, 0, False))
@@ -150,15 +150,23 @@ def test_a_model_and_an_address_that_cannot_be_are_named(capsys, monkeypatch):
     pytest.importorskip("gradio")
     assert run("--web", "--model", "./nowhere") == 1 and "./nowhere" in capsys.readouterr().err
     assert run("--web", "localhost") == 1 and "localhost" in capsys.readouterr().err
-    assert "./nowhere" in str(web.build("./nowhere").config)
 
 
-def test_visitors_get_their_own_texts(author, monkeypatch):
+def test_a_visitor_who_leaves_disturbs_nobody(own):
+    *_, alone = own.write("abc", 16, 0.0, 0, False)
+    left = own.write("x", 200, 0.0, 0, False)
+    next(left)
+    left.close()
+    *_, (text, _, cycles) = own.write("abc", 16, 0.0, 0, False)
+    assert (text, cycles) == (alone[0], alone[2])
+
+
+def test_visitors_get_their_own_texts(llama, monkeypatch):
     pytest.importorskip("gradio")
     from gradio_client import Client
 
     monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
-    page = web.page(author)
+    page = web.build(llama)
     _, url, share = page.launch(server_name="127.0.0.1", quiet=True, prevent_thread_lock=True, share=False)
     try:
         assert url.startswith("http://127.0.0.1:") and not share

@@ -137,5 +137,4 @@ class CardRequest:
     license: str | None = _option(None, f"licence id of the weights{_KEEPS}")
     language: list[str] | None = _option(None, f"codes of the languages that it writes{_KEEPS}", nargs="+")
     base_model: str | None = _option(None, f"name on the Hub of what it derives from{_KEEPS}")
-    template: Path | None = _option(None, "a Jinja file in place of the library's", type=Path)
     overwrite: bool = _option(False, "replace a README.md that a person wrote")

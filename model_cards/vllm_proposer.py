@@ -22,7 +22,8 @@ from torch import nn
 
 from ..configuration import MTPHeadConfig
 from ..modeling.heads.backbone_parts import BackboneParts
-from ..modeling.heads.registry import build_head, distribution_after, family_of
+from ..modeling.heads.registry import build_head, family_of
+from ..modeling.heads.window_distribution import distribution_after
 from ..modeling.sampling import draw
 from ..modeling.tensor_files import read_tensors
 

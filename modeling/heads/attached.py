@@ -29,8 +29,8 @@ from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import HeadFamily, last_state
 from .learning import LearningMixin, counted_positions
-from .registry import build_head, distribution_after, family_of, init_head
-from .window_distribution import WindowDistribution
+from .registry import build_head, family_of, init_head
+from .window_distribution import WindowDistribution, distribution_after
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from ...configuration import MTPHeadConfig
 from .circuit_head import CircuitHead as CircuitHead
-from .family import FAMILIES, HeadFamily
+from .family import FAMILIES
 from .ff import FFHead as FFHead
 from .hydra import HydraHead as HydraHead
 from .layer import LayerHead as LayerHead
@@ -23,14 +23,9 @@ class Resettable(Protocol):
         """Initialise; tensors that were loaded stay. `std` is `initializer_range` of the model."""
 
 
-def family_of(config: MTPHeadConfig) -> HeadFamily:
-    """Return the record of a config's family."""
-    return FAMILIES[config.head_type]
-
-
 def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
     """Return the head module that `config` describes."""
-    return family_of(config).build(config, hidden_size, vocab_size)
+    return FAMILIES[config.head_type].build(config, hidden_size, vocab_size)
 
 
 def init_head(module: nn.Module, std: float = 0.02) -> None:

@@ -104,7 +104,7 @@ _NAMES = {
         "is_recurrent",
         "Replay",
     ),
-    "tokenahead.generation.target.target": ("RowTarget", "TargetOutput"),
+    "tokenahead.generation.target.target": ("is_recurrent", "RowTarget", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",
         "drawn_tree",
@@ -212,13 +212,13 @@ _NAMES = {
     "tokenahead.modeling.heads.registry": (
         "build_head",
         "init_head",
-        "window_distribution",
     ),
     "tokenahead.modeling.heads.circuits": ("balanced",),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
         "SequentialDistribution",
         "logsumexp",
+        "window_distribution",
     ),
     "tokenahead.modeling.uniforms": (
         "best_of",

@@ -33,8 +33,7 @@ from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.backbones import target_of
 from ..target.cache import RowLayer
-from ..target.replay import is_recurrent
-from ..target.target import TargetOutput
+from ..target.target import TargetOutput, is_recurrent
 from ..trees.contract import DraftTree, VerificationResult
 from .vocabulary import SharedVocabulary, shared_vocabulary
 

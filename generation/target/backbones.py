@@ -29,9 +29,8 @@ from ...configuration.fields import learned_positions, rotary_border
 from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
 from .repacking import EvenTarget, RepackedTarget
-from .replay import is_recurrent
 from .static import FixedTarget, PlannedCache
-from .target import ColumnTarget, RowTarget
+from .target import ColumnTarget, RowTarget, is_recurrent
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
 

@@ -27,10 +27,10 @@ from ..wrapped_models import OfBackboneMixin, unwrap
 from .backbone_parts import BackboneParts, compute_device
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
-from .family import HeadFamily, last_state
+from .family import FAMILIES, HeadFamily, last_state
 from .learning import LearningMixin, counted_positions
-from .registry import build_head, distribution_after, family_of, init_head
-from .window_distribution import WindowDistribution
+from .registry import build_head, init_head
+from .window_distribution import WindowDistribution, distribution_after
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
@@ -124,7 +124,7 @@ class MTPHeads(
             **options,
         )
         if config.backbone_config is None:
-            own_layers = family_of(config).layer_config(config, text)
+            own_layers = FAMILIES[config.head_type].layer_config(config, text)
             config.backbone_config = text.to_dict() if config.draft_layers else own_layers
         heads = cls(config)
         if draft_ids is not None:
@@ -188,7 +188,7 @@ class MTPHeads(
     @property
     def family(self) -> HeadFamily:
         """What the registry says of heads of this type."""
-        return family_of(self.config)
+        return FAMILIES[self.config.head_type]
 
     @property
     def attends(self) -> bool:

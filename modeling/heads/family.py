@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,8 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from ..tensor_files import Tensors
-from .backbone_parts import BackboneParts
-from .window_distribution import WindowDistribution
+
+if TYPE_CHECKING:
+    from .backbone_parts import BackboneParts
+    from .window_distribution import WindowDistribution
 
 Directory = tuple[dict[str, Any], Tensors]
 """Fields and tensors of a directory."""

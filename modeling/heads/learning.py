@@ -18,8 +18,7 @@ from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
 from .losses import depth_targets, depth_weights, head_loss
-from .registry import distribution_after, window_distribution
-from .window_distribution import WindowDistribution
+from .window_distribution import WindowDistribution, distribution_after, window_distribution
 
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""

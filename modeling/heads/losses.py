@@ -13,8 +13,8 @@ from ..draft_vocabulary import DraftVocabulary
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
 from .chunks import Part, chunked_sums, term_rows
-from .registry import window_distribution
 from .teacher import BlockTarget, Teacher
+from .window_distribution import window_distribution
 
 IGNORE = -100
 

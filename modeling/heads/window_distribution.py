@@ -1,7 +1,7 @@
 """Distributions over a window of n tokens: the contract, independent positions, and products of conditionals (Hydra).
 
 A distribution computes in the dtype of the logits it is built from: float32 from models, whatever their own dtype,
-float64 for exact work. -inf logits are legal: they are safe in value and in gradient.
+float64 for exact work. -inf logits are legal: they are safe in value and in gradient. A head of any family makes one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...configuration import MTPHeadConfig
 from ..sampling import draw
+from .family import FAMILIES
 
 if TYPE_CHECKING:
     from ..draft_vocabulary import DraftVocabulary
+    from .backbone_parts import BackboneParts
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
@@ -303,3 +306,49 @@ def logsumexp(values: Tensor, dim: int) -> Tensor:
 def exact(logits: Tensor) -> Tensor:
     """Return the logits in float32 (float64 stays)."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def window_distribution(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: Tensor,
+    backbone: BackboneParts | None = None,
+    vocabulary: DraftVocabulary | None = None,
+) -> WindowDistribution:
+    """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
+
+    The head computes in its own dtype, whatever that of the features is. A draft vocabulary is that of its columns.
+    """
+    return _over_ids(
+        FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone), vocabulary
+    )
+
+
+def distribution_after(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: Tensor,
+    last: Tensor,
+    length: int,
+    backbone: BackboneParts | None = None,
+    vocabulary: DraftVocabulary | None = None,
+) -> WindowDistribution:
+    """Return `window_distribution` given its first token `last` [...] int64; only what `length` drafts read is made.
+
+    `length` is at least 1, at most `config.window` - 1. The distribution may have more tokens; the first `length` are
+    exact.
+    """
+    family, features = FAMILIES[config.head_type], _in_dtype(features, head)
+    if family.is_independent:
+        return _over_ids(family.distribution(head, config, features, backbone, 1, length + 1), vocabulary)
+    whole = family.distribution(head, config, features, backbone, 0, length + 1)
+    return _over_ids(whole, vocabulary).condition(last)
+
+
+def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | None) -> WindowDistribution:
+    return distribution if vocabulary is None else PartialDistribution(distribution, vocabulary)
+
+
+def _in_dtype(features: Tensor, head: nn.Module) -> Tensor:
+    own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
+    return features.to(next(own, features.dtype))

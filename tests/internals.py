@@ -109,15 +109,7 @@ _NAMES = {
         "ranked_tree",
         "static_tree",
     ),
-    "tokenahead.generation.trees.choice": (
-        "CycleSeconds",
-        "Trial",
-        "WatchedVerifier",
-        "best_tree",
-        "expected_tokens",
-        "measured_tree",
-        "rates_of",
-    ),
+    "tokenahead.generation.trees.choice": ("fastest_tree",),
     "tokenahead.generation.trees.contract": (
         "DraftTree",
         "VerificationResult",

@@ -176,9 +176,7 @@ _NAMES = {
         "DIVERGENCES",
         "acceptance",
         "divergence",
-        "head_and_rest",
         "log_acceptance",
-        "lumped",
     ),
     "tokenahead.modeling.heads.family": (
         "HeadFamily",

@@ -144,7 +144,8 @@ _NAMES = {
         "HeadProposer",
         "listen",
     ),
-    "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize", "tensor_dtypes"),
+    "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize",),
+    "tokenahead.modeling.tensor_files": ("tensor_dtypes",),
     "tokenahead.modeling.deepseek.conversion": ("main_class",),
     "tokenahead.modeling.draft_vocabulary": (
         "DraftVocabulary",

@@ -168,8 +168,7 @@ def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
         ValueError: It holds another number of sequences, or has no room for the tokens that the call may feed.
     """
     cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
-    is_known = isinstance(cache, (DynamicCache, StaticCache)) and isinstance(ids, Tensor)
-    if not is_known or (config.num_beams or 1) > 1:
+    if not isinstance(cache, (DynamicCache, StaticCache)) or not isinstance(ids, Tensor) or (config.num_beams or 1) > 1:
         return
     sequences = len(ids) * (config.num_return_sequences or 1)
     longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens

@@ -1,9 +1,9 @@
 """What a backbone already knows of tokens further ahead, beside what its drafter has learned.
 
-    python benchmarks/analyze.py --depth 4 -- MODEL DATA --drafter heads --drafter_name_or_path HEADS
-    python benchmarks/analyze.py -- CONFIG.yaml                # the file of a training
+    python benchmarks/analyze.py --depth 4 -- --model_name_or_path MODEL --dataset_name DATA --drafter heads
+    python benchmarks/analyze.py -- CONFIG.yaml --drafter_name_or_path HEADS      # the file of a training
 
-The words behind `--` are those of `tokenahead evaluate`; `analysis.json` and `analysis.png` stand in its `output_dir`.
+The words behind `--` are those of `tokenahead train`; `analysis.json` and `analysis.png` stand in its `output_dir`.
 
 At positions in held-out text, for every depth j, in nats per token of the text:
 
@@ -19,21 +19,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from transformers import PreTrainedModel
+from matplotlib.ticker import MaxNLocator
+from transformers import PreTrainedModel, PrinterCallback, set_seed
 
 from tokenahead.modeling import EvaByteForMTPC, MTPHeads
 from tokenahead.modeling.heads.losses import IGNORE, depth_targets
 from tokenahead.training.analysis import layer_divergences, marginal_log_probs, next_token_spread
-from tokenahead.training.commands.evaluate import drafter_and_data, named
-from tokenahead.training.commands.figures import _finish, _from_zero, _panels
-from tokenahead.training.commands.models import Trainee
-from tokenahead.training.commands.settings import EvaluationArguments, Settings, read_settings
+from tokenahead.training.commands.models import Trainee, build, with_moved_backbone
+from tokenahead.training.commands.settings import Settings, read_settings
+from tokenahead.training.commands.train import make_trainer
 from tokenahead.training.evaluation import environment
 from tokenahead.training.evaluation.drafts import drafted_probs, has_probs
 from tokenahead.training.utils import replace_picture, replace_text
@@ -47,6 +50,8 @@ _LINES = {
     "backbone_given": ("backbone, tokens between known", "k^:"),
 }
 _MISSING = 0.1  # of the mass of continuations, beyond which a marginal is hollow
+_OUT_OF_TRAINING = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1000, "max_steps": 1,
+                    "disable_tqdm": True}  # fmt: skip
 
 
 def analyze(settings: Settings, asked: argparse.Namespace) -> dict[str, Any]:
@@ -80,6 +85,23 @@ def analyze(settings: Settings, asked: argparse.Namespace) -> dict[str, Any]:
     replace_text(folder / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     replace_picture(folder / PICTURE, analysis_figure(found))
     return found
+
+
+def drafter_and_data(settings: Settings) -> tuple[Settings, Trainee, Any]:
+    """Return the settings with the backbone that is meant, the model, and a trainer that has prepared the data."""
+    for name, value in _OUT_OF_TRAINING.items():
+        setattr(settings.training, name, value)
+    data = settings.data
+    is_file = data.dataset_name is not None and Path(data.dataset_name).is_file()
+    if is_file and settings.mixture.test_split_size is None:  # a file has one split
+        data.dataset_test_split = data.dataset_train_split
+    settings = replace(settings, drafter=replace(settings.drafter, acceptance=False, strategy=None))
+    settings = with_moved_backbone(settings)
+    set_seed(settings.training.seed)
+    trainee = build(settings)
+    trainer = make_trainer(settings, trainee)
+    trainer.remove_callback(PrinterCallback)
+    return settings, trainee, trainer
 
 
 @dataclass(frozen=True)
@@ -209,9 +231,34 @@ def analysis_figure(found: dict[str, Any]) -> Figure:
     return figure
 
 
+def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure of so many panels in a row."""
+    figure = Figure(figsize=((6.4 if count < 3 else 5.4) * count, 4.4), layout="constrained")
+    return figure, figure.subplots(1, count, squeeze=False)[0]
+
+
+def _finish(axes: Sequence[Axes]) -> None:
+    """Draw grids and legends, and whole numbers along each horizontal axis, also for a single value."""
+    for one in axes:
+        left, right = one.dataLim.intervalx
+        if left == right:
+            one.set_xlim(left - 1, right + 1)
+        one.xaxis.set_major_locator(MaxNLocator(integer=True))
+        one.grid(alpha=0.3)
+        if one.get_legend_handles_labels()[0]:
+            one.legend(fontsize=8, loc="best")
+
+
+def _from_zero(axes: Axes) -> None:
+    """Let the vertical axis begin at 0, with room for a marker above the largest value."""
+    top = axes.dataLim.intervaly[1]
+    axes.set_ylim(0, 1.06 * top if top > 0 else 1)
+
+
 def main() -> None:
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage="%(prog)s [options] -- MODEL DATA ...")
+    usage = "%(prog)s [options] -- [CONFIG.yaml] [--FIELD VALUE ...]"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], usage=usage)
     parser.add_argument("--positions", type=int, default=32, help="in held-out rows")
     parser.add_argument("--depth", type=int, default=4, help="tokens ahead")
     parser.add_argument(
@@ -219,8 +266,7 @@ def main() -> None:
     )
     parser.add_argument("--max-branches", type=int, default=64, help="continuations that are followed at most")
     arguments = parser.parse_args(own)
-    settings = read_settings(named(sys.argv[len(own) + 2 :]), "evaluate", EvaluationArguments)
-    print(summary(analyze(settings, arguments)))
+    print(summary(analyze(read_settings(sys.argv[len(own) + 2 :]), arguments)))
 
 
 if __name__ == "__main__":

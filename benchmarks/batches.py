@@ -3,6 +3,7 @@
     python benchmarks/batches.py --model FOLDER             # an EvaByte checkpoint; random weights otherwise
     python benchmarks/batches.py --batch 16 --processors history
     python benchmarks/batches.py --drafter ngram --batch 16 --processors history    # a Llama, or any --model
+    python benchmarks/batches.py --model demo-llama --drafter demo-eagle1 --batch 16 --processors history
     python benchmarks/batches.py --profile
 
 Calls alternate (plain, constant, adaptive, plain, ...), and times are those of the processor, so that other work on the
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads, NgramDrafter
+from tokenahead import EagleHead, EvaByteConfig, EvaByteForMTPC, MTPHeads, NgramDrafter
 from tokenahead.generation import loop
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,8 @@ def load(arguments: argparse.Namespace) -> PreTrainedModel:
         "ngram": lambda: NgramDrafter(num_tokens=4),
         "heads": lambda: MTPHeads.from_backbone(model, window=5),
     }
-    kinds[arguments.drafter]().attach(model, default=True)
+    make = kinds.get(arguments.drafter, lambda: EagleHead.from_pretrained(arguments.drafter).eval())
+    make().attach(model, default=True)
     return model
 
 
@@ -101,7 +103,9 @@ def forward_ratio(model: PreTrainedModel, inputs: dict[str, torch.Tensor], repea
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="directory of an EvaByte checkpoint, or of any model beside --drafter")
-    parser.add_argument("--drafter", choices=["ngram", "heads"], help="attach a drafter to a model that has none")
+    parser.add_argument(
+        "--drafter", help="attach a drafter to a model that has none: ngram, heads, or an EAGLE head's folder"
+    )
     parser.add_argument("--dtype", default="float32", help="of --model beside --drafter")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--processors", choices=PROCESSORS, nargs="+", default=list(PROCESSORS))

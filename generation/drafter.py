@@ -132,7 +132,7 @@ class BaseDrafter:
 
 def _kind_of(session: DraftSession, options: DraftOptions) -> tuple[Any, ...]:
     """Return what decides over the cost of a cycle."""
-    processors = tuple(type(processor).__name__ for processor in options.processing.processors)
+    processors = tuple(type(processor).__name__ for processor in options.processors)
     return (
         len(options.prompt), options.do_sample, session.num_tokens, session.lookahead, str(options.draft_tree),
         processors, options.cache,

@@ -202,9 +202,8 @@ def speculative_decoding(
     if options.draft_tree == "auto":
         options = _with_chosen_tree(call, generation_config, stopping_criteria, input_ids, model_kwargs)
     if _has_planned_room(call, model, generation_config):
-        has_slots = "slot_budget" in options.extra
         has_singles = options.schedule == "adaptive" or not options.speculates
-        model_kwargs["past_key_values"] = planned_cache(model, model_kwargs, generation_config, has_slots, has_singles)
+        model_kwargs["past_key_values"] = planned_cache(model, model_kwargs, generation_config, has_singles)
     made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
     session = call.drafter.start(made)
     made.warn_of_threshold(session, type(call.drafter).__name__)

@@ -73,17 +73,20 @@ class SpeculativeLoop:
         streamer: BaseStreamer | None = None,
         cache_is_given: bool = False,
     ) -> None:
-        prompt, self.processing = options.prompt, options.processing
+        prompt = options.prompt
+        self.processing = options.processing if options.processors else None
         self.backbone, self.runner, self.session, self.verifier = backbone, runner, session, verifier
         self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
         self.keywords = keywords
         self.cache_is_seen = cache_is_given or config.return_dict_in_generate
+        is_read = self.cache_is_seen or session.reads_cache
+        self.may_leave_out = not (is_read or session.lookahead) and keywords is None
         self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
-        self.stopping = Stopping(criteria, self.processing.pad, self.records and self.records.scores_of)
+        self.stopping = Stopping(criteria, options.shown_pad, self.records and self.records.scores_of)
         self.pad = options.pad
         self.span = most_nodes(options) if options.draft_tree else 1 + options.num_tokens
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
@@ -114,11 +117,13 @@ class SpeculativeLoop:
                 outputs = self.target.forward(block, tree, self.hidden_layers)
                 called = time.perf_counter()
                 outputs.logits = to_device(outputs.logits, block.device, torch.float32)
-                scores = self.processing(self.tokens, outputs.logits, tree, self.done)
+                scores = self._scores(outputs.logits, tree)
                 result = self.verifier.verify(tree, scores)
                 accepted, new_tokens = self._settle(tree, result, outputs, scores)
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
                 self.session.advance(outputs.along(result, tree), result)
+                if self.may_leave_out and any(self.done):
+                    self.target.leave_out(self.done)
                 ended = time.perf_counter()
                 if self.schedule is not None and self.target.is_steady:
                     self.schedule.update(tree.depth, accepted, ended - started, length)
@@ -147,6 +152,8 @@ class SpeculativeLoop:
         if isinstance(cache, SpeculativeCache):
             self.target = RowLengthTarget(self.runner, cache, mask)
         else:
+            if mask is not None and given.get("position_ids") is None:  # the model counts columns, padding included
+                given = given | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}
             limit = self.config.max_length
             self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, given, limit, self.span)
             self.unwritten = target.mask.shape[1] - self.tokens.prompt_length
@@ -154,11 +161,15 @@ class SpeculativeLoop:
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
-        scores = self.processing(self.tokens, logits, tree, self.done)
+        scores = self._scores(logits, tree)
         first = self.verifier.first(scores[:, 0], self.tokens)
         result = VerificationResult(torch.zeros_like(first), first[:, None])
         self._settle(tree, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
+
+    def _scores(self, logits: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        """The target's scores [B, m + 1, v] of a block, after the logits processors of the call."""
+        return logits if self.processing is None else self.processing(self.tokens, logits, tree, self.done)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""

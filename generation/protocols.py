@@ -48,6 +48,7 @@ class DraftSession(Protocol):
         lookahead: 1 where the forward of one cycle makes the draft of the next, else 0.
         is_deterministic: Whether the output of a sequence depends on its seed and its prompt alone, so that neither
             the room that is left nor other sequences may shorten a draft.
+        reads_cache: Whether drafting reads the backbone's own cache.
     """
 
     num_tokens: int
@@ -55,6 +56,7 @@ class DraftSession(Protocol):
     supports_confidence_threshold: bool = False
     lookahead: int = 0
     is_deterministic: bool = False
+    reads_cache: bool = False
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Take in the prompt: the backbone's output of the prefill, and a view of its cache."""

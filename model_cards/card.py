@@ -47,7 +47,6 @@ def render_card(
     hyperparameters: Mapping[str, Any] | None = None,
     training_results: str | None = None,
     out_of_scope: str | None = None,
-    template: str | Path | None = None,
 ) -> ModelCard:
     """Render the card of a model that drafts, or of a drafter, with the parts of Hugging Face's annotated template.
 
@@ -68,18 +67,13 @@ def render_card(
         hyperparameters: Names and values of the training run.
         training_results: What the training run logged, as Markdown.
         out_of_scope: What the model must not be used for, as Markdown, before what holds for every such model.
-        template: A Jinja file in place of the library's `model_card.md.jinja`, which it may include; it gets the same
-            fields.
 
     Returns:
         The card; `str(card)` is the text of README.md.
 
     Raises:
         TypeError: The model has no multi-token head.
-        ValueError: `picture` is not a bare file name, or is given without results; `metadata` repeats an argument;
-            a shown value is empty, or a path of this machine; an unknown `remote_code`; a template that asks for a
-            field which no card has, or is no Jinja.
-        FileNotFoundError: No such template.
+        ValueError: A shown value is empty, or a path of this machine; an unknown `remote_code`.
 
     Example:
         >>> card = render_card(model, MeasuredResults.from_json("results.json"), license="apache-2.0")
@@ -89,28 +83,29 @@ def render_card(
     facts = describe(config_or_model, remote_code)
     name = model_name or (repo_id.split("/")[-1] if repo_id else facts.class_name)
     base_model = base_model or facts.backbone
-    _check_picture(picture, results)
-    _check_metadata(metadata or {})
     fields = {"license": license, "base_model": base_model, "language": language} | (metadata or {})
     data = card_metadata(facts, results, name, **fields)
     languages = language or (metadata or {}).get("language")
-    text = _rendered(
-        template,
-        card_data=data.to_yaml(),
-        name=name,
-        facts=facts,
-        results=results,
-        license=license,
-        base_models=[base_model] if isinstance(base_model, str) else base_model,
-        languages=[languages] if isinstance(languages, str) else languages,
-        repo_id=repo_id,
-        source=repo_id or "path/to/this/directory",
-        picture=picture,
-        training_description=training_description,
-        training_data=training_data,
-        hyperparameters=hyperparameters,
-        training_results=training_results,
-        out_of_scope=out_of_scope,
+    text = (
+        _environment()
+        .get_template("model_card.md.jinja")
+        .render(
+            card_data=data.to_yaml(),
+            name=name,
+            facts=facts,
+            results=results,
+            license=license,
+            base_models=[base_model] if isinstance(base_model, str) else base_model,
+            languages=[languages] if isinstance(languages, str) else languages,
+            repo_id=repo_id,
+            source=repo_id or "path/to/this/directory",
+            picture=picture,
+            training_description=training_description,
+            training_data=training_data,
+            hyperparameters=hyperparameters,
+            training_results=training_results,
+            out_of_scope=out_of_scope,
+        )
     )
     check_no_local_path(text)
     card = ModelCard(text)
@@ -162,23 +157,10 @@ def local_pictures(card: ModelCard) -> list[str]:
     return _LOCAL_PICTURE.findall(card.text)
 
 
-def _rendered(template: str | Path | None, **fields: Any) -> str:
-    """Return the text of a card, by our template or another one."""
-    path = _TEMPLATES / "model_card.md.jinja" if template is None else Path(template)
-    if not path.is_file():
-        raise FileNotFoundError(f"template={str(template)!r}: no such file")
-    try:
-        return _environment(path.parent).get_template(path.name).render(**fields)
-    except jinja2.UndefinedError as error:
-        raise ValueError(f"template {path.name}: {error.message}; a card has the fields {', '.join(fields)}") from error
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"template {path.name}, line {error.lineno}: {error.message}") from error
-
-
-def _environment(folder: Path = _TEMPLATES) -> jinja2.Environment:
+def _environment() -> jinja2.Environment:
     """Return a Jinja environment in which no value can be missing, None or empty without an error."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder, _TEMPLATES]),
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
         undefined=jinja2.StrictUndefined,
         finalize=_refuse_empty,
         trim_blocks=True,
@@ -201,18 +183,6 @@ def _cell(value: object) -> str:
     return " ".join(str(value).replace("|", "\\|").split())
 
 
-def _check_picture(picture: str | None, results: MeasuredResults | None) -> None:
-    if picture is None:
-        return
-    if results is None:
-        raise ValueError(f"picture={picture!r} shows measurements; pass the results that it was drawn from")
-    if not picture or Path(picture).name != picture or re.search(r"[\s()]", picture):
-        raise ValueError(
-            f"picture={picture!r} must be the bare name of a file beside the card, without spaces or parentheses, "
-            "for example 'acceptance.png'"
-        )
-
-
 def check_no_local_path(text: str) -> None:
     """Refuse a text that would tell the world the layout of this machine.
 
@@ -225,12 +195,6 @@ def check_no_local_path(text: str) -> None:
             raise ValueError(
                 f"the card would show {path!r}, a path of one machine: name a repository of the Hub, or a bare file"
             )
-
-
-def _check_metadata(metadata: dict[str, Any]) -> None:
-    taken = sorted(metadata.keys() & {"license", "base_model", "model_name", "eval_results"})
-    if taken:
-        raise ValueError(f"metadata={{{taken[0]!r}: ...}} would contradict the card; use the argument for it instead")
 
 
 def _mark(card: ModelCard) -> str:

@@ -1,66 +1,42 @@
-"""`tokenahead card`: measures a model on prompts and writes its card. Knows no argument parser."""
+"""`tokenahead card`: writes the card of a model, with figures that were measured. Knows no argument parser."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import logging
 
-from .. import __version__
 from ..modeling.remote_code import CODE_FOLDER
-from ..training.byte_text import is_byte_level
-from ..training.checkpoints import adapters_for, has_adapters, put_adapters, tokenizer_source, trained_backbone
-from ..training.completion import DRAFTERS, causal_class
-from ..training.evaluation import MODES, Measurement, environment, hardware
-from ..training.evaluation.prompts import read_prompts
+from ..training.evaluation.bench import CONTROL, PLAIN
+from ..training.loading import DRAFTERS, causal_class
+from ..training.requests import CardRequest
 from ..training.results import MeasuredResults
 from .card import render_card, write_card
-from .facts import describe, hub_id
+from .facts import describe
 
 RESULTS = "results.json"
 """The file beside a card that holds the figures as they were measured."""
 _UNTOLD = re.compile(r"(What this model was trained on|How this model was trained) was not described\.")
 
 
-@dataclass(frozen=True)
-class CardRequest:
-    """Options of `tokenahead card`, whose help says what each is."""
-
-    model: str
-    measure: Path | None = None
-    backbone: str | None = None
-    new_tokens: int = 128
-    output: Path | None = None
-    license: str | None = None
-    language: list[str] | None = None
-    base_model: str | None = None
-    template: Path | None = None
-    overwrite: bool = False
-    dtype: str = "auto"
-
-
 def make_card(request: CardRequest) -> Path:
-    """Write the card, and with it the figures, if any were measured.
+    """Write the card, and the figures beside it, if there are any.
 
-    What a card there says of data, recipe, licence and languages is kept, and figures of an earlier run are used
-    where nothing is measured.
+    What a card there says of data, recipe, licence and languages is kept.
 
     Returns:
         The path of README.md.
 
     Raises:
-        FileNotFoundError: No such directory, prompts or template.
+        FileNotFoundError: No such directory or file of results.
         FileExistsError: A card that a person wrote, without `overwrite`.
-        ValueError: A model that does not draft; no prompts, a drafter without a backbone, a template with an unknown
-            field.
+        ValueError: A model that does not draft, or results that are none.
         OSError: What the Hub cannot give.
     """
     output = request.output or Path(request.model)
@@ -68,17 +44,17 @@ def make_card(request: CardRequest) -> Path:
         raise FileNotFoundError(
             f"{request.model}: no such directory; for a model of the Hub, name a directory with --output"
         )
-    prompts = [] if request.measure is None else [each.turns[0] for each in read_prompts(request.measure)[0]]
-    model, generator, tokenizer = _load(request, needs_backbone=bool(prompts))
+    model = _load(request.model)
     try:
         describe(model)
-    except TypeError as error:  # before it is measured
+    except TypeError as error:
         raise ValueError(f"{request.model}: {error}") from error
     known = _known(request.model)
-    results = _measured(request, model, generator, tokenizer, prompts) if prompts else _earlier(output)
+    file = request.results or output / RESULTS
+    results = MeasuredResults.from_json(file) if request.results or file.is_file() else None
     card = render_card(
         model,
-        results,
+        results and _drafting(results),
         license=request.license or known.pop("license", None),
         base_model=request.base_model or known.pop("base_model", None),
         language=request.language or known.pop("language", None),
@@ -88,69 +64,25 @@ def make_card(request: CardRequest) -> Path:
         training_description=known.pop("training_description", None),
         metadata={name: known[name] for name in ("datasets", "tags") if known.get(name)},
         remote_code=_travelling(request.model),
-        template=request.template,
     )
     output.mkdir(parents=True, exist_ok=True)
     path = write_card(output, card, overwrite=request.overwrite)
-    if prompts and results is not None:
+    if results is not None:
         results.to_json(output / RESULTS)
     return path
 
 
-def _load(request: CardRequest, needs_backbone: bool) -> tuple[PreTrainedModel, Any, Tokenizer | None]:
-    """Return the model or drafter, what generates with it, and the tokenizer; the last two only to write text."""
+def _load(source: str) -> PreTrainedModel:
     logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(request.model)
-    stands_apart = isinstance(config, DRAFTERS)
-    kind = AutoModel if stands_apart else causal_class(config)
-    model: PreTrainedModel = kind.from_pretrained(request.model, config=config, dtype=request.dtype).eval()
-    if not needs_backbone:
-        return model, None, None
-    if not stands_apart:
-        return model, model, AutoTokenizer.from_pretrained(request.model)
-    trained = trained_backbone(request.model)
-    name = request.backbone or model.config.base_model_name_or_path
-    if not request.backbone and trained is not None and not has_adapters(trained):
-        name = str(trained)
-    if not name:
-        raise ValueError(f"{request.model} holds a drafter, and names no backbone: name one with --backbone")
-    backbone = AutoModelForCausalLM.from_pretrained(name, dtype=request.dtype).eval()
-    if adapters := adapters_for(request.model, name, "--backbone"):
-        put_adapters(backbone, adapters)
-    return model, cast(Any, model).attach(backbone), AutoTokenizer.from_pretrained(tokenizer_source(name))
+    config = AutoConfig.from_pretrained(source)
+    kind = AutoModel if isinstance(config, DRAFTERS) else causal_class(config)
+    return kind.from_pretrained(source, config=config, dtype="auto").eval()
 
 
-def _measured(
-    request: CardRequest, model: PreTrainedModel, generator: Any, tokenizer: Tokenizer | None, prompts: list[str]
-) -> MeasuredResults:
-    assert tokenizer is not None and request.measure is not None  # there are prompts
-    (found,) = Measurement(prompts, request.new_tokens).compare({"drafts": generator}, tokenizer, MODES).values()
-    return MeasuredResults(
-        results=[comparison.result for comparison in found],
-        dataset_name=request.measure.name,
-        dataset_description=f"{len(prompts)} prompts, at most {request.new_tokens} new tokens each, one at a time.",
-        hardware=torch.cuda.get_device_name() if model.device.type == "cuda" else hardware(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        command=_command(request),
-        library_version=__version__,
-        unit="byte" if is_byte_level(tokenizer) else "token",
-        accepted_by_position=found[0].result.accepted_by_position,
-        environment=environment(),
-    )
-
-
-def _command(request: CardRequest) -> str:
-    """Return the command that repeats the run, with names in place of paths of this machine."""
-    prompts = request.measure.name if request.measure else ""
-    words = ["tokenahead card", hub_id(request.model) or Path(request.model).resolve().name]
-    words += ["--measure", prompts, "--new-tokens", str(request.new_tokens)]
-    if request.backbone:
-        words += ["--backbone", hub_id(request.backbone) or Path(request.backbone).resolve().name]
-    return " ".join(words)
-
-
-def _earlier(output: Path) -> MeasuredResults | None:
-    return MeasuredResults.from_json(output / RESULTS) if (output / RESULTS).is_file() else None
+def _drafting(results: MeasuredResults) -> MeasuredResults:
+    """Return results without the rows that draft nothing, which a bench measures beside the others."""
+    rows = [row for row in results.results if row.method not in (PLAIN, CONTROL)]
+    return replace(results, results=rows or results.results)
 
 
 def _known(source: str) -> dict[str, Any]:

@@ -24,12 +24,6 @@ _RUN = "directories of this kind were run in vLLM 0.32.0 on CPUs: greedy text eq
 _READ = "SGLang's loader was read and not run"
 LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
 """Families whose backbones vLLM serves with such a directory, and its layout."""
-_GEMMA = ", whose MLP has gelu where the layouts have silu, and whose layers have norms that they lack"
-_REASONS: dict[str, str] = {
-    "gemma": ", whose MLP has gelu where the layouts have silu, and whose norms multiply by 1 + weight",
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-}
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -160,9 +154,8 @@ def check_retrofit(model: DeepSeekMTP) -> None:
     """Refuse a model that the layouts cannot hold."""
     config = model.config
     if config.model_type not in LAYOUTS:
-        reason = _REASONS.get(config.model_type, "")
         raise ValueError(
-            f"vllm has no layout that holds a module of {config.model_type!r}{reason} (it has for "
+            f"vllm has no layout that holds a module of {config.model_type!r} (it has for "
             f"{', '.join(sorted(LAYOUTS))}); serve the backbone alone (model.main.save_pretrained(directory)), or with "
             "heads (MTPHeads)"
         )

@@ -5,6 +5,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from analyze import analysis_figure, analyze  # noqa: E402
+from analyze import analysis_figure, analyze, drafter_and_data  # noqa: E402
 
-__all__ = ["analysis_figure", "analyze"]
+__all__ = ["analysis_figure", "analyze", "drafter_and_data"]

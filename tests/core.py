@@ -57,7 +57,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "tests/integration/test_separate_drafter.py": ("test_greedy_text_is_the_larger_models[mask]",),
     "tests/model_cards/test_bundle.py": ("test_every_form_of_import",),
     "tests/model_cards/test_command.py": (
-        "test_a_drafter_is_measured_on_its_backbone",
+        "test_a_card_of_a_drafter_needs_no_backbone",
         "test_refusals_are_one_line",
     ),
     "tests/model_cards/test_export.py": (
@@ -154,17 +154,14 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_sampled_output_has_the_backbones_distribution[{}]",
     ),
     "tests/test_private_apis.py": ("test_a_missing_name_is_said_with_both_versions",),
-    "tests/training/commands/test_continued_training.py": ("test_adapters_are_no_backbone",),
-    "tests/training/commands/test_evaluate_analyze.py": (
-        "test_a_file_for_training_means_what_the_training_has_left",
-        "test_a_training_that_did_not_end_is_not_measured",
+    "tests/training/commands/test_analyze.py": (
         "test_drafters_without_distributions_and_rows_that_are_too_short_are_refused",
-        "test_heads_that_do_not_name_their_backbone_are_refused",
         "test_the_marginal_of_a_backbone_that_is_its_own_head",
     ),
+    "tests/training/commands/test_continued_training.py": ("test_adapters_are_no_backbone",),
     "tests/training/commands/test_file_values.py": ("test_what_a_parser_makes_of_text_is_taken",),
     "tests/training/commands/test_harness.py": ("test_the_class_of_lm_eval_drafts",),
-    "tests/training/commands/test_pictures.py": ("test_markers_have_room_below_the_top[2.0]",),
+    "tests/training/commands/test_pictures.py": ("test_marginals_that_leave_much_out_are_hollow",),
     "tests/training/commands/test_recipes.py": ("test_an_eagle_head_learns_text_that_its_backbone_wrote",),
     "tests/training/commands/test_refusals.py": ("test_rows_that_cannot_be_learned_are_named[no rows]",),
     "tests/training/demo/test_figures.py": ("test_plain_decoding_stands_on_the_line_of_its_own_speed",),
@@ -180,7 +177,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_the_demo_shows_outputs_results_and_figures",
     ),
     "tests/training/evaluation/test_bench.py": ("test_a_run_goes_on_where_it_ended", "test_what_pays_is_recommended"),
-    "tests/training/evaluation/test_decoding.py": ("test_a_difference_is_found_and_explained",),
+    "tests/training/evaluation/test_decoding.py": ("test_a_difference_is_found_and_is_no_near_tie",),
     "tests/training/evaluation/test_drafts.py": ("test_an_eagle_head_drafts_what_its_distributions_say[1]",),
     "tests/training/evaluation/test_expected.py": (
         "test_calls_along_a_text_are_those_of_all_the_ways_to_write_it[0-token]",
@@ -190,7 +187,6 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_text_without_targets_is_refused",
     ),
     "tests/training/ptp/test_exactness.py": (
-        "test_evaluation_on_written_texts_repeats_itself",
         "test_pieces_of_the_loss_give_what_all_of_it_gives[one_hot-ce]",
         "test_the_default_rate_is_the_trainers_own",
     ),
@@ -199,17 +195,13 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_the_loss_of_tokens_is_the_plain_loss_bit_for_bit_and_both_weigh_as_said",
     ),
     "tests/training/ptp/test_refusals.py": ("test_documents_begin_where_positions_do_not_go_on",),
-    "tests/training/ptp/test_trainer.py": (
-        "test_inverse_training_finds_the_students_own_uniforms[False]",
-        "test_uninformative_uniforms_are_all_alike",
-    ),
+    "tests/training/ptp/test_trainer.py": ("test_uninformative_uniforms_are_all_alike",),
     "tests/training/test_acceptance_callback.py": ("test_texts_are_generated_now_and_then[small_model]",),
     "tests/training/test_analysis.py": (
         "test_lens_and_spread_by_definition",
         "test_positions_and_padding",
     ),
     "tests/training/test_box.py": ("test_a_head_that_is_not_there",),
-    "tests/training/test_byte_text.py": ("test_a_terminal_sees_whole_characters_and_no_control_codes[1]",),
     "tests/training/test_card.py": (
         "test_data_of_this_machine_are_named_without_their_folder",
         "test_heads_name_their_backbone_and_no_folder",

@@ -19,8 +19,4 @@ _HOMES = {
 }
 __all__ = list(_HOMES)
 # trainers are imported on demand: TRL's need an extra
-__getattr__ = lazy_names(__name__, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
+from ..modeling.loss_options import check_values
+from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
-from .trainer_base import BaseTrainer, draft_layers_of, drafter_of, without_peft
+from .evaluation.methods import drafting_method
+from .trainer_base import BaseTrainer, at_rest, draft_layers_of, drafter_of, without_peft
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")
@@ -37,9 +41,8 @@ class AcceptanceCallback(TrainerCallback):
     - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
       tokens per call of the backbone, of continuations of held-out rows sampled at T = 1.
 
-    `MTPTrainer` and `PTPTrainer` compute them before they log; with another `Trainer` call `bind(trainer)`, and they
-    are added to the metrics after its own log. The random numbers of training are not advanced. Left out, with a
-    warning, under FSDP and DeepSpeed, where parts of a model cannot be called on their own.
+    `MTPTrainer` and `PTPTrainer` compute them before they log. The random numbers of training are not advanced. Left
+    out, with a warning, under FSDP and DeepSpeed, where parts of a model cannot be called on their own.
 
     Args:
         rows: Number of rows of the evaluation data to measure on; None: all.
@@ -51,8 +54,7 @@ class AcceptanceCallback(TrainerCallback):
         tolerance: Nats by which a backbone may be worse than the best one.
 
     Raises:
-        ValueError: A number below its least value; when training begins, acceptance alone as `metric_for_best_model`
-            where the backbone learns.
+        ValueError: A number below its least value.
 
     Example:
         >>> args = TrainingArguments("out", eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True,
@@ -70,26 +72,15 @@ class AcceptanceCallback(TrainerCallback):
         seed: int = 0,
         tolerance: float = 0.01,
     ) -> None:
-        least = {"rows": 1, "generate_every": 0, "prompts": 1, "prompt_tokens": 1, "new_tokens": 1}
-        least |= {"tolerance": 0}
-        given = {"rows": rows, "generate_every": generate_every, "prompts": prompts}
-        given |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "tolerance": tolerance}
-        for name, value in given.items():
-            if value is not None and value < least[name]:
-                raise ValueError(f"{name}={value} must be at least {least[name]}")
         self.rows, self.generate_every, self.prompts = rows, generate_every, prompts
-        self.prompt_tokens, self.new_tokens, self.seed = prompt_tokens, new_tokens, seed
-        self.tolerance = tolerance
+        self.prompt_tokens, self.new_tokens, self.tolerance = prompt_tokens, new_tokens, tolerance
+        counted = ["prompts", "prompt_tokens", "new_tokens", *([] if rows is None else ["rows"])]
+        ranges = dict.fromkeys(counted, "[1, inf)") | dict.fromkeys(("generate_every", "tolerance"), "[0, inf)")
+        check_values(self, {}, ranges)
+        self.seed = seed
         self._evaluations = 0
-        self._trainer: Trainer | None = None
 
-    def bind(self, trainer: Trainer) -> AcceptanceCallback:
-        """Measure for a plain `Trainer`, which does not call `evaluation_metrics`. Returns itself."""
-        self._trainer = trainer
-        trainer.add_callback(self)
-        return self
-
-    def metric_names(self, trainer: Trainer) -> list[str]:
+    def metric_names(self, trainer: BaseTrainer) -> list[str]:
         """Return the metrics of every evaluation, which may select checkpoints: names without `eval_`.
 
         Raises:
@@ -111,30 +102,7 @@ class AcceptanceCallback(TrainerCallback):
             )
         return [*expected, "backbone_loss", *([_CONSTRAINED] if counts else [])]
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Refuse acceptance alone where the backbone learns, if the trainer is a plain one."""
-        if self._trainer is not None:
-            self.metric_names(self._trainer)
-
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add the metrics, if the trainer is a plain one."""
-        if self._trainer is None or metrics is None or "eval_expected_accepted" in metrics:
-            return
-        found = self.evaluation_metrics(self._trainer, "eval")
-        metrics.update(found)
-        if state.log_history:
-            state.log_history[-1].update(found)
-
-    def evaluation_metrics(self, trainer: Trainer, prefix: str) -> dict[str, float]:
+    def evaluation_metrics(self, trainer: BaseTrainer, prefix: str) -> dict[str, float]:
         """Return what is added to the metrics of an evaluation; called by every process.
 
         Args:
@@ -146,7 +114,7 @@ class AcceptanceCallback(TrainerCallback):
         if data is None:
             return {}
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            logger.warning_once("AcceptanceCallback measures nothing under FSDP and DeepSpeed; evaluate afterwards")
+            logger.warning_once("AcceptanceCallback measures nothing under FSDP and DeepSpeed")
             return {}
         model = _model_of(trainer)
         found: dict[str, float] = {}
@@ -160,11 +128,11 @@ class AcceptanceCallback(TrainerCallback):
         self._evaluations += 1
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
-    def _expected(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
+    def _expected(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         measures = DraftMeasures()
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
             batch = trainer._prepare_inputs(batch)
-            measures.add(model, trainer.without_repeated_rows(batch) if isinstance(trainer, BaseTrainer) else batch)
+            measures.add(model, trainer.without_repeated_rows(batch))
         measures = measures.reduced(trainer.accelerator)
         if not measures.calls:
             return {}
@@ -176,7 +144,7 @@ class AcceptanceCallback(TrainerCallback):
             found[_CONSTRAINED] = self._constrained(trainer, found["backbone_loss"], found["expected_accepted"])
         return found
 
-    def _constrained(self, trainer: Trainer, loss: float, accepted: float) -> float:
+    def _constrained(self, trainer: BaseTrainer, loss: float, accepted: float) -> float:
         """Return the constrained metric, and let the trainer's state point to the best checkpoint by it.
 
         A better backbone may exclude the checkpoint that was the best one, so that an earlier one takes its place.
@@ -199,50 +167,24 @@ class AcceptanceCallback(TrainerCallback):
                 state.best_metric = float("-inf")  # this one will be the best
         return accepted if is_allowed else 0.0
 
-    def _generated(self, trainer: Trainer, model: Any, data: Any) -> dict[str, float]:
+    def _generated(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         """Generate on every process: each samples the same texts, so that none waits for another."""
         ids = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
-        accepted, written, calls = [], 0, 0
-        for prompt in ids:
-            speculation = sampled_speculation(model, prompt, self.new_tokens)
-            accepted += speculation.rows_accepted[0]
-            written, calls = written + speculation.new_tokens, calls + speculation.backbone_calls
+        drafter = model if isinstance(model, AttachableDrafter) else None
+        method = drafting_method("own", model if drafter is None else model.backbone, drafter)
+        mode, forced = sampled(1.0), {"min_new_tokens": self.new_tokens}
+        mode = replace(mode, options=mode.options | forced)
+        with at_rest(model), at_rest(method.model), torch.no_grad():
+            batches = [{"input_ids": row[None].to(model.device)} for row in ids]
+            runs = [
+                decode(method, batch | {"attention_mask": torch.ones_like(batch["input_ids"])}, mode, self.new_tokens)
+                for batch in batches
+            ]
+        accepted = [count for run in runs for count in run.accepted[0]] if all(run.accepted for run in runs) else []
         if not accepted:
             return {}
-        return dict(zip(_GENERATED, (sum(accepted) / len(accepted), written / max(calls, 1))))
-
-
-@torch.no_grad()
-def sampled_speculation(model: Any, prompt: torch.Tensor, new_tokens: int) -> Any:
-    """Return the statistics of a text sampled at T = 1 from the whole distribution, with no early end.
-
-    Args:
-        model: A model that drafts for itself, or a drafter that is attached to one.
-        prompt: [T] int64.
-        new_tokens: Tokens to write.
-    """
-    is_attached, was_training = isinstance(model, AttachableDrafter), model.training
-    backbone = model.backbone if is_attached else model
-    options = {"assistant_model": model} if is_attached else {"use_mtp": True}
-    ids = prompt[None].to(backbone.device)
-    was_learning = backbone.training
-    model.eval()
-    backbone.eval()
-    try:
-        output = backbone.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            return_dict_in_generate=True,
-            **options,
-        )
-    finally:
-        model.train(was_training)
-        backbone.train(was_learning)
-    return output.speculation
+        calls = sum(run.forwards for run in runs)
+        return dict(zip(_GENERATED, (sum(accepted) / len(accepted), sum(run.new_tokens for run in runs) / calls)))
 
 
 def _backbone_learns(model: Any) -> bool:

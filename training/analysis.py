@@ -7,6 +7,7 @@ tokens. Heads that do not see the tokens between cannot predict better. They are
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..generation.target.backbones import target_of
-from ..generation.trees.contract import DraftTree
 from ..modeling import EvaByteForMTPC
 from ..modeling.heads.backbone_parts import BackboneParts
 
@@ -54,7 +53,7 @@ def marginal_log_probs(
     """Return the marginals of the next k tokens by enumerating the tokens between.
 
     At every step the smallest set of tokens whose probability reaches `mass` is followed. The continuations of one
-    position are computed together after one copy of its prefix, as branches of a tree.
+    position are computed together after copies of its prefix.
 
     Args:
         model: A causal language model with a cache that holds the whole past.
@@ -94,14 +93,18 @@ def _of_prefix(
     model: PreTrainedModel, prefix: torch.Tensor, k: int, mass: float, max_branches: int | None, batch_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return marginals [k, V], missing mass [k] and branches [k] after a prefix [T]."""
-    branches = _Branches(model, prefix)
+    if getattr(model, "_is_stateful", False) or isinstance(model, EvaByteForMTPC):
+        raise ValueError(f"{type(model).__name__} has a cache that cannot branch")
+    cache = DynamicCache()
+    if len(prefix) > 1:
+        model(prefix[None, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
     paths, weights = prefix.new_zeros(1, 0), torch.ones(1, dtype=torch.float64, device=prefix.device)
     log_probs, missing, counts = [], [], []
     for step in range(k):
         total, children = 0.0, []
         for start in range(0, len(paths), batch_size):
             part, weight = paths[start : start + batch_size], weights[start : start + batch_size]
-            distribution = branches.probs(part)
+            distribution = _next_probs(model, prefix[-1:], cache, part)
             total = total + weight @ distribution
             if step + 1 < k:
                 children.append(_children(part, weight, distribution, mass))
@@ -127,29 +130,13 @@ def _children(
     return torch.cat([paths[node], tokens[node, rank, None]], 1), weights[node] * probs[node, rank]
 
 
-class _Branches:
-    """A model with the cache of a prefix, for many continuations."""
-
-    def __init__(self, model: PreTrainedModel, prefix: torch.Tensor) -> None:
-        self.last = prefix[None, -1:]
-        if getattr(model, "_is_stateful", False) or isinstance(model, EvaByteForMTPC):
-            raise ValueError(f"{type(model).__name__} has a cache that cannot branch")
-        cache = DynamicCache()
-        if len(prefix) > 1:
-            model(prefix[None, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self.target = target_of(model, cache, self.last[:, 0], None, limit=len(prefix))
-
-    def probs(self, paths: torch.Tensor) -> torch.Tensor:
-        """Return the next-token distributions [N, V] float64 after paths [N, j], which are branches of one tree."""
-        count, length = paths.shape
-        if length == 0:
-            tree = DraftTree.chain(paths.new_zeros(1, 0))
-        else:
-            number = torch.arange(count * length, device=paths.device)
-            parents = torch.where(number % length == 0, -1, number - 1)
-            tree = DraftTree(paths.reshape(1, -1), parents[None], depth=length)
-        logits = self.target.forward(torch.cat([self.last, tree.tokens], 1), tree, None).logits[0]
-        return (logits[length::length] if length else logits).float().softmax(-1).double()
+@torch.no_grad()
+def _next_probs(model: PreTrainedModel, last: torch.Tensor, cache: DynamicCache, paths: torch.Tensor) -> torch.Tensor:
+    """Return the next-token distributions [N, V] float64 after a cached prefix, its last token and paths [N, j]."""
+    cache = copy.deepcopy(cache)
+    cache.batch_repeat_interleave(len(paths))
+    ids = torch.cat([last.expand(len(paths), 1), paths], 1)
+    return model(ids, past_key_values=cache, use_cache=True).logits[:, -1].float().softmax(-1).double()
 
 
 @torch.no_grad()

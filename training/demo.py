@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import __version__
-from ..modeling.evabyte.tokenizer import BYTE_OFFSET, SPECIAL_TOKENS
 from .box import Box, box_folder, excerpt_prompts
-from .byte_text import visible
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
 from .evaluation.bench import Bench, Protocol
 from .evaluation.decoding import MODES
@@ -144,10 +142,10 @@ def run_demo(
         OSError: An output directory that cannot be used; this is found before anything is measured.
     """
     console, output = console or Console(highlight=False), Path(output)
-    check_output(output, overwrite)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     box = Box.load(Path(folder or box_folder()))
+    check_output(output, overwrite)
     model = next(iter(box.models.values()))
     console.print(
         f"The model in the box: EvaByte with {model.model.num_parameters():,} parameters, heads over {model.window} "
@@ -158,7 +156,6 @@ def run_demo(
         told = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
         measured, bench = told.measure(box)
     _print(console, measured, bench)
-    output.mkdir(parents=True, exist_ok=True)
     notes = {"made_by": f"tokenahead {__version__} demo", "command": measurement.command}
     replace_text(output / MARK, json.dumps(notes, indent=2) + "\n")
     write(output, measured)
@@ -168,27 +165,22 @@ def run_demo(
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse a directory that holds something else, or that cannot be written to, before any work is done.
+    """Refuse a directory that holds something else, before any work is done.
 
     Args:
         output: The directory, which need not exist.
         overwrite: Allow a directory that the demo did not make. Files of the same names are then replaced.
 
     Raises:
-        FileExistsError: The directory holds something that the demo did not make.
-        NotADirectoryError: The path is a file.
-        OSError: The directory cannot be made or written to.
+        FileExistsError: The directory holds something that the demo did not make, or is a file.
+        OSError: The directory cannot be made.
     """
-    if output.exists() and not output.is_dir():
-        raise NotADirectoryError(f"--output {output} is a file; name a directory")
-    if not overwrite and output.is_dir() and any(output.iterdir()) and not (output / MARK).is_file():
+    output.mkdir(parents=True, exist_ok=True)
+    if not overwrite and any(output.iterdir()) and not (output / MARK).is_file():
         raise FileExistsError(
             f"--output {output} holds files that the demo did not make; name another directory, or add --overwrite to "
             "replace files of the same names"
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=output if output.is_dir() else output.parent):
-        pass
 
 
 def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
@@ -196,19 +188,13 @@ def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
     for mode in (mode for mode in MODES if mode.name in _SHOWN):
         fastest = fastest_of(measured.results, mode.name)
         console.rule(f"{mode.name}, head {fastest}", align="left")
-        console.print(coloured(next(completions_of(bench, str(fastest), mode))))
+        console.print(coloured(next(completions_of(bench, str(fastest), mode)), bench.writer.tokenizer))
     show(console, measured)
     load = measured.environment.get("load average, 1 min", "unknown")
     console.print(f"{measured.dataset_description} {measured.hardware}; load {load} before.", markup=False)
     if min(len(row.per_prompt) for row in measured.results if row.batch_size == 1) < _FEW:
         words = "So few prompts say little; a busy machine needs more --seconds."
         console.print(words, style="bold yellow", markup=False)
-    for mode in MODES:
-        for name in dict.fromkeys(str(row.method) for row in measured.results):
-            for number, completion in enumerate(completions_of(bench, name, mode), 1):
-                if completion.difference is not None:
-                    words = f"{mode.name}, {name}, prompt {number}: with drafts, {completion.difference}"
-                    console.print(words, style="bold red", markup=False)
 
 
 def fastest_of(results: Sequence[DecodingResult], mode: str) -> str | None:
@@ -232,31 +218,15 @@ def legend() -> Text:
     )
 
 
-def coloured(completion: Completion, prompt_lines: int = 4) -> Text:
-    """Return the last lines of the prompt and what was written after it, every byte in the colour of its origin."""
+def coloured(completion: Completion, tokenizer: PreTrainedTokenizerBase, prompt_lines: int = 4) -> Text:
+    """Return the last lines of the prompt and what was written after it, every token in the colour of its origin."""
     text = Text().append("".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:]), style=PROMPT)
-    for piece, is_drafted in pieces(completion.ids, completion.drafted):
-        text.append(piece, style=DRAFTED if is_drafted else VERIFIED)
+    for is_drafted, run in groupby(zip(completion.ids, completion.drafted), key=lambda pair: pair[1]):
+        piece = str(tokenizer.decode([token for token, _ in run]))
+        text.append(visible(piece), style=DRAFTED if is_drafted else VERIFIED)
     return text
 
 
-def pieces(ids: list[int], drafted: list[bool]) -> Iterator[tuple[str, bool]]:
-    """Yield runs of text that share their origin.
-
-    A character of several bytes has the origin of its last one. Bytes that are no UTF-8 and characters that would move
-    the cursor become U+FFFD; special tokens become their literals.
-
-    Yields:
-        Text and origin, neighbours with different origins.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    run, origin = "", False
-    for token, is_drafted in zip(ids, drafted):
-        text = decoder.decode(bytes([token - BYTE_OFFSET])) if token >= BYTE_OFFSET else SPECIAL_TOKENS[token]
-        if run and text and is_drafted != origin:
-            yield run, origin
-            run = ""
-        if text:
-            run, origin = run + visible(text), is_drafted
-    if run := run + decoder.decode(b"", final=True):
-        yield run, origin
+def visible(text: str) -> str:
+    """Return text in which characters that would move the cursor are U+FFFD; line ends and tabs stay."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -47,7 +46,7 @@ class FeatureIndex:
         dtype: Dtype of the states.
         data: Checksum of all token ids and labels.
         lengths: Tokens of every row, without padding.
-        shards: File, number of rows and checksum of every shard.
+        shards: File and number of rows of every shard.
     """
 
     backbone: str
@@ -68,16 +67,6 @@ class FeatureIndex:
     def is_complete(self) -> bool:
         """Whether all rows are written."""
         return self.rows == len(self.lengths)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all rows on disk, except for a few bytes per shard."""
-        states = len(self.layers) * self.width * _DTYPES[self.dtype].itemsize
-        return sum(self.lengths) * (states + 8 * len(_IDS))
-
-    def num_bytes_left(self) -> int:
-        """Return the size of the rows that are not written yet."""
-        return self.num_bytes * sum(self.lengths[self.rows :]) // max(1, sum(self.lengths))
 
     @classmethod
     def read(cls, folder: str | Path) -> FeatureIndex:
@@ -103,7 +92,6 @@ def cache_features(
     dtype: str | None = None,
     tokens_per_shard: int = 2**18,
     tokens_per_batch: int = 2**13,
-    say: Callable[[str], None] = print,
 ) -> FeatureDataset:
     """Write the states that a drafter learns from, or those of them that are missing.
 
@@ -114,21 +102,18 @@ def cache_features(
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
         tokens_per_shard: A shard ends with the row that reaches this number of tokens.
         tokens_per_batch: Rows of the same length go through the backbone together, up to this number of tokens.
-        say: Called with the size before anything is written.
 
     Returns:
         The rows, to train with.
 
     Raises:
         ValueError: A data set without rows, or a directory with features of another backbone, data set or layers.
-        OSError: Not enough disk space for the states; nothing is written.
     """
     folder, backbone = Path(folder), drafter.backbone
     dtype = str(backbone.dtype).removeprefix("torch.") if dtype is None else dtype
     index = _index(drafter, data, dtype)
     if (folder / INDEX).exists():
         index = _same(FeatureIndex.read(folder), index, folder)
-    _check_room(index, folder, say)
     folder.mkdir(parents=True, exist_ok=True)
     index.write(folder)
     backbone.eval()
@@ -140,9 +125,8 @@ def cache_features(
         tensors = {column: torch.cat([row[column] for row in rows]) for column in rows[0]}
         temporary = folder / f".{name}.tmp"
         save_file(tensors | {STATES: torch.cat(states)}, temporary)
-        digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
         temporary.replace(folder / name)
-        index.shards.append({"file": name, "rows": end - first, "sha256": digest})
+        index.shards.append({"file": name, "rows": end - first})
         index.write(folder)
     return FeatureDataset(folder)
 
@@ -152,26 +136,22 @@ class FeatureDataset(Dataset):
 
     Args:
         folder: What `cache_features` wrote.
-        check: Whether to compare the checksums of all shards first, which reads them.
 
     Raises:
         FileNotFoundError: A directory without features.
-        ValueError: Incomplete features, or a damaged shard.
+        ValueError: Incomplete features.
 
     Example:
         >>> rows = cache_features(heads, data, "features")
         >>> MTPTrainer(heads, args, train_dataset=rows, data_collator=rows.collate).train()
     """
 
-    def __init__(self, folder: str | Path, check: bool = False) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder, self.index = Path(folder), FeatureIndex.read(folder)
         if not self.index.is_complete:
             raise ValueError(
                 f"{folder} holds {self.index.rows} of {len(self.index.lengths)} rows: complete them with cache_features"
             )
-        for shard in self.index.shards if check else ():
-            if hashlib.sha256((self.folder / shard["file"]).read_bytes()).hexdigest() != shard["sha256"]:
-                raise ValueError(f"{self.folder / shard['file']} is damaged: its checksum is not that of the index")
         self._ends = list(accumulate(shard["rows"] for shard in self.index.shards))
         self._starts = [0, *accumulate(self.index.lengths)]
         self._open: dict[int, Any] = {}
@@ -258,22 +238,6 @@ def _same(found: FeatureIndex, wanted: FeatureIndex, folder: Path) -> FeatureInd
                 "another directory, or remove it"
             )
     return found
-
-
-def _check_room(index: FeatureIndex, folder: Path, say: Callable[[str], None]) -> None:
-    needed = index.num_bytes_left()
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    tokens, layers = sum(index.lengths), len(index.layers)
-    say(
-        f"features of {tokens:,} tokens x {layers} states x {index.width} in {index.dtype}: "
-        f"{index.num_bytes / 1e6:,.1f} MB, of which {needed / 1e6:,.1f} MB are missing; {free / 1e6:,.0f} MB are free"
-    )
-    if needed > free:
-        raise OSError(
-            f"features need {needed:,} bytes in {folder}, and {free:,} are free: take a smaller dtype (bfloat16), "
-            "fewer rows or another disk"
-        )
 
 
 def _end_of_shard(index: FeatureIndex, tokens: int) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from peft import LoraConfig, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -171,7 +169,7 @@ def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) ->
         )
     names = backbone.active_adapters()
     for name in names:
-        _check_same(backbone, vars(backbone.peft_config[name]), strategy)
+        _check_same(backbone.peft_config[name], strategy)
     backbone.set_adapter(names)  # which unfreezes those that were loaded for inference
 
 
@@ -199,7 +197,7 @@ def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | Non
     Raises:
         ValueError: `lora_targets` that the model does not have.
     """
-    names = _linear(model)
+    names = {_last(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     targets = strategy.lora_targets or [name for name in _QUERIES if name in names] or "all-linear"
     missing = [name for name in targets if isinstance(targets, list) and _last(name) not in names]
     if missing:
@@ -215,47 +213,21 @@ def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | Non
     )
 
 
-def _check_same(backbone: PreTrainedModel, there: dict[str, Any], strategy: TrainingStrategy) -> None:
-    """Refuse fields of a strategy that differ from the backbone's adapters, and would be ignored."""
-    adapted = {_last(name) for name, module in backbone.named_modules() if isinstance(module, BaseTunerLayer)}
+def _check_same(there: Any, strategy: TrainingStrategy) -> None:
+    """Refuse fields of a strategy that differ from the config of the backbone's adapters, and would be ignored."""
     asked = {
-        "lora_rank": (strategy.lora_rank, there.get("r")),
-        "lora_alpha": (strategy.lora_alpha, there.get("lora_alpha")),
-        "lora_dropout": (strategy.lora_dropout, there.get("lora_dropout")),
-        "lora_targets": (_asked_for(backbone, strategy.lora_targets), adapted),
+        "lora_rank": (strategy.lora_rank, there.r),
+        "lora_alpha": (strategy.lora_alpha, there.lora_alpha),
+        "lora_dropout": (strategy.lora_dropout, there.lora_dropout),
     }
+    if isinstance(strategy.lora_targets, list) and not isinstance(there.target_modules, str):
+        asked["lora_targets"] = (sorted(map(_last, strategy.lora_targets)), sorted(map(_last, there.target_modules)))
     for name, (wanted, found) in asked.items():
         if wanted is not None and wanted != found:
-            shown = ", ".join(sorted(found)) if isinstance(found, set) else found
             raise ValueError(
-                f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {shown}, and are "
+                f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {found}, and are "
                 f"trained further; leave {name} out"
             )
-
-
-def _asked_for(backbone: PreTrainedModel, targets: list[str] | str | None) -> set[str] | None:
-    """Return the last names of what targets of peft mean: a list of names, `"all-linear"`, or a pattern."""
-    if targets == "all-linear":
-        return _linear(backbone) - _unembedding(backbone)
-    if isinstance(targets, str):
-        names = [name for name, _ in backbone.named_modules() if ".lora_" not in name and ".base_layer" not in name]
-        return {_last(name) for name in names if re.fullmatch(targets, name)}
-    return {*map(_last, targets)} if targets else None
-
-
-def _linear(model: nn.Module) -> set[str]:
-    """Return the last names of the linear modules of a model, with adapters on them or not."""
-    layers = dict(model.named_modules())
-    adapted = {name for name, module in layers.items() if isinstance(module, BaseTunerLayer)}
-    found = {name for name, module in layers.items() if isinstance(module, nn.Linear)}
-    plain = {name for name in found if not any(name.startswith(f"{each}.") for each in adapted)}
-    return {*map(_last, adapted | plain)}
-
-
-def _unembedding(backbone: PreTrainedModel) -> set[str]:
-    """Return the last names of what peft leaves out of `"all-linear"`."""
-    head = backbone.get_output_embeddings()
-    return {_last(name) for name, module in backbone.named_modules() if module is head}
 
 
 def _last(name: str) -> str:

@@ -20,11 +20,12 @@ from transformers.utils.hub import PushInProgress
 from .. import __version__
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.remote_code import TravellingMixin
+from .utils import without_directories
 
 logger = logging.get_logger(__name__)
 _FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
 _OF_THE_RUN = (
-    *("run.json", "config.yaml", "training_args.bin", "evaluation.json", "results.json"),
+    *("run.json", "config.yaml", "training_args.bin", "results.json"),
     *("checkpoint-*", "_*", ".*"),
 )
 """Files of a run directory that name paths and commands, and what `Trainer` leaves out, too."""
@@ -83,7 +84,7 @@ class TrainerPushMixin(_TrainerBase):
         release = _release()
         model = self.accelerator.unwrap_model(self.model)
         model = model.heads if isinstance(model, JointMTPModel) else model
-        named = [_without_directories(name) for name in _listed(dataset) or _listed(dataset_name)]
+        named = [without_directories(name) for name in _listed(dataset) or _listed(dataset_name)]
         described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
         data_ids = [name for name in _listed(dataset_tags) or self._data_names() if release.hub_id(name)]
         of_trainer = getattr(self, "_tag_names", None)  # which TRL's trainers have
@@ -240,10 +241,3 @@ class TrainerPushMixin(_TrainerBase):
 def _listed(value: str | Iterable[str] | None) -> list[str]:
     """Return one name or several as a list."""
     return [value] if isinstance(value, str) else sorted(value) if isinstance(value, set) else list(value or ())
-
-
-def _without_directories(name: str) -> str:
-    """Return the name of data as a card shows it: of a path of this machine, what comes last."""
-    path = Path(name).expanduser()
-    is_here = path.is_absolute() or path.exists() or name.startswith(".")
-    return path.name or path.resolve().name if is_here else name

@@ -10,18 +10,17 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 
 from .utils import replace_text
 
-_Record = TypeVar("_Record", "DecodingResult", "MeasuredResults")
 DEGENERATE_SHARE = 0.5
 """Share of repeated text above which a speed-up is not believed."""
 
@@ -147,11 +146,6 @@ class DecodingResult:
         return fmean(self.category_speed_ups.values()) if self.category_speed_ups else None
 
     @property
-    def macro_tokens_per_call(self) -> float | None:
-        """Mean over categories of their tokens per call; None if they were not kept."""
-        return fmean(self.category_tokens_per_call.values()) if self.category_tokens_per_call else None
-
-    @property
     def is_lossless(self) -> bool:
         """Whether no text differs from plain decoding's but by rounding."""
         return self.identical is not False or (self.differing is not None and self.differing == self.near_ties)
@@ -215,6 +209,8 @@ class MeasuredResults:
 
     def __post_init__(self) -> None:
         _check(self)
+        if not self.results or len({row.name for row in self.results}) < len(self.results):
+            raise ValueError(f"results={self.results!r} must be at least one row, whose names occur once")
 
     def to_json(self, path: str | Path) -> Path:
         """Save the measured values (not the derived ones) as JSON, under a temporary name first.
@@ -247,24 +243,9 @@ class MeasuredResults:
         except ValueError as error:
             raise ValueError(f"{path} is not a JSON file: {error}") from error
         try:
-            return cls.from_fields(fields)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-
-    @classmethod
-    def from_fields(cls, fields: Any) -> MeasuredResults:
-        """Return the results of a JSON object that `to_json` wrote, alone or inside a larger file.
-
-        Args:
-            fields: The object.
-
-        Raises:
-            ValueError: A field is missing, unknown or out of range.
-        """
-        rows = fields.get("results") if isinstance(fields, dict) else None
-        if isinstance(rows, list):
-            fields = fields | {"results": [_record(DecodingResult, row) for row in rows]}
-        return _record(cls, fields)
+            return cls(**fields | {"results": [DecodingResult(**row) for row in fields["results"]]})
+        except (ValueError, TypeError, KeyError) as error:  # a field that is missing, unknown or out of range
+            raise ValueError(f"{path} holds no results: {error}") from error
 
 
 def environment() -> dict[str, str | int | float]:
@@ -277,92 +258,60 @@ def environment() -> dict[str, str | int | float]:
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
     }
-    if hasattr(os, "getloadavg"):
+    with suppress(AttributeError, OSError):  # not on every system
         facts["load average, 1 min"] = round(os.getloadavg()[0], 2)
     return facts
 
 
 def hardware() -> str:
     """Return the processor and the number of threads, in words."""
-    return f"{processor()}, {describe_threads()}"
+    count = torch.get_num_threads()
+    return f"{processor()}, {count} thread{'s' * (count > 1)}"
 
 
 def processor() -> str:
     """Return the processor's name, or at least its architecture."""
-    named = getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name")
-    return named or _of_linux() or platform.processor() or platform.machine() or "unknown processor"
+    with suppress(OSError, StopIteration), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+        return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    return platform.processor() or platform.machine() or "unknown processor"
 
 
-def _of_linux() -> str:
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return ""
-
-
-def describe_threads() -> str:
-    """Return the number of threads in use, in words."""
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' * (count > 1)}"
-
-
-def _record(kind: type[_Record], fields: Any) -> _Record:
-    """Return the record of a JSON object that has its fields."""
-    try:
-        return kind(**fields)
-    except TypeError as error:  # a field that is missing or unknown, or no object
-        raise ValueError(f"no {kind.__name__}: {error}: {fields!r:.80}") from error
+_NUMBER = int, float
+_KINDS: dict[str, Any] = {
+    "str": str,
+    "bool": bool,
+    "int": int,
+    "float": _NUMBER,
+    "list[float]": _NUMBER,
+    "dict[str, float]": _NUMBER,
+    "dict[str, str | int | float]": (str, *_NUMBER),
+    "list[DecodingResult]": DecodingResult,
+}
+"""By the type of a field: of which types its value is, or the items of its value are."""
+_SHARES = {"accepted_by_position", "expected_by_position", "repeated_share"}
+_ABOVE_0 = {"backbone_calls", "new_tokens", "plain_new_tokens", "batch_size", "seconds", "plain_seconds"}
+_ABOVE_0 |= {"processor_seconds", "plain_processor_seconds"}
 
 
 def _check(record: DecodingResult | MeasuredResults) -> None:
-    """Refuse fields whose value is not what their name or type asks for; None is allowed where it is the default."""
+    """Refuse values of another type than their field's, numbers out of range, and empty texts."""
     for entry in dataclasses.fields(record):
-        value = vars(record)[entry.name]
-        wanted, holds = _RULES.get(entry.name) or _RULES[str(entry.type).removesuffix(" | None")]
-        if not holds(value) and not (value is None and entry.default is None):
-            raise ValueError(f"{entry.name}={value!r} must be {wanted}")
+        name, value = entry.name, vars(record)[entry.name]
+        if value is None and entry.default is None:
+            continue
+        hint, items = str(entry.type).removesuffix(" | None"), [value]
+        if hint.startswith("list"):
+            items = value if isinstance(value, list) else [None]
+        elif hint.startswith("dict"):
+            items = list(value.values()) if isinstance(value, dict) else [None]
+        if not all(isinstance(each, _KINDS[hint]) and _is_in_range(name, each) for each in items):
+            limits = " from 0 to 1" * (name in _SHARES) + " above 0" * (name in _ABOVE_0)
+            raise ValueError(f"{name}={value!r} must be {hint}{limits}: finite, of at least 0, and no empty text")
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_share(value: Any) -> bool:
-    return _is_finite(value) and 0 <= value <= 1
-
-
-def _are_results(rows: Any) -> bool:
-    if not isinstance(rows, list) or not all(isinstance(row, DecodingResult) for row in rows):
-        return False
-    return len({row.name for row in rows}) == len(rows) > 0
-
-
-def _all(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda values: isinstance(values, list) and all(map(holds, values))
-
-
-_ERROR = "a finite number of at least 0", lambda value: _is_finite(value) and value >= 0
-_COUNT = "a whole number of at least 0", lambda value: type(value) is int and value >= 0
-_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("a text that is not empty", _is_text),
-    "bool": ("True or False", lambda value: isinstance(value, bool)),
-    "int": ("a whole number of at least 1", lambda value: type(value) is int and value >= 1),
-    "float": ("a finite number above 0", lambda value: _is_finite(value) and value > 0),
-    "list[float]": ("a list of shares between 0 and 1", _all(_is_share)),
-    "repeated_share": ("a share between 0 and 1", _is_share),
-    **dict.fromkeys(("standard_error", "expected_standard_error"), _ERROR),
-    **dict.fromkeys(("per_prompt", "speed_ups"), ("a list of finite numbers", _all(_is_finite))),
-    **dict.fromkeys(("looping", "texts", "differing", "near_ties"), _COUNT),
-    "dict[str, float]": ("a dict of finite numbers", lambda found: _all(_is_finite)(list(found.values()))),
-    "results": ("a list of at least one DecodingResult, whose names occur once", _are_results),
-    "dict[str, str | int | float]": (
-        "a dict of names and values, each a text or a finite number",
-        lambda facts: isinstance(facts, dict) and all(_is_text(each) or _is_finite(each) for each in facts.values()),
-    ),
-}
-"""By the name or the type of a field: what it may hold, in words, and whether a value is that."""
+def _is_in_range(name: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    if not isinstance(value, _NUMBER):
+        return True
+    return 0 <= value < math.inf and (value <= 1 or name not in _SHARES) and (value > 0 or name not in _ABOVE_0)

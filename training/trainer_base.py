@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
@@ -32,11 +33,7 @@ Inputs = dict[str, Any]
 
 
 def check_data(given: Mapping[str, Any]) -> None:
-    """Refuse data without rows.
-
-    Raises:
-        ValueError: `train_dataset` or `eval_dataset`, or one of several, is empty.
-    """
+    """Refuse `train_dataset` or `eval_dataset` without rows, or several of which one has none."""
     for name in ("train_dataset", "eval_dataset"):
         data = given.get(name)
         for part in data.values() if isinstance(data, Mapping) else [data]:
@@ -305,6 +302,17 @@ def check_shards(trainer: Trainer) -> None:
             "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
             "backbone's unembedding there: use stage 1 or 2, or FSDP2 (examples/accelerate/fsdp2.yaml)"
         )
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off within the context."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def without_peft(model: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,13 +16,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP, EvaByteForMTPC
-from ..modeling.heads.backbone_parts import BackboneParts
-from ..modeling.heads.chunks import LOGITS_PER_CHUNK
-from ..modeling.heads.joint import JointMTPModel
-from ..modeling.heads.losses import IGNORE, depth_targets
-from .features import STATES
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import Inputs, without_peft
@@ -33,10 +26,6 @@ with needs_extra("train", "a trainer of TRL"):
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
-
-NAMES = ("mean_token_accuracy", "entropy")
-"""TRL's names of what is measured of the next-token distribution; entropy in nats."""
-_MEASURED = "output_hidden_states"
 
 
 class _SFTBehaviour(Trainer):
@@ -75,11 +64,6 @@ class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
     adds exact gradient accumulation per depth, `loss_head_1`, ... in the log, and windows that end where a packed
     document does. Pass a model, not a path.
 
-    `mean_token_accuracy` and `entropy` are those of the backbone's own next-token distribution, over all targets: in
-    evaluation of all data; in training of the last update before a log entry, because its logits are computed for them
-    alone. They are left out under FSDP and DeepSpeed, which gather shards inside the model's forward only, and in
-    training on cached features, which does not run the backbone.
-
     Raises:
         ValueError: Settings of TRL that would have no effect or a wrong one: `loss_type="dft"`, a loss of TRL's own,
             and `packing_strategy="wrapped"`, which does not say where documents end.
@@ -88,36 +72,6 @@ class MTPSFTTrainer(_SFTBehaviour, MTPTrainer, SFTTrainer):
         >>> model.train_only("drafter")
         >>> MTPSFTTrainer(model, SFTConfig("out"), train_dataset=data, processing_class=tokenizer).train()
     """
-
-    def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's own loss, with the states of which the next-token distribution is measured."""
-        if self._measures_next_token(model.training) and STATES not in inputs:
-            inputs = {_MEASURED: [-1]} | inputs
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def _sums(self, outputs: Any, inputs: Inputs, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in `MTPTrainer`, with TRL's figures."""
-        sums, counts = super()._sums(outputs, inputs, is_training)
-        if self._is_sharded:
-            return sums, counts
-        states = outputs.get("hidden_states") if _MEASURED in inputs else None
-        found = [sums.new_zeros(2), counts.new_zeros(2)]
-        if states is not None:
-            found = [part.to(sums.device) for part in next_token_sums(self._drafter, states[-1].detach(), inputs)]
-        return torch.cat([sums, found[0]]), torch.cat([counts, found[1]])
-
-    def _mean_names(self) -> list[str]:
-        return [*super()._mean_names(), *(() if self._is_sharded else NAMES)]
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self.is_fsdp_enabled or self.is_deepspeed_enabled
-
-    def _measures_next_token(self, is_training: bool) -> bool:
-        if self._is_sharded:
-            return False
-        every = int(self.state.logging_steps or 1)
-        return not is_training or (self.state.global_step + 1) % every == 0 or self.state.global_step == 0
 
 
 class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
@@ -149,33 +103,6 @@ def _check_settings(args: Any) -> None:
             "packing_strategy='wrapped' does not say where a document ends, and windows would reach into the next one; "
             "choose 'bfd' or 'bfd_split'"
         )
-
-
-@torch.no_grad()
-def next_token_sums(model: Any, states: torch.Tensor, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return accuracy and entropy of the backbone's next-token distribution, summed over targets in small chunks.
-
-    Args:
-        model: A model with a next-token head, or a drafter that is attached to one.
-        states: The backbone's last hidden states, [B, L, d].
-        inputs: `labels` or `shift_labels`, and, if present, `attention_mask` and `position_ids`.
-
-    Returns:
-        Sums of accuracy and entropy in nats, [2], and counts [2].
-    """
-    names = ("labels", "attention_mask", "position_ids", "shift_labels")
-    labels, mask, positions, shifted = (inputs.get(name) for name in names)
-    targets = depth_targets(labels, 1, mask, positions, shifted)[..., 0]
-    scored = targets != IGNORE
-    sums = states.new_zeros(2, dtype=torch.float32)
-    owner = model.backbone if isinstance(model, (AttachableDrafter, JointMTPModel)) else model
-    unembed = owner.readout if isinstance(owner, DeepSeekMTP) else BackboneParts(owner).unembed
-    size = max(1, LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
-    for part, target in zip(states[scored].split(size), targets[scored].split(size)):
-        log_distribution = unembed(part).float().log_softmax(-1)
-        sums[0] += (log_distribution.argmax(-1) == target).sum()
-        sums[1] -= (log_distribution.exp() * log_distribution).nan_to_num(nan=0.0).sum()
-    return sums, scored.sum().expand(2)
 
 
 class MTPDPOTrainer(DPOTrainer):

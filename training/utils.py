@@ -34,19 +34,15 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         raise MissingExtraError(message, name=error.name) from error
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` that imports the module of a name at its first use.
-
-    Returns:
-        The function; it raises AttributeError for unknown names.
-    """
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's `__getattr__`, which imports the module of a name at its first use, and its `__dir__`."""
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f".{homes[name]}", package), name)
 
-    return find
+    return find, lambda: sorted({*vars(import_module(package)), *homes})
 
 
 def replace_text(path: str | Path, text: str) -> Path:
@@ -76,3 +72,10 @@ def replace_picture(path: Path, figure: Figure) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
     return temporary.replace(path)
+
+
+def without_directories(name: str) -> str:
+    """Return a name as a card shows it: of a path of this machine, what comes last."""
+    path = Path(name).expanduser()
+    is_here = path.is_absolute() or path.exists() or name.startswith(".")
+    return path.name or path.resolve().name if is_here else name

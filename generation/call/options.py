@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -253,7 +254,7 @@ class DraftOptions:
         threshold: See `CallOptions`.
         schedule: See `CallOptions`.
         draft_tree: Complete options of a tree of drafts (`growth.tree_options`); None for a chain.
-        processing: The target's logits processors.
+        processors: The target's logits processors; `processing` applies them.
         max_length: Tokens of the longest text, prompt included.
         prompt: [B, L] int64.
         sampling: The target's `temperature`, `top_k` and `top_p`.
@@ -270,7 +271,7 @@ class DraftOptions:
     threshold: float
     schedule: str
     draft_tree: dict[str, Any] | None
-    processing: Processing
+    processors: LogitsProcessorList
     max_length: int
     prompt: torch.Tensor
     sampling: dict[str, float | None]
@@ -288,8 +289,7 @@ class DraftOptions:
         prompt: torch.Tensor,
     ) -> DraftOptions:
         """Puts together what was asked and what transformers prepared."""
-        pad, vocabulary = getattr(config, "_pad_token_tensor", None), backbone.config.get_text_config().vocab_size
-        pad = 0 if pad is None else int(pad)
+        pad = getattr(config, "_pad_token_tensor", None)
         return cls(
             backbone=backbone,
             drafts=options.speculates,
@@ -299,14 +299,24 @@ class DraftOptions:
             threshold=options.threshold,
             schedule=options.schedule,
             draft_tree=cast("dict[str, Any] | None", options.draft_tree),  # complete by now
-            processing=Processing(processors, pad if 0 <= pad < vocabulary else 0),
+            processors=processors,
             max_length=config.max_length,
             prompt=prompt,
             sampling={name: getattr(config, name) for name in ("temperature", "top_k", "top_p")},
-            pad=pad,
+            pad=0 if pad is None else int(pad),
             extra=options.extra,
             cache=config.cache_implementation,
         )
+
+    @cached_property
+    def processing(self) -> Processing:
+        """The processors, applied to several places of ragged sequences."""
+        return Processing(self.processors, self.shown_pad)
+
+    @property
+    def shown_pad(self) -> int:
+        """An id of the vocabulary, which is shown where a sequence has no token."""
+        return self.pad if 0 <= self.pad < self.backbone.config.get_text_config().vocab_size else 0
 
     def choose(
         self, logits: torch.Tensor, draft_ids: torch.Tensor | None = None, vocab_size: int = 0

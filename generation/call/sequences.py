@@ -45,6 +45,13 @@ class NewTokens:
             return torch.full((len(self.counts),), self.counts[0], device=self.device)
         return torch.tensor(self.counts, device=self.device)
 
+    def of(self, rows: list[int], index: torch.Tensor) -> NewTokens:
+        """Return those of some sequences, `index` being the same rows on the device."""
+        chosen = NewTokens([self.counts[row] for row in rows], self.device)
+        if not chosen.is_even:
+            vars(chosen)["on_device"] = self.on_device[index]
+        return chosen
+
 
 class Sequences:
     """Rows of token ids, each with its own length, in one tensor.

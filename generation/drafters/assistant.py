@@ -32,7 +32,8 @@ from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.backbones import target_of
-from ..target.cache import RowLayer, is_recurrent
+from ..target.cache import RowLayer
+from ..target.replay import is_recurrent
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from .vocabulary import SharedVocabulary, shared_vocabulary
@@ -254,7 +255,7 @@ class Gemma4Chain(DraftSession):
     """
 
     hidden_layers = -1
-    supports_confidence_threshold = True
+    supports_confidence_threshold = reads_cache = True
 
     def __init__(self, model: PreTrainedModel, options: DraftOptions, vocabulary: SharedVocabulary) -> None:
         self.model, self.options, self.num_tokens = model, options, options.num_tokens

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.masks import cached_arange, to_device
@@ -49,12 +50,30 @@ class AuxiliaryPositions:
         positions: [F + A] int64, how far every row of the forward stands after b.
         mask: [F + A, F + A] bool, what the rows see of each other.
         last_position: Last entry of the backbone's table of positions; None where there is none.
+        most: The most rows that a forward of this call has.
     """
 
     inputs: dict[str, Tensor]
     positions: Tensor
     mask: Tensor
     last_position: int | None = None
+    most: int = 0
+
+    def filled(self, fed: int, width: int) -> AuxiliaryPositions:
+        """The same behind a block of `fed` tokens that is filled up to `width`, and filled up to `most` rows.
+
+        What is filled in sees itself alone, and nobody sees it.
+        """
+        rows = len(self.positions) - fed
+        places = cached_arange(width + self.most, self.positions.device)
+        places = torch.cat([places[:fed], places[width : width + rows]])
+        positions = self.positions.new_zeros(width + self.most).index_copy(0, places, self.positions)
+        mask = torch.eye(width + self.most, dtype=torch.bool, device=self.mask.device)
+        mask[places[:, None], places] = self.mask
+        inputs = {name: pad(given, (0, self.most - rows)) for name, given in self.inputs.items()}
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = cached_arange(width, self.positions.device)
+        return AuxiliaryPositions(inputs, positions, mask, self.last_position, self.most)
 
 
 class ParallelSession(DraftSession):
@@ -127,7 +146,12 @@ class ParallelSession(DraftSession):
             positions = positions + (cached_arange(len(positions), positions.device) >= fed)
         table = self.config.learned_positions
         # what is drafted beyond a table of positions is beyond the text
-        return AuxiliaryPositions(inputs, positions, layout.new, None if table is None else table - 1)
+        return AuxiliaryPositions(inputs, positions, layout.new, None if table is None else table - 1, self._most())
+
+    def _most(self) -> int:
+        """Return the most slots of a forward."""
+        budget, groups = self.options.extra["slot_budget"], self.longest_group * (self.num_tokens + 1)
+        return self.many**2 * (groups if isinstance(budget, str) else min(budget, groups))
 
     def _sizes(self, drafted: int, length: int) -> list[int]:
         """Slots per group 0..m: a budget is split by what is accepted; names say what the paper of masks does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor
@@ -28,8 +28,8 @@ from transformers.cache_utils import (
 from ...configuration.fields import learned_positions, rotary_border
 from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
-from .cache import is_recurrent
 from .repacking import EvenTarget, RepackedTarget
+from .replay import is_recurrent
 from .static import FixedTarget, PlannedCache
 from .target import ColumnTarget, RowTarget
 
@@ -81,13 +81,23 @@ def check_backbone(backbone: PreTrainedModel) -> None:
         raise ValueError(f"{name}: is_decoder=False: its tokens attend to later ones; attach to a causal model")
     if backbone.config.model_type in _PICTURES_APART:
         raise ValueError(f"{name}: its cache has columns of a picture that masks lack; attach to another backbone")
-    if not backbone._is_stateful and "past_key_values" not in signature(type(backbone).forward).parameters:
+    if not backbone._is_stateful and not _takes(type(backbone), "past_key_values"):
         raise ValueError(f"{name}: its forward takes no past_key_values; attach to another backbone")
     # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
     is_free = _has_alibi(backbone) or backbone._is_stateful or has_own_cache(backbone)
-    forwards = type(backbone).forward, type(backbone.get_decoder()).forward
-    if not is_free and not any("position_ids" in signature(forward).parameters for forward in forwards):
+    if not is_free and not any(_takes(type(part), "position_ids") for part in (backbone, backbone.get_decoder())):
         raise ValueError(f"{name}: its forward takes no position_ids; attach to another backbone")
+
+
+def _takes(kind: type, name: str) -> bool:
+    """Return whether a class's forward takes a keyword; one that hands on what it does not name asks its base's."""
+    for forward in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
+        known = signature(forward).parameters
+        if name in known:
+            return True
+        if not any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
+            return False
+    return False
 
 
 def check_trees(backbone: PreTrainedModel) -> None:

@@ -25,7 +25,6 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
 )
 
 from ...modeling.masks import cached_arange, cached_range, given_mask
@@ -104,6 +103,22 @@ class Rows:
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, RowLayer):
                 cache.layers[index] = layer.give_back(columns)
+
+    def holds(self, cache: Cache) -> bool:
+        """Return whether these rows are those of all layers of a cache."""
+        return all(isinstance(layer, RowLayer) for layer in cache.layers)
+
+    def select(self, cache: Cache, chosen: list[int]) -> None:
+        """Go on with some of the sequences alone; the cache is copied."""
+        index = torch.tensor(chosen, device=self.ends.device)
+        self.ends, self.lengths = self.ends[index], [self.lengths[row] for row in chosen]
+        self.mask = None if self.mask is None else self.mask[index]
+        self.padding = None if self.padding is None else self.padding[index]
+        self.is_even, self._slots = len(set(self.lengths)) == 1, {}
+        for layer in cast("list[RowLayer]", cache.layers):
+            for name, _ in layer.states:
+                if (held := getattr(layer, name)) is not None:
+                    setattr(layer, name, held[index.to(held.device)])
 
     def keep(self, kept: NewTokens) -> None:
         """Leave the first `kept.counts[b]` columns of what was fed after the end of sequence b."""
@@ -383,8 +398,3 @@ def _laid_out(states: torch.Tensor, first: int, dim: int, size: int) -> torch.Te
     else:
         room.index_copy_(dim, cached_range(first, count, states.device) % size, states)
     return room
-
-
-def is_recurrent(cache: Cache) -> bool:
-    """Whether any layer keeps a recurrent state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)

@@ -133,3 +133,8 @@ def _copies(layer: LinearAttentionCacheLayerMixin) -> dict[str, dict[int, Tensor
     return {
         name: {i: state.clone() for i, state in getattr(layer, name).items() if state is not None} for name in _STATES
     }
+
+
+def is_recurrent(cache: Cache) -> bool:
+    """Whether any layer keeps a recurrent state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)

@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from ...modeling.masks import cached_range
 from ..trees.contract import DraftTree
 from .cache import RowLayer, Rows, rounded
-from .target import RowTarget, TargetOutput
+from .target import RowTarget, States, TargetOutput
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 
@@ -40,7 +40,7 @@ class PlannedCache(DynamicCache):
 
 
 def planned_cache(
-    model: PreTrainedModel, model_kwargs: dict[str, Any], config: GenerationConfig, has_slots: bool, has_singles: bool
+    model: PreTrainedModel, model_kwargs: dict[str, Any], config: GenerationConfig, has_singles: bool
 ) -> PlannedCache:
     """Return what takes the place of the static cache that transformers prepared for a call.
 
@@ -48,13 +48,12 @@ def planned_cache(
         model: The backbone.
         model_kwargs: Prepared keyword arguments of the model, that cache among them.
         config: Of the call.
-        has_slots: Whether auxiliary rows ride along, of which each forward has another number; nothing is compiled.
         has_singles: See `PlannedCache`.
     """
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
     cache.room = max(layer.get_max_length() for layer in model_kwargs["past_key_values"].layers)
     cache.has_singles = has_singles
-    if not has_slots and model._valid_auto_compile_criteria(model_kwargs, config):
+    if model._valid_auto_compile_criteria(model_kwargs, config):
         cache.compiled = lambda runner: runner.get_compiled_call(config.compile_config)
     return cache
 
@@ -144,21 +143,44 @@ class FixedTarget(RowTarget):
     def __init__(self, *args: Any, span: int) -> None:
         cache: PlannedCache = args[1]
         super().__init__(*args, limit=cache.room or 0, span=span)
-        self.is_compiled, self.has_singles = cache.compiled is not None, cache.has_singles
-        self.call = self.model if cache.compiled is None else cache.compiled(self.model)
+        self.compiled = None if cache.compiled is None else cache.compiled(self.model)
+        self.has_singles, self.has_slots = cache.has_singles, False
         self.span, self.widest, self.laid_out, self.forwards = span, 1, (0, 0), Counter[int]()
         cache.room = cache.compiled = None  # who is given it decodes as with any other
 
+    def leave_out(self, done: list[bool]) -> None:
+        """See `Target`; shapes stay what they are."""
+
     def _forward(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+        fed = self.fed = block.shape[1]
+        slots = 0 if tree.auxiliary is None else len(tree.auxiliary.positions) - fed
+        self.has_slots |= slots > 0
+        # where slots ride along, a text's last block is the only one without
+        is_compiled = self.compiled is not None and (slots > 0 or self.has_singles or not self.has_slots)
+        self.call = self.compiled if self.compiled is not None and is_compiled else self.model
+        if not is_compiled:
+            return super()._forward(block, tree, options)
+        block, tree = self._filled(block, tree)
+        self.forwards[block.shape[1]] += 1
+        self.is_steady = self.forwards[block.shape[1]] > _WARM
         outputs = super()._forward(block, tree, options)
-        if not self.is_compiled:
-            return outputs
-        # the next replay of a graph writes over what this one gave
-        states = outputs.hidden_states
         return TargetOutput(
-            outputs.logits[:, : block.shape[1]].clone(),
-            states and tuple(None if state is None else state[:, : block.shape[1]].clone() for state in states),
+            *_copied(outputs.logits, outputs.hidden_states, fed),
+            *_copied(outputs.auxiliary, outputs.auxiliary_states, slots),
         )
+
+    def _filled(self, block: torch.Tensor, tree: DraftTree) -> tuple[torch.Tensor, DraftTree]:
+        """Return a block and its tree, filled up to the width of their graph."""
+        width = self._width(block.shape[1], tree)
+        missing = (0, width - block.shape[1])
+        auxiliary = None if tree.auxiliary is None else tree.auxiliary.filled(block.shape[1], width)
+        nodes = torch.nn.functional.pad(tree.tokens, missing)
+        if tree.is_chain:
+            tree = DraftTree.chain(nodes, auxiliary=auxiliary)
+        else:
+            parents = torch.nn.functional.pad(tree.parents, missing, value=-1)
+            tree = DraftTree(nodes, parents, depth=tree.depth, auxiliary=auxiliary)
+        return torch.nn.functional.pad(block, missing), tree
 
     def _call(
         self,
@@ -168,27 +190,28 @@ class FixedTarget(RowTarget):
         last: int | None,
         options: dict[str, Any],
     ) -> Any:
-        if self.is_compiled and tree is not None:
-            missing = (0, self._width(block.shape[1], tree) - block.shape[1])
-            block, places = (torch.nn.functional.pad(ids, missing) for ids in (block, places))
-            self.forwards[block.shape[1]] += 1
-            self.is_steady = self.forwards[block.shape[1]] > _WARM
-            if not tree.is_chain:
-                nodes, parents = (
-                    torch.nn.functional.pad(ids, missing, value=-1) for ids in (tree.tokens, tree.parents)
-                )
-                tree = DraftTree(nodes, parents, depth=tree.depth)
+        if tree is not None and tree.auxiliary is None:  # what is filled in may be beyond a table of positions
+            places = torch.nn.functional.pad(places[..., : self.fed], (0, block.shape[1] - self.fed))
         self.rows.begin(places.shape[-1])
         if self.laid_out != (room := (self.rows.size(False), self.rows.size(True))):
             self.laid_out = room
             for layer in self.cache.layers:
                 if isinstance(layer, FixedRowLayer):
-                    layer.lay_out(self.is_compiled)
+                    layer.lay_out(self.compiled is not None)
         return super()._call(block, places, tree, last, options)
 
     def _width(self, fed: int, tree: DraftTree) -> int:
         """Return how many tokens a block of `fed` is filled up to: those of a tree are not known before."""
-        if fed == 1 and self.has_singles:
+        if fed == 1 and self.has_singles and tree.auxiliary is None:
             return 1
-        self.widest = max(self.widest, fed, self.span if tree.is_chain and fed > 1 else 0)
+        is_known = tree.is_chain and (fed > 1 or tree.auxiliary is not None)
+        self.widest = max(self.widest, fed, self.span if is_known else 0)
         return self.widest
+
+
+def _copied(
+    logits: torch.Tensor | None, states: States | None, count: int
+) -> tuple[torch.Tensor | None, States | None]:
+    """Return what belongs to the first `count` tokens; the next replay of a graph writes over what this one gave."""
+    kept = None if logits is None else logits[:, :count].clone()
+    return kept, states and tuple(None if state is None else state[:, :count].clone() for state in states)

@@ -20,8 +20,8 @@ from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult
-from .cache import Rows, block_mask, is_recurrent
-from .replay import Replay
+from .cache import Rows, block_mask
+from .replay import Replay, is_recurrent
 
 HiddenLayers = int | list[int] | bool | None
 States = tuple[torch.Tensor | None, ...]
@@ -107,6 +107,12 @@ class Target(CacheView, Protocol):
     def align(self, columns: int) -> None:
         """Ends the call: lays the cache out as the first `columns` columns of the sequences that are returned."""
         ...
+
+    def leave_out(self, done: list[bool]) -> None:
+        """Leaves sequences that have ended out of the forwards to come, where that pays; what they give is zeros then.
+
+        Nobody may look into the cache after that.
+        """
 
 
 class RowLengthTarget(Target):
@@ -194,6 +200,11 @@ class Continuation:
         fed = places.shape[1]
         return {"position_ids": positions} | {name: types.expand(-1, fed) for name, types in self.types.items()}
 
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these sequences alone."""
+        self.start = None if self.start is None else self.start.index_select(-2, rows)
+        self.types = {name: types[rows] for name, types in self.types.items()}
+
 
 class ColumnTarget(Target):
     """A model on transformers' caches, of which its sequences share the columns.
@@ -268,10 +279,15 @@ class RowTarget(ColumnTarget):
         *args: See `ColumnTarget`.
         limit: The longest text, prompt included.
         span: The longest block, as far as it is known.
+
+    Attributes:
+        rows: Where the sequences end that are in the cache.
+        open: [b] int64, which of the batch they are; None: all of them.
     """
 
     takes_trees = True
     rows_type = Rows
+    open: torch.Tensor | None = None
 
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
@@ -282,9 +298,32 @@ class RowTarget(ColumnTarget):
     @property
     def counts(self) -> torch.Tensor:
         """Real tokens per sequence, [B] int64."""
-        return self.rows.counts
+        return self.rows.counts if self.open is None else self.ended.index_copy(0, self.open, self.rows.counts)
+
+    def leave_out(self, done: list[bool]) -> None:
+        """See `Target`: the cache is copied, so that half of its sequences must have ended since the last time."""
+        held = list(range(len(done))) if self.open is None else self.held
+        chosen = [index for index, row in enumerate(held) if not done[row]]
+        if not chosen or 2 * len(chosen) > len(held) or not self.rows.holds(self.cache):
+            return
+        self.ended, self.held = self.counts, [held[index] for index in chosen]
+        self.open = torch.tensor(self.held, device=self.ended.device)
+        self.rows.select(self.cache, chosen)
+        self.continuation.select(torch.tensor(chosen, device=self.ended.device))
 
     def _forward(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+        if self.open is None:
+            return self._forward_held(block, tree, options)
+        held = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
+        outputs, batch = self._forward_held(block[self.open], held, options), len(block)
+        states = outputs.hidden_states
+        return TargetOutput(
+            _spread(outputs.logits, self.open, batch),
+            states and tuple(None if state is None else _spread(state, self.open, batch) for state in states),
+        )
+
+    def _forward_held(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+        """Feed a block of the sequences that are in the cache."""
         self.rows.ahead, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
             outputs = self._call(block, tree.positions(), tree, self.last_position, options)
@@ -319,7 +358,7 @@ class RowTarget(ColumnTarget):
             past_key_values=self.cache,
             use_cache=True,
             attention_mask=block_mask(self.rows, fed, config, self.model.dtype, tree),
-            **(self.continuation.inputs(self.counts[:, None] + places, last) | options),
+            **(self.continuation.inputs(self.rows.counts[:, None] + places, last) | options),
         )
 
     def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
@@ -327,6 +366,8 @@ class RowTarget(ColumnTarget):
         self.new_tokens = kept
         if self.replay is not None:
             self.replay.keep(kept.counts)
+        if self.open is not None:
+            kept, path = kept.of(self.held, self.open), None if path is None else path[self.open]
         if path is not None and kept.longest > 1:
             self.rows.keep_path(self.cache, path[:, : kept.longest])
         self.rows.keep(kept)
@@ -334,3 +375,8 @@ class RowTarget(ColumnTarget):
     def align(self, columns: int) -> None:
         """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""
         self.rows.give_back(self.cache, columns)
+
+
+def _spread(held: torch.Tensor, rows: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return values [b, ...] of some sequences as those of all [B, ...], 0 for the others."""
+    return held.new_zeros(batch, *held.shape[1:]).index_copy(0, rows.to(held.device), held)

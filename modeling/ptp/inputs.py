@@ -138,6 +138,8 @@ def packed_positions(
 def check_positions(config: PTPConfig, position_ids: Tensor) -> None:
     """Refuse positions beyond a table of learned ones."""
     limit = config.learned_positions
+    if torch.compiler.is_compiling():  # a graph cannot look at values
+        return
     if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
         last, kind = int(position_ids.max()), config.backbone_config.model_type
         raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; auxiliary rows need room")
@@ -155,7 +157,7 @@ def check_uniforms(uniforms: Tensor, may_be_greedy: bool) -> None:
     """Refuse numbers outside [0, 1), and dtypes of few bits."""
     if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits are too coarse")
-    if uniforms.device.type != "cpu":
+    if uniforms.device.type != "cpu" or torch.compiler.is_compiling():
         return  # to look at their values the host would wait for an accelerator in every forward
     valid = (uniforms >= 0) & (uniforms < 1)
     if not bool((valid | (uniforms == GREEDY) if may_be_greedy else valid).all()):

@@ -118,6 +118,13 @@ class Switched(Steered):
         return inputs | {"boost": self.bias if input_ids.shape[1] > 28 else -self.bias}
 
 
+class Wrapped(LlamaForCausalLM):
+    """Hands on what it does not name."""
+
+    def forward(self, *args, steering=None, **kwargs):
+        return with_bias(super().forward(*args, **kwargs), steering)
+
+
 def model_of(kind=Steered):
     model = copy.deepcopy(backbone())
     model.__class__ = kind
@@ -348,3 +355,10 @@ def test_pictures_among_the_layers_of_the_cache_decode_plainly():
     image = dict(pixel_values=torch.randn(2, 1, 1, 3, 16, 16), aspect_ratio_ids=one, aspect_ratio_mask=one[:, None])
     speculates(model, drafter, batch | image | seen, shows=False)
     speculates(model, drafter, left_padded(prompts(4, 47)))
+
+
+def test_a_forward_that_hands_on_its_keywords_is_asked_with_its_bases():
+    model, batch = model_of(Wrapped), left_padded(prompts(3))
+    plain = model.generate(**batch, **GREEDY, steering=bias(3))
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+    assert torch.equal(model.generate(**batch, **GREEDY, steering=bias(3), assistant_model=drafter), plain)

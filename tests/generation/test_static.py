@@ -168,12 +168,38 @@ def test_models_with_modules_verify_in_it():
     assert graphs() == 1
 
 
-def test_slots_ride_along_uncompiled():
-    model = student()
-    batch = left_padded(prompts(4, VOCABULARY))
-    plain = model.generate(**batch, **GREEDY, use_mtp=False)
-    assert torch.equal(model.generate(**batch, **GREEDY, **STATIC, compile_config=compiled()).sequences, plain)
-    assert graphs() == 0
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ({}, {}),
+        ({}, {"slot_budget": "quadratic"}),
+        ({}, {"slot_budget": "linear", "num_assistant_tokens": 2}),
+        ({"variant": "categorical"}, {}),
+        ({"variant": "mask", "sampler": "mlp"}, {}),
+    ],
+    ids=["one-hot", "quadratic", "linear", "categorical", "sampler"],
+)
+def test_slots_ride_along_in_one_graph(model, options):
+    model, options = student(**model), options | {"compile_config": compiled()}
+    accepted = set()
+    for seed, number in ((5, 1), (6, 0)):
+        batch = left_padded(prompts(4, VOCABULARY, seed=seed))
+        plain = model.generate(**batch, **GREEDY, use_mtp=False)
+        graphs()
+        out = model.generate(**batch, **GREEDY, **STATIC, **options)
+        assert torch.equal(out.sequences, plain) and graphs() == number
+        accepted |= set().union(*out.speculation.rows_accepted)
+
+
+def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
+    model, batch = student(), left_padded(prompts(4, VOCABULARY))
+    for extra in ({}, {"best_of": 2}):
+        sampled = GREEDY | dict(do_sample=True, seed=[1, 2, 3, 4], use_mtp=True) | extra
+        expected = model.generate(**batch, **sampled)
+        static = dict(cache_implementation="static", compile_config=compiled())
+        assert torch.equal(model.generate(**batch, **sampled, **static), expected)
+        graphs()
+        assert torch.equal(model.generate(**batch, **sampled, **static), expected) and graphs() == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "glm_moe_dsa"])

@@ -187,20 +187,6 @@ def test_addresses_and_fractions_are_no_paths(model):
     assert text in render_card(model, None, training_description=text).text
 
 
-def test_template_of_ones_own(model, tmp_path):
-    template = tmp_path / "card.jinja"
-    template.write_text("---\n{{ card_data }}\n---\n{{ facts.class_name }} {% include 'install.md.jinja' %}")
-    assert "EvaByteForMTPC" in render_card(model, None, template=template).text
-    template.write_text("{{ card_data }} {{ colour }}")
-    with pytest.raises(ValueError, match="card.jinja.*'colour'.*card_data"):
-        render_card(model, None, template=template)
-    template.write_text("{% if %}")
-    with pytest.raises(ValueError, match="card.jinja.*1"):
-        render_card(model, None, template=template)
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        render_card(model, None, template=tmp_path / "none.jinja")
-
-
 def test_what_travels_must_be_known(model):
     with pytest.raises(ValueError, match="remote_code='zip'"):
         render_card(model, None, remote_code="zip")
@@ -240,22 +226,6 @@ def test_model_without_heads_is_refused():
         render_card(LlamaConfig(), None)
     with pytest.raises(TypeError, match="config_or_model"):
         render_card("me/toy", None)
-
-
-@pytest.mark.parametrize("picture", ["/tmp/a.png", "plots/a.png", "a b.png", ""])
-def test_picture_must_be_a_bare_name(model, results, picture):
-    with pytest.raises(ValueError, match="picture="):
-        render_card(model, results, picture=picture)
-
-
-def test_picture_needs_results(model):
-    with pytest.raises(ValueError, match="results"):
-        render_card(model, None, picture="a.png")
-
-
-def test_metadata_must_not_contradict(model):
-    with pytest.raises(ValueError, match="use the argument"):
-        render_card(model, None, metadata={"license": "mit"})
 
 
 def test_template_shows_no_missing_and_no_empty_value():

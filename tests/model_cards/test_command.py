@@ -1,6 +1,5 @@
-"""`tokenahead card`: what it measures, what it keeps of an earlier card, and what it refuses."""
+"""`tokenahead card`: which figures it shows, what it keeps of an earlier card, and what it refuses."""
 
-import dataclasses
 import json
 
 import pytest
@@ -27,17 +26,23 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_figures_of_every_way_are_measured_and_what_was_told_is_kept(folder, capsys):
-    prompts = folder.parent / "prompts.txt"
-    assert run("card", folder, "--measure", prompts, "--new-tokens", "8") == 0
+def test_figures_of_a_bench_are_shown_and_what_was_told_is_kept(folder, capsys, monkeypatch):
+    out = folder.parent / "bench"
+    words = ["--prompts", folder.parent / "prompts.txt", "--methods", "own", "--raw", "--new-tokens", "8"]
+    words = ["bench", "--model", folder, *words, "--decoding", "greedy", "T=1", "--output", out]
+    monkeypatch.setattr("sys.argv", ["tokenahead", *map(str, words)])
+    assert run(*words) == 0
+    capsys.readouterr()
+    assert run("card", folder, "--results", out / "results.json") == 0
     assert capsys.readouterr().out == f"wrote {folder / 'README.md'}\n"
     results, card = MeasuredResults.from_json(folder / "results.json"), ModelCard.load(folder / "README.md")
-    assert [row.name for row in results.results] == ["greedy", "sampled, T=0.7", "sampled, T=1"]
-    assert results.results[0].identical and results.results[0].new_tokens == 16
+    assert results == MeasuredResults.from_json(out / "results.json")
+    own = [row for row in results.results if row.method == "own"]
+    assert [row.name for row in own] == ["own, greedy", "own, sampled, T=1"] and own[0].identical
     figures = {entry.metric_name for entry in card.data.eval_results}
-    assert {f"Bytes per backbone call, {row.name}" for row in results.results} <= figures
-    command = "tokenahead card toy --measure prompts.txt --new-tokens 8"
-    for told in ("Novels.", "Slowly.", "learning_rate: 0.1", command):
+    assert {f"Bytes per backbone call, {row.name}" for row in own} <= figures
+    assert not any("plain" in name for name in figures)
+    for told in ("Novels.", "Slowly.", "learning_rate: 0.1", "tokenahead bench --model toy --prompts prompts.txt"):
         assert card.text.count(told) == 1
     assert (card.data.license, card.data.language, card.data.library_name) == ("mit", "en", "transformers")
     assert "mine" in card.data.tags and str(folder.parent) not in card.content
@@ -46,21 +51,10 @@ def test_figures_of_every_way_are_measured_and_what_was_told_is_kept(folder, cap
     assert ModelCard.load(folder / "README.md").content == before
 
 
-def test_a_drafter_is_measured_on_its_backbone(tmp_path):
-    backbone = llama(vocab_size=320)
-    backbone.save_pretrained(tmp_path / "base")
-    EvaByteTokenizer().save_pretrained(tmp_path / "base")
-    moved_heads(backbone).save_pretrained(tmp_path / "heads", remote_code=None)
-    (tmp_path / "prompts.jsonl").write_text('"abc"\n{"prompt": "def f(\\n"}\n')
-    with pytest.raises(ValueError, match="--backbone"):
-        make_card(CardRequest(str(tmp_path / "heads"), measure=tmp_path / "prompts.jsonl"))
-    asked = CardRequest(str(tmp_path / "heads"), tmp_path / "prompts.jsonl", str(tmp_path / "base"), new_tokens=6)
-    path = make_card(dataclasses.replace(asked, output=tmp_path / "out"))
-    rows = MeasuredResults.from_json(tmp_path / "out" / "results.json").results
-    assert rows[0].identical and rows[0].backbone_calls <= rows[0].new_tokens
-    card = ModelCard.load(path)
-    assert card.data.library_name == "tokenahead" and "--backbone base" in card.text
-    assert str(tmp_path) not in card.content
+def test_a_card_of_a_drafter_needs_no_backbone(tmp_path):
+    moved_heads(llama(vocab_size=320)).save_pretrained(tmp_path / "heads", remote_code=None)
+    card = ModelCard.load(make_card(CardRequest(str(tmp_path / "heads"), output=tmp_path / "out")))
+    assert card.data.library_name == "tokenahead" and str(tmp_path) not in card.content
     assert not (tmp_path / "heads" / "README.md").exists()
 
 
@@ -80,13 +74,10 @@ def test_prompts_that_are_none(tmp_path, name, text, told):
 
 
 def test_refusals_are_one_line(folder, tmp_path, capsys):
-    code, line = error_of(capsys, "card", folder, "--measure", tmp_path / "none.txt")
-    assert code == 1 and "none.txt: no such file of prompts" in line
+    code, line = error_of(capsys, "card", folder, "--results", tmp_path / "none.json")
+    assert code == 1 and "none.json" in line
     code, line = error_of(capsys, "card", "me/nowhere")
     assert code == 1 and "--output" in line
-    (tmp_path / "card.jinja").write_text("{{ colour }}")
-    code, line = error_of(capsys, "card", folder, "--template", tmp_path / "card.jinja")
-    assert code == 1 and "'colour' is undefined" in line
     own = (folder / "README.md").read_text() + "My own words.\n"
     (folder / "README.md").write_text(own)
     code, line = error_of(capsys, "card", folder)

@@ -88,11 +88,11 @@ def test_two_rows_of_one_name_are_refused(results, row):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda fields: fields.pop("command"), "MeasuredResults"),
-        (lambda fields: fields.update(speed=2), "MeasuredResults"),
-        (lambda fields: fields["results"][0].update(speed_up=9.0), "DecodingResult.*speed_up"),
-        (lambda fields: fields["results"].append(7), "DecodingResult.*7"),
-        (lambda fields: fields.update(results=3), "results=3"),
+        (lambda fields: fields.pop("command"), "command"),
+        (lambda fields: fields.update(speed=2), "'speed'"),
+        (lambda fields: fields["results"][0].update(speed_up=9.0), "speed_up"),
+        (lambda fields: fields["results"].append(7), "holds no results"),
+        (lambda fields: fields.update(results=3), "holds no results"),
     ],
 )
 def test_bad_file_is_named(results, tmp_path, edit, message):

@@ -9,8 +9,8 @@ import pytest
 from tests.every_model import llama
 from tests.internals import BoxMeasurement
 from tests.internals import cli_module as cli
-from tests.internals import completion_module as completion
 from tests.internals import demo_run as demo_module
+from tests.internals import loading_module as loading
 from tests.training.conftest import micro_config, small_model
 from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults
@@ -68,7 +68,7 @@ def test_version(capsys):
         (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
         (["generate", "--model", "m", "x", "--top-p", "1.1"], "--top-p: '1.1' must be"),
         (["dance"], "'dance'"),
-        ([], "{demo,generate,bench,card,train,evaluate,lm-eval}"),
+        ([], "{demo,generate,bench,card,train,lm-eval}"),
     ],
 )
 def test_wrong_arguments_are_named_in_one_line(capsys, arguments, named):
@@ -122,8 +122,8 @@ def test_a_hub_that_does_not_answer_is_named(capsys, monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("We couldn't connect to 'https://huggingface.co'")
 
-    monkeypatch.setattr(completion, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(completion.AutoConfig, "from_pretrained", unreachable)
+    monkeypatch.setattr(loading, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", unreachable)
     code, line = error_of(capsys, "generate", "--model", "some/thing", "x")
     assert code == 1 and line.endswith("the Hub did not give it: We couldn't connect to 'https://huggingface.co'")
 

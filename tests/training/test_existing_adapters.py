@@ -54,8 +54,7 @@ def test_adapters_that_are_there_go_on(fields, adapted, tmp_path):
         ("lora_rank", 8, "3"),
         ("lora_alpha", 6, "5"),
         ("lora_dropout", 0.1, "0.0"),
-        ("lora_targets", ["q_proj"], "q_proj, v_proj"),
-        ("lora_targets", "all-linear", "q_proj, v_proj"),
+        ("lora_targets", ["q_proj"], r"\['q_proj', 'v_proj'\]"),
     ],
 )
 def test_other_adapters_than_those_that_are_there(field, value, there, adapted, tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.internals import FeatureDataset, FeatureIndex
-from tests.internals import features_module as features
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
@@ -51,7 +50,7 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
         torch.manual_seed(0)
         drafter = DRAFTERS[name]()
         if cached:
-            data = cache_features(drafter, data, tmp_path / "f", tokens_per_shard=50, say=lambda text: None)
+            data = cache_features(drafter, data, tmp_path / "f", tokens_per_shard=50)
             assert len(data.index.shards) > 2
         trainer = trainer_for(drafter, tmp_path, data, max_steps=5, learning_rate=0.05, optim="sgd")
         if cached:
@@ -63,9 +62,8 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
 
 
 def test_rows_come_back_in_order_without_padding(tmp_path):
-    heads, said = DRAFTERS["layer"](), []
-    data = cache_features(heads, rows(), tmp_path, tokens_per_shard=60, say=said.append)
-    assert "2 states x 32 in float32" in said[0] and f"{data.index.num_bytes / 1e6:,.1f} MB" in said[0]
+    heads = DRAFTERS["layer"]()
+    data = cache_features(heads, rows(), tmp_path, tokens_per_shard=60)
     for found, row in zip(data, rows()):
         real = row["attention_mask"].bool()
         assert torch.equal(found["input_ids"], row["input_ids"][real]) and torch.equal(
@@ -75,8 +73,6 @@ def test_rows_come_back_in_order_without_padding(tmp_path):
         want = torch.stack([outputs.hidden_states[layer][0] for layer in heads.learning_layers], 1)
         torch.testing.assert_close(found["cached_states"], want, atol=1e-5, rtol=1e-5)
     assert len(data) == 12 and torch.equal(data[-1]["labels"], data[11]["labels"])
-    on_disk = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    assert data.index.num_bytes * 0.6 < on_disk < data.index.num_bytes + 4096 * len(data.index.shards)
 
 
 SCRIPT = """
@@ -113,17 +109,17 @@ def test_a_killed_writer_goes_on_with_the_next_shard(tmp_path):
     times = {shard["file"]: (folder / shard["file"]).stat().st_mtime_ns for shard in index.shards}
     torch.manual_seed(0)
     drafter = DRAFTERS["cp"]()
-    found = cache_features(drafter, rows(), folder, tokens_per_shard=30, say=lambda text: None)
+    found = cache_features(drafter, rows(), folder, tokens_per_shard=30)
     assert all((folder / file).stat().st_mtime_ns == time for file, time in times.items())
-    whole = cache_features(drafter, rows(), tmp_path / "whole", tokens_per_shard=30, say=lambda text: None)
+    whole = cache_features(drafter, rows(), tmp_path / "whole", tokens_per_shard=30)
     assert found.index == whole.index
     for one, other in zip(found, whole):
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_refusals(tmp_path, monkeypatch):
+def test_refusals(tmp_path):
     heads, data = DRAFTERS["cp"](), rows()
-    cache_features(heads, data, tmp_path / "f", say=lambda text: None)
+    cache_features(heads, data, tmp_path / "f")
     with pytest.raises(ValueError, match="another data set"):
         cache_features(heads, data[:5], tmp_path / "f")
     with pytest.raises(ValueError, match="other layers"):
@@ -138,15 +134,6 @@ def test_refusals(tmp_path, monkeypatch):
         cache_features(heads, [], tmp_path / "g")
     with pytest.raises(FileNotFoundError, match="holds no features"):
         FeatureDataset(tmp_path / "g")
-    usage = features.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(OSError, match="1,000.*free"):
-        cache_features(heads, data, tmp_path / "h", say=lambda text: None)
-    assert not (tmp_path / "h").exists()
-    shard = next((tmp_path / "f").glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="is damaged"):
-        FeatureDataset(tmp_path / "f", check=True)
     with pytest.raises(ValueError, match="needs.*2"):
         DRAFTERS["layer"]()(
             data[0]["input_ids"][None], labels=data[0]["labels"][None], cached_states=torch.zeros(1, 20, 1, 32)

@@ -1,1 +1,1 @@
-"""What the commands `train` and `evaluate` do: their settings, their data, models and run directories."""
+"""What the commands do: their settings, their data, models and run directories."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,15 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from ... import __version__
-from ..byte_text import is_byte_level
 from ..evaluation.bench import LINES, Bench, Protocol
 from ..evaluation.decoding import DecodingMode
-from ..evaluation.methods import load_model, methods_of
+from ..evaluation.methods import methods_of
 from ..evaluation.prompts import Prompt, Writer, read_prompts
 from ..evaluation.summary import largest_error, results_of
 from ..evaluation.table import explanation, recommendation, tables
+from ..loading import load_model, unit_of
+from ..requests import BenchRequest
 from ..results import MeasuredResults, environment, hardware
-from ..utils import replace_picture, replace_text
+from ..utils import replace_picture, replace_text, without_directories
 from .figures import bench_figure, frontier_figure
 
 RESULTS, SETTINGS = "results.json", "settings.json"
@@ -30,42 +31,15 @@ RESULTS, SETTINGS = "results.json", "settings.json"
 BENCH_FIGURE, FRONTIER_FIGURE = "bench.png", "frontier.png"
 
 
-@dataclass(frozen=True)
-class BenchRequest:
-    """Options of `tokenahead bench`, whose help says what each is."""
+_SETTINGS = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "force_length"
+"""Options that must be the same where a run goes on."""
 
-    model: str
-    prompts: Path
-    methods: list[str]
-    output: Path
-    decoding: list[str]
-    batch_size: list[int]
-    new_tokens: int = 128
-    per_category: int | None = None
-    seconds: float | None = None
-    dtype: str = "auto"
-    device: str = "cpu"
-    threads: int | None = None
-    seed: int = 0
-    raw: bool = False
-    force_length: bool = False
-    skip_broken: bool = False
-    no_expected: bool = False
-    recommend: bool = False
 
-    @property
-    def settings(self) -> dict[str, object]:
-        """What must be the same where a run goes on."""
-        digest = hashlib.sha256(self.prompts.read_bytes()).hexdigest()[:16]
-        names = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "force_length"
-        return {name: vars(self)[name] for name in names} | {"prompts": digest, "version": __version__}
-
-    @property
-    def protocol(self) -> Protocol:
-        """How much is measured, and how."""
-        modes = [DecodingMode.named(words) for words in self.decoding]
-        limits = self.new_tokens, self.force_length, self.per_category, self.seconds, self.seed
-        return Protocol(modes, self.batch_size, *limits, expects=not self.no_expected)
+def protocol_of(request: BenchRequest) -> Protocol:
+    """Return how much is measured, and how."""
+    modes = [DecodingMode.named(words) for words in request.decoding]
+    limits = request.new_tokens, request.force_length, request.per_category, request.seconds, request.seed
+    return Protocol(modes, request.batch_size, *limits, expects=not request.no_expected)
 
 
 def run_bench(request: BenchRequest, console: Console | None = None) -> MeasuredResults:
@@ -80,7 +54,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     console = console or Console(highlight=False)
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    protocol = request.protocol
+    protocol = protocol_of(request)
     prompts, broken = read_prompts(request.prompts, request.skip_broken)
     _claim(request)
     logging.set_verbosity_error()
@@ -115,7 +89,8 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
 def _claim(request: BenchRequest) -> None:
     """Write the settings into the directory, or refuse one that other settings were measured into."""
     file = request.output / SETTINGS
-    now = request.settings
+    digest = hashlib.sha256(request.prompts.read_bytes()).hexdigest()[:16]
+    now = {name: vars(request)[name] for name in _SETTINGS} | {"prompts": digest, "version": __version__}
     if file.is_file():
         earlier = json.loads(file.read_text(encoding="utf-8"))
         for name in now:
@@ -147,9 +122,9 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
         f"{', none ended earlier' * request.force_length}",
         hardware=hardware() if model.device.type == "cpu" else torch.cuda.get_device_name(),
         dtype=str(model.dtype).removeprefix("torch."),
-        command=" ".join(["tokenahead", *sys.argv[1:]]),
+        command=" ".join(["tokenahead", *map(_shown, sys.argv[1:])]),
         library_version=__version__,
-        unit="byte" if is_byte_level(writer.tokenizer) else "token",
+        unit=unit_of(writer.tokenizer),
         extra={
             "Model": Path(request.model).name,
             "Chat template": writer.template,
@@ -158,6 +133,11 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
         environment=environment(),
         not_measured=many | refused,
     )
+
+
+def _shown(word: str) -> str:
+    """Return an argument with names in place of paths of this machine, which no card may show."""
+    return "".join(part and without_directories(part) for part in re.split("([=:?])", word))
 
 
 def show(console: Console, measured: MeasuredResults) -> None:

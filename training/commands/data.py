@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,12 @@ with needs_extra("train", "reading data"):
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
     from pyarrow import ArrowException
     from trl import get_dataset
-    from trl.data_utils import maybe_convert_to_chatml
 
 if TYPE_CHECKING:
     Data = Dataset | IterableDataset
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
+_IDS = ("input_ids", "labels")
 _COLUMNS = (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
 """The columns that training reads, in the order in which TRL looks for them; then `dataset_text_field`."""
 _LONGEST = 300  # letters of the message of a reader of files
@@ -51,7 +52,7 @@ def load_data(
         By `"train"` and `"eval"`.
 
     Raises:
-        ValueError: No data, no such split, an empty one, columns that are missing, or chats without assistant turns.
+        ValueError: No data, no such split, an empty one, columns that are missing, or ids that the model does not have.
             What a stream holds after its first rows is refused where it is read.
         FileNotFoundError: A path that does not exist.
     """
@@ -75,7 +76,7 @@ def _loaded(settings: Settings) -> Any:
         settings.mixture.streaming |= settings.data.dataset_streaming
         size, settings.mixture.test_split_size = settings.mixture.test_split_size, None
         try:
-            with _readable(_source(settings)):
+            with readable(_source(settings)):
                 return get_dataset(settings.mixture)
         finally:
             settings.mixture.test_split_size = size
@@ -89,7 +90,7 @@ def _loaded(settings: Settings) -> Any:
             raise ValueError(f"dataset_name={name} is empty")
         if path.suffix not in _BUILDERS:
             raise ValueError(f"dataset_name={name}: {path.suffix!r} is none of {', '.join(_BUILDERS)}")
-        with _readable(name):
+        with readable(name):
             return load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, **options)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return load_from_disk(name)
@@ -98,7 +99,7 @@ def _loaded(settings: Settings) -> Any:
     if not path.is_dir() and (name.startswith((".", "/", "~")) or path.suffix in _BUILDERS):
         raise FileNotFoundError(f"dataset_name={name}: no such file or directory")
     try:
-        with _readable(name):
+        with readable(name):
             return load_dataset(name, settings.data.dataset_config, **options)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
@@ -107,7 +108,7 @@ def _loaded(settings: Settings) -> Any:
 
 
 @contextmanager
-def _readable(name: str) -> Iterator[None]:
+def readable(name: str) -> Iterator[None]:
     """Name the data that a reader of files failed at, and the reason."""
     try:
         yield
@@ -140,120 +141,52 @@ def _divided(rows: Data, size: float, seed: int) -> dict[str, Dataset]:
 
 
 def _checked(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Data:
-    """Refuse rows that nothing can be learned from; those of a stream as they come, after the first one."""
-    with _readable(_source(settings)):  # a stream is read from here on
+    """Refuse data without rows, columns that training reads, or a chat template, and ids that the model does not have.
+
+    What a row of text or of a chat holds is left to TRL.
+    """
+    with readable(_source(settings)):  # a stream is read from here on
         first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"the {name} data are empty: {_source(settings)} has no rows")
-    check = _RowCheck(name, settings.training.dataset_text_field, vocab_size)
-    columns = check.columns_of(first)
-    if not columns:
+    text = settings.training.dataset_text_field
+    columns = next((names for names in (*_COLUMNS, (text,)) if first.keys() >= {*names}), None)
+    if columns is None:
         raise ValueError(
-            f"the {name} data have the columns {', '.join(first)}; needed are {check.text!r} (dataset_text_field), "
+            f"the {name} data have the columns {', '.join(first)}; needed are {text!r} (dataset_text_field), "
             "'messages' or 'conversations' (chats), 'prompt' and 'completion', or 'input_ids'"
         )
     has_template = tokenizer.chat_template is not None or settings.training.chat_template_path is not None
     if columns[0] in ("messages", "conversations") and not has_template:
         raise ValueError(f"the {name} data are chats, but the tokenizer has no chat template: set chat_template_path")
-    check(first, "row 0")
+    if columns != ("input_ids",):
+        return rows
+    check = partial(_check_ids, name, vocab_size)
     if isinstance(rows, IterableDataset):
         return rows.map(check, features=rows.features)
-    chosen = rows.select_columns(columns)
-    for number, row in enumerate(chosen.with_format("numpy") if "input_ids" in columns else chosen):
-        check(dict(row), f"row {number}")
+    for row in rows.select_columns([each for each in _IDS if each in first]).with_format("numpy"):
+        check(dict(row))
     return rows
 
 
-class _RowCheck:
-    """Refuses rows that training cannot read.
-
-    Args:
-        name: Name of the data in messages.
-        text: The column of plain text.
-        vocab_size: Ids that the model has.
-    """
-
-    def __init__(self, name: str, text: str, vocab_size: int) -> None:
-        self.name, self.text, self.vocab_size = name, text, vocab_size
-
-    def columns_of(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the columns of a row that training reads."""
-        found = next((names for names in (*_COLUMNS, (self.text,)) if row.keys() >= {*names}), ())
-        return [*found, *(["labels"] if found == ("input_ids",) and "labels" in row else [])]
-
-    def __call__(self, row: Mapping[str, Any], which: str = "a row") -> Mapping[str, Any]:
-        columns = self.columns_of(row)
-        for column in columns:
-            holds, wanted = _KINDS.get(column, (_is_text, "text"))
-            if not holds(row[column]):
-                raise ValueError(
-                    f"{column!r} of the {self.name} data must hold {wanted}, and {which} has {row[column]!r:.40}"
-                )
-        which = f"{which} of the {self.name} data"
-        if "input_ids" in columns:
-            self._check_ids({column: np.asarray(row[column]) for column in columns}, which)
-        elif not any(_is_text(row[column]) for column in columns):
-            _check_chat({column: row[column] for column in columns}, which)
-        return row
-
-    def _check_ids(self, found: dict[str, np.ndarray], which: str) -> None:
-        for column, ids in found.items():
-            wrong = ids[((ids < 0) | (ids >= self.vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
-            if len(wrong):
-                raise ValueError(
-                    f"{column} of the {self.name} data hold {wrong[0]}; the model has ids from 0 to "
-                    f"{self.vocab_size - 1}"
-                )
-        lengths = {column: len(ids) for column, ids in found.items()}
-        if len({*lengths.values()}) > 1:
+def _check_ids(name: str, vocab_size: int, row: dict[str, Any]) -> dict[str, Any]:
+    """Refuse ids that are none, and labels that are not as many as ids; return the row."""
+    found = {column: np.asarray(row[column]) for column in _IDS if column in row}
+    for column, ids in found.items():
+        if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+            raise ValueError(f"{column!r} of the {name} data must hold lists of whole numbers, not {row[column]!r:.40}")
+        wrong = ids[((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
+        if len(wrong):
             raise ValueError(
-                f"{which} has {lengths['input_ids']} input_ids and {lengths['labels']} labels: every id needs one, "
-                f"{IGNORE} where nothing is scored"
+                f"{column} of the {name} data hold {wrong[0]}; the model has ids from 0 to {vocab_size - 1}"
             )
-
-
-def _check_chat(row: dict[str, Any], which: str) -> None:
-    """Refuse turns without text, and a chat without an assistant's turn; a completion is one whatever its role."""
-    is_chat = "completion" not in row
-    turns = maybe_convert_to_chatml(row).get("messages") or [] if is_chat else [*row["prompt"], *row["completion"]]
-    for index, turn in enumerate(turns):
-        content = turn.get("content")
-        if content is None and not turn.get("tool_calls"):
-            raise ValueError(f"{which}: turn {index} has no 'content'")
-        if not isinstance(content, str | None):
-            raise ValueError(f"{which}: the 'content' of turn {index} must be text, not {content!r:.40}")
-    if is_chat and not any(turn.get("role") == "assistant" for turn in turns):
-        roles = ", ".join(str(turn.get("role")) for turn in turns) or "none"
-        raise ValueError(f"{which} has no assistant turn (roles: {roles}); leave it out")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
-
-
-def _is_ids(value: Any) -> bool:
-    ids = np.asarray(value)
-    return ids.ndim == 1 and (not len(ids) or ids.dtype.kind in "iu")
-
-
-def _is_text_or_chat(value: Any) -> bool:
-    return _is_text(value) or _is_chat(value)
-
-
-_TURNS, _IDS = "a list of turns, such as {'role': 'user', 'content': 'hi'}", "a list of whole numbers"
-_KINDS = {
-    "input_ids": (_is_ids, _IDS),
-    "labels": (_is_ids, _IDS),
-    "messages": (_is_chat, _TURNS),
-    "conversations": (_is_chat, _TURNS),
-    "prompt": (_is_text_or_chat, "text or a list of turns"),
-    "completion": (_is_text_or_chat, "text or a list of turns"),
-}
-"""By column: whether a value is of its kind, and what that is."""
+    lengths = [len(ids) for ids in found.values()]
+    if len({*lengths}) > 1:
+        raise ValueError(
+            f"a row of the {name} data has {lengths[0]} input_ids and {lengths[1]} labels: every id needs one, "
+            f"{IGNORE} where nothing is scored"
+        )
+    return row
 
 
 def _source(settings: Settings) -> str:

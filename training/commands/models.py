@@ -25,9 +25,18 @@ from ...configuration.eagle import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
-from ..checkpoints import base_of, has_adapters, named_base, put_adapters, tokenizer_source, trained_backbone
-from ..completion import DRAFTERS, causal_class, load_config
 from ..features import STATES, FeatureDataset, cache_features
+from ..loading import (
+    DRAFTERS,
+    base_of,
+    causal_class,
+    has_adapters,
+    load_config,
+    named_base,
+    put_adapters,
+    tokenizer_source,
+    trained_backbone,
+)
 from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
 from ..utils import needs_extra

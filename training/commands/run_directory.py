@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,7 +18,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
 from ...modeling.heads.joint import BACKBONE
-from ..checkpoints import fault_of, has_adapters, holds_model, last_whole_checkpoint, write_checksums
+from ..checkpoints import fault_of, last_whole_checkpoint, write_checksums
+from ..loading import has_adapters, holds_model
+from ..results import environment
 from ..utils import needs_extra, replace_text
 from .settings import Settings
 
@@ -44,20 +43,13 @@ def describe_run(settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
     versions = {name: metadata.version(name) for name in _PACKAGES}
     return {
         "command": " ".join(["tokenahead", *_without_tokens(sys.argv[1:])]),
-        "versions": {"tokenahead": __version__, "python": platform.python_version(), **versions},
+        "versions": {"tokenahead": __version__, **versions},
         "git": git_state(),
         "seeds": {"seed": training.seed, "data_seed": training.data_seed},
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), **_devices()},
+        "machine": environment() | {"device": str(training.device)},
         "processes": training.world_size,
-        "threads": torch.get_num_threads(),
         "model": facts,
     }
-
-
-def _devices() -> dict[str, Any]:
-    if not torch.cuda.is_available():
-        return {}
-    return {"gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]}
 
 
 def git_state(folder: str | Path = ".") -> dict[str, Any] | None:
@@ -194,7 +186,7 @@ def write_metrics(folder: Path, history: list[dict[str, float]]) -> None:
     replace_text(folder / METRICS, json.dumps(history, indent=1) + "\n")
 
 
-def checkpoint_to_resume(folder: Path, given: str | None, facts: dict[str, Any]) -> str | None:
+def checkpoint_to_resume(folder: Path, given: str | None) -> str | None:
     """Return the checkpoint that a run continues from."""
     if given is None or str(given).lower() in ("false", "none"):
         if folder.is_dir() and (last := get_last_checkpoint(str(folder))):
@@ -210,28 +202,4 @@ def checkpoint_to_resume(folder: Path, given: str | None, facts: dict[str, Any])
         raise FileNotFoundError(f"resume_from_checkpoint={chosen}: no such directory")
     if fault := fault_of(Path(chosen)):
         raise ValueError(f"resume_from_checkpoint={chosen}: {fault}; choose another checkpoint, or true for the last")
-    _check_same_model(Path(chosen), facts)
     return chosen
-
-
-def _check_same_model(checkpoint: Path, facts: dict[str, Any]) -> None:
-    run = checkpoint.parent / RUN
-    if not run.is_file():
-        return
-    earlier = json.loads(run.read_text(encoding="utf-8"))["model"]
-    for name, value in json.loads(json.dumps(facts, default=str)).items():
-        if earlier.get(name) != value:
-            raise ValueError(
-                f"resume_from_checkpoint={checkpoint}: that run had {name}={earlier.get(name)!r}, this one {value!r}"
-            )
-
-
-def check_space(folder: Path, checkpoint_bytes: int, kept: int) -> None:
-    """Refuse a disk that is too small for the checkpoints."""
-    folder.mkdir(parents=True, exist_ok=True)
-    needed, free = checkpoint_bytes * kept, shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            f"output_dir={folder} has {free / 1e9:.2f} GB left; {kept} checkpoints of {checkpoint_bytes / 1e9:.2f} GB "
-            "do not fit: choose another directory, or set save_total_limit or save_only_model"
-        )

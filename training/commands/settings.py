@@ -119,26 +119,12 @@ class TrainConfig(SFTConfig):
         _check_least(
             self, 1, "gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"
         )
-        if self.max_steps == 0:
-            raise ValueError("max_steps=0 must be at least 1, or -1 for num_train_epochs")
-        if self.max_steps < 0 and self.num_train_epochs <= 0:
-            raise ValueError(f"num_train_epochs={self.num_train_epochs} must be above 0")
         if self.optim_args and not all("=" in part for part in self.optim_args.split(",")):
             raise ValueError(f"optim_args={self.optim_args!r} must be name=value, or several with commas")
         super().__post_init__()
         known, installed = set(INTEGRATION_TO_CALLBACK), {*get_available_reporting_integrations()}
         if absent := [name for name in self.report_to or () if name in known - installed]:
             raise ValueError(f"report_to={absent[0]!r} needs a package that is not installed: pip install {absent[0]}")
-
-
-@dataclass
-class EvaluationArguments:
-    """What `tokenahead evaluate` measures; the help of every field says what it is."""
-
-    rows: int = _setting(256, "Held-out rows whose drafts are verified along the text.")
-
-    def __post_init__(self) -> None:
-        _check_least(self, 1, "rows")
 
 
 @dataclass(frozen=True)
@@ -152,8 +138,7 @@ class Settings:
         model: The backbone, and adapters of PEFT.
         drafter: What is trained.
         given: The YAML file and the flags, as the user wrote them.
-        extra: Settings of this command alone.
-        adapters: Directory of adapters of PEFT that are put on the backbone, for what is measured.
+        adapters: Directory of adapters of PEFT that are put on the backbone.
     """
 
     data: ScriptArguments
@@ -162,7 +147,6 @@ class Settings:
     model: ModelConfig
     drafter: DrafterArguments
     given: dict[str, Any]
-    extra: Any = None
     adapters: str | None = None
 
     @property
@@ -172,7 +156,6 @@ class Settings:
 
 
 _KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
-_OF_COMMANDS = (EvaluationArguments,)
 _TYPES: dict[str, Any] = {
     "acceptance": dict | str | bool | None,
     "dtype": Any,  # `_check_model` has a list of its own
@@ -184,10 +167,6 @@ _TYPES: dict[str, Any] = {
     "parallelism_config": type(None),  # an object of accelerate, which no file holds
 }
 """Types that replace annotations of TRL that say less, or more, than a file may hold."""
-_USAGE = {
-    "train": "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]",
-    "evaluate": "tokenahead evaluate MODEL DATA [--FIELD VALUE ...], or CONFIG.yaml in place of both",
-}
 
 
 class _Parser(HfArgumentParser):
@@ -202,13 +181,11 @@ class _Parser(HfArgumentParser):
         raise ValueError(message)
 
 
-def read_settings(argv: Sequence[str], command: str, extra: type | None = None) -> Settings:
+def read_settings(argv: Sequence[str]) -> Settings:
     """Read `CONFIG.yaml` and the flags after it, which override it.
 
     Args:
         argv: Arguments of the command.
-        command: Its name, for `--help`.
-        extra: Dataclass of further settings, which a file for training may hold, too.
 
     Raises:
         ValueError: A file that is no YAML mapping, an unknown key or flag, a value that does not fit its field, or
@@ -216,15 +193,15 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
         OSError: No such file.
         SystemExit: After `--help`.
     """
-    flags, kinds = list(argv), [*_KINDS, *([extra] if extra else [])]
-    parser = _Parser(kinds, prog=f"tokenahead {command}", usage=_USAGE[command], allow_abbrev=False)
+    flags, usage = list(argv), "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]"
+    parser = _Parser(_KINDS, prog="tokenahead train", usage=usage, allow_abbrev=False)
     given: dict[str, Any] = {"flags": flags}
     if flags[:1] == ["--config"]:  # as TRL has it
         flags = flags[1:]
     if flags and not flags[0].startswith("-"):
         path, flags = flags[0], flags[1:]
         given["file"] = _mapping(path)
-        parser.set_defaults(**_values(path, given["file"], kinds))
+        parser.set_defaults(**_values(path, given["file"]))
     try:
         *parts, rest = parser.parse_args_into_dataclasses(
             flags, return_remaining_strings=True, look_for_args_file=False
@@ -232,8 +209,8 @@ def read_settings(argv: Sequence[str], command: str, extra: type | None = None) 
     except (TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
     if rest:
-        raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead {command} --help")
-    settings = Settings(*parts[: len(_KINDS)], given=given, extra=parts[len(_KINDS)] if extra else None)
+        raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead train --help")
+    settings = Settings(*parts, given=given)
     _check_settings(settings)
     return settings
 
@@ -261,10 +238,9 @@ def _mapping(path: str) -> dict[str, Any]:
     return values
 
 
-def _values(path: str, given: dict[str, Any], kinds: Sequence[type]) -> dict[str, Any]:
-    """Return the typed values of a file for one command; one file may serve all commands."""
-    every = (*_KINDS, *_OF_COMMANDS)
-    known = {entry.name for kind in every for entry in fields(kind) if entry.init} | {"env"}
+def _values(path: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the typed values of a file."""
+    known = {entry.name for kind in _KINDS for entry in fields(kind) if entry.init} | {"env"}
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(str(name), sorted(known), n=1)
@@ -274,8 +250,8 @@ def _values(path: str, given: dict[str, Any], kinds: Sequence[type]) -> dict[str
     if not isinstance(environment, dict):
         raise ValueError(f"{path}: env={environment!r} must be a mapping of environment variables")
     os.environ.update({name: str(value) for name, value in environment.items()})
-    values = {kind: typed_fields(path, given, kind, _TYPES) for kind in every}
-    return {name: value for kind in kinds for name, value in values[kind].items()}
+    typed_values = (typed_fields(path, given, kind, _TYPES) for kind in _KINDS)
+    return {name: value for part in typed_values for name, value in part.items()}
 
 
 def _check_least(arguments: object, least: int, *names: str) -> None:

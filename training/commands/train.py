@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from ..trainer_base import BaseTrainer
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra
 from .data import load_data
-from .figures import draw_learning
 from .models import (
     Trainee,
     build,
@@ -41,7 +39,6 @@ from .run_directory import (
     RunWriter,
     check_nothing_is_lost,
     check_own_folder,
-    check_space,
     checkpoint_to_resume,
     nothing_left_of_a_refusal,
     write_metrics,
@@ -51,15 +48,15 @@ from .settings import Settings, read_settings
 from .typed import typed_options
 
 with needs_extra("train", "tokenahead train"):
+    from jinja2 import TemplateError
     from trl import get_peft_config
 
-_STATES_OF_ADAM = 2
 _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 when the training is complete."""
-    settings = read_settings(argv, "train")
+    settings = read_settings(argv)
     train(settings)
     if torch.distributed.is_initialized():
         # Threads of a process group that is left to the destructors at exit may abort a process whose work is done,
@@ -70,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """Train what the settings say, and write model, log, figure and the facts of the run to `output_dir`.
+    """Train what the settings say, and write model, log and the facts of the run to `output_dir`.
 
     Returns:
         The trainer, after its training.
@@ -91,14 +88,13 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
     trainee = build(settings)
     note_backbone(trainee, asked, settings)
     facts = facts_of(trainee, settings)
-    resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint, facts)
+    resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint)
     if resumed is None:
         check_nothing_is_lost(folder, asked)
     _check_before_text(settings, trainee)
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(folder, asked, facts)])
     check_best_metric(trainer)
-    check_space(folder, checkpoint_bytes(trainer), _kept(settings, trainer))
     pushes = settings.training.push_to_hub
     if pushes:  # what no card may show is said before the first step
         trainer.create_model_card(dataset=_data_of(asked))
@@ -110,15 +106,14 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
         else:
             keep_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
-        with _no_push(settings):
-            trainer.save_model()
+        settings.training.push_to_hub = False  # the push comes once, at the end
+        trainer.save_model()
     finally:
         progress = trainer.pop_callback(ProgressCallback)
         if isinstance(progress, ProgressCallback) and progress.training_bar is not None:
             progress.training_bar.close()  # so that an error gets a line of its own
         if trainer.is_world_process_zero() and trainer.state.log_history:
             write_metrics(folder, trainer.state.log_history)
-            draw_learning(trainer.state.log_history, folder)
     if pushes:
         trainer.push_to_hub(dataset_name=_data_of(asked))
     return trainer
@@ -145,17 +140,6 @@ def _take_over(trainer: Trainer, checkpoint: str) -> None:
     trainer._load_from_checkpoint(best_or_last(checkpoint, trainer.args.load_best_model_at_end))
 
 
-@contextmanager
-def _no_push(settings: Settings) -> Iterator[None]:
-    """Let `save_model` save alone: the push comes once, with the log and its figure."""
-    training = settings.training
-    asked, training.push_to_hub = training.push_to_hub, False
-    try:
-        yield
-    finally:
-        training.push_to_hub = asked
-
-
 def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
     """Return the trainer of a run, with its data and callbacks."""
     training = settings.training
@@ -172,9 +156,17 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     if is_parallel(trainee.model):
         if settings.drafter.strategy:
             raise ValueError(f"strategy={settings.drafter.strategy}: a PTPForCausalLM has loss_options instead")
-        return PTPSFTTrainer(trainee.model, training, options=ptp_options(settings.drafter), **given)
-    strategy = None if settings.model.use_peft else settings.drafter.training_strategy()
-    return MTPSFTTrainer(trainee.model, training, strategy=strategy, **given)
+        kind, own = PTPSFTTrainer, {"options": ptp_options(settings.drafter)}
+    else:
+        kind = MTPSFTTrainer
+        own = {"strategy": None if settings.model.use_peft else settings.drafter.training_strategy()}
+    try:
+        return kind(trainee.model, training, **own, **given)
+    except (TypeError, KeyError, AttributeError, TemplateError) as error:  # of a row that TRL cannot prepare
+        raise ValueError(
+            f"dataset_name={settings.data.dataset_name}: could not be prepared: {error} (texts must be text, turns of "
+            "chats have a 'role' and a 'content')"
+        ) from error
 
 
 def _callbacks(settings: Settings, with_evaluation: bool) -> list[TrainerCallback]:
@@ -192,7 +184,7 @@ def _callbacks(settings: Settings, with_evaluation: bool) -> list[TrainerCallbac
 
 
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
-    """Return what a run that is resumed must agree with."""
+    """Return what `run.json` says of a model."""
     model = trainee.model
     config = model.config
     head = config.mtp_head if isinstance(config, EvaByteConfig) else config
@@ -206,23 +198,6 @@ def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
         "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
         "parameters": model.num_parameters(),
     }
-
-
-def checkpoint_bytes(trainer: Trainer) -> int:
-    """Return about how many bytes a checkpoint has: the saved tensors, and two numbers of Adam per trained one."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    sizes = [(p.numel(), p.element_size(), p.requires_grad) for p in model.parameters()]
-    saved = sum(count * size for count, size, _ in sizes)
-    states = 0 if trainer.args.save_only_model else sum(count for count, _, learns in sizes if learns)
-    return saved + _STATES_OF_ADAM * 4 * states
-
-
-def _kept(settings: Settings, trainer: Trainer) -> int:
-    """Return how many checkpoints lie on the disk at a time, with the one being written and the final model."""
-    if settings.training.save_strategy == "no":
-        return 1
-    limit = settings.training.save_total_limit
-    return 2 if limit is None else limit + 2
 
 
 def check_best_metric(trainer: Trainer) -> None:

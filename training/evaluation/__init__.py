@@ -3,25 +3,24 @@
 from ..utils import lazy_names
 
 _HOMES = {
-    "Comparison": "summary",
-    "Completion": "summary",
+    "Bench": "bench",
     "DecodingMode": "decoding",
     "DraftMeasures": "drafts",
     "ExpectedCalls": "expected",
     "GREEDY": "decoding",
     "MODES": "decoding",
-    "Measurement": "summary",
-    "compare_decoding": "summary",
-    "drafted_flags": "decoding",
+    "Prompt": "prompts",
+    "Protocol": "bench",
+    "Writer": "prompts",
+    "completions_of": "summary",
+    "drafting_method": "methods",
     "environment": ".results",
     "hardware": ".results",
+    "plain_method": "methods",
     "rank_accuracies": "drafts",
     "repeated_share": "decoding",
+    "results_of": "summary",
     "sampled": "decoding",
 }
 __all__ = list(_HOMES)
-__getattr__ = lazy_names(__name__, _HOMES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

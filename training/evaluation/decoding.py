@@ -169,9 +169,12 @@ class Run:
         return sum(map(repeated_share, self.ids)) / max(1, len(self.ids))
 
 
-def decode(method: Method, batch: dict[str, torch.Tensor], mode: DecodingMode, new_tokens: int, seed: int) -> Run:
-    """Return what a method writes after a batch of prompts, and what it takes."""
-    torch.manual_seed(seed)
+def decode(
+    method: Method, batch: dict[str, torch.Tensor], mode: DecodingMode, new_tokens: int, seed: int | None = None
+) -> Run:
+    """Return what a method writes after a batch of prompts, and what it takes; None leaves the generator as it is."""
+    if seed is not None:
+        torch.manual_seed(seed)
     with _Clock(method.model) as clock:
         output = method.generate(**batch, **mode.options, max_new_tokens=new_tokens)
     texts = output.sequences[:, batch["input_ids"].shape[1] :].tolist()

@@ -216,15 +216,13 @@ class DraftMeasures:
     Attributes:
         temperature: Of the target and the drafter; 0: greedy.
         length: m, tokens per draft; None: `usual_drafts`.
-        depths: Draft positions with sums; None: those of a draft.
-        sums: By name, [depths] float64: `loss` and `top_k` of the drafter, `backbone_loss` of its target.
-        counts: [depths] float64, positions whose first j drafted tokens are all targets.
+        sums: By name, [m] float64: `loss` and `top_k` of the drafter, `backbone_loss` of its target.
+        counts: [m] float64, positions whose first j drafted tokens are all targets.
         calls: By the rule of verification; sampled drafts have both rules.
     """
 
     temperature: float = 1.0
     length: int | None = None
-    depths: int | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     counts: torch.Tensor | None = None
     calls: dict[str, ExpectedCalls] = field(default_factory=dict)
@@ -237,12 +235,12 @@ class DraftMeasures:
         accepted: dict[str, torch.Tensor] = {}
         model.eval()
         try:
-            for probs in drafted_probs(model, batch, self.depths or self.length):
+            for probs in drafted_probs(model, batch, self.length):
                 self._add_positions(probs)
                 at = probs.rows.cpu(), probs.columns.cpu()
                 places[at] = True
-                drafted = [part[:, : self.length] for part in (probs.draft, probs.target, probs.tokens)]
                 for rule in rules:
+                    drafted = probs.draft, probs.target, probs.tokens
                     found = acceptance_along(*drafted, self.temperature, rule).cpu()
                     whole = accepted.setdefault(rule, found.new_zeros(*places.shape, found.shape[-1]))
                     whole[at] = found
@@ -276,7 +274,7 @@ class DraftMeasures:
             return self
         everyone: list[Any] = [None] * accelerator.num_processes
         torch.distributed.all_gather_object(everyone, (self.sums, self.counts, self.calls))
-        total = DraftMeasures(self.temperature, self.length, self.depths)
+        total = DraftMeasures(self.temperature, self.length)
         for sums, counts, calls in everyone:
             if counts is not None:
                 total.counts = counts if total.counts is None else total.counts + counts

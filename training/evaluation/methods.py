@@ -9,35 +9,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafters.assistant import AssistantDrafter
 from ...generation.drafters.ngram import NgramDrafter
 from ...modeling import EagleHead, MTPHeads, PTPStudent
-from ..checkpoints import adapters_for, base_of, has_adapters, put_adapters, tokenizer_source
-from ..completion import causal_class, load_config
+from ..loading import load_drafter
 from .bench import PLAIN
 from .decoding import Method
 
 _SPEC = re.compile(r"(?:(?P<name>[^=:?]+)=)?(?P<kind>(?:transformers:)?\w+)(?::(?P<source>[^?]+))?(?:\?(?P<query>.*))?")
 _LOOKED_UP = 10  # tokens of a draft of transformers' prompt lookup
-
-
-def load_model(source: str, dtype: str, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a causal language model with what its directory brings along, and its tokenizer.
-
-    Raises:
-        FileNotFoundError: No such directory.
-        OSError: What the Hub cannot give.
-        ValueError: No causal language model.
-    """
-    base = base_of(source) if has_adapters(source) else source
-    config = load_config(base, "--model")
-    model = causal_class(config).from_pretrained(base, config=config, dtype=dtype)
-    if base != source:
-        put_adapters(model, source)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(base))
 
 
 def plain_method(model: Any) -> Method:
@@ -117,13 +100,8 @@ def _assistant(name: str, model: Any, source: str, options: dict[str, Any]) -> M
 
 def _trained(kind: Any) -> Callable[..., Method]:
     def load(name: str, model: Any, source: str, options: dict[str, Any]) -> Method:
-        config = load_config(source, "--methods")
-        if not isinstance(config, kind.config_class):
-            raise ValueError(f"{source} holds a model of type {config.model_type!r} and no {kind.__name__}")
-        if (adapters := adapters_for(source, str(model.name_or_path), "--model")) is not None:
-            raise ValueError(f"{source} learned beside adapters of the backbone: name {adapters} as --model")
-        drafter: Any = AutoModel.from_pretrained(source, config=config, dtype=model.dtype).to(model.device)
-        return drafting_method(name, model, drafter.eval().attach(model), **options)
+        drafter = load_drafter(source, model, "--methods", kind.config_class, shared=True)
+        return drafting_method(name, model, drafter, **options)
 
     return load
 

@@ -93,12 +93,3 @@ def block_error(model: Any, prompt: torch.Tensor, text: torch.Tensor, batch_size
 def is_near_tie(difference: dict[str, Any], error: float) -> bool:
     """Return whether rounding of that error explains a difference."""
     return difference["gap"] is not None and difference["gap"] <= 2 * error
-
-
-def in_words(difference: dict[str, Any], error: float) -> str:
-    """Return a difference for a person."""
-    if difference["gap"] is None:
-        return f"one ended after {difference['index']} tokens, the other continued"
-    where = f"token {difference['index'] + 1} is {difference['got']} and not {difference['expected']}"
-    kind = "a near-tie" if is_near_tie(difference, error) else "no near-tie"
-    return f"{where}, whose logits are {difference['gap']:.2g} apart in float32: {kind}"

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from ...generation.attach import AttachableDrafter
 from ..results import DEGENERATE_SHARE, DecodingResult
-from .bench import Bench, Line, Protocol
+from .bench import Bench, Line
 from .decoding import DecodingMode, Run, acceptance_by_position, drafted_flags
 from .expected import ExpectedCalls, ratio_of_sums
-from .methods import drafting_method, plain_method
-from .near_ties import in_words, is_near_tie
-from .prompts import Prompt, Writer
+from .near_ties import is_near_tie
 
 
 @dataclass(frozen=True)
@@ -71,13 +67,11 @@ def largest_error(lines: Sequence[Line]) -> float:
     return max((each["error"] for line in lines for each in line.run.differences if each is not None), default=0.0)
 
 
-def result_of(
-    method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[Pair], error: float, name: str | None = None
-) -> DecodingResult:
+def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[Pair], error: float) -> DecodingResult:
     """Return what the pairs of a method come to."""
     runs, plain = [pair.run for pair in pairs], [pair.plain for pair in pairs]
     return DecodingResult(
-        name=name or f"{method}, {mode.name}{f', batch {batch_size}' * (batch_size > 1)}",
+        name=f"{method}, {mode.name}{f', batch {batch_size}' * (batch_size > 1)}",
         method=method,
         decoding=mode.name,
         do_sample=mode.is_sampled,
@@ -182,125 +176,17 @@ class Completion:
         prompt: The prompt.
         ids: New ids.
         drafted: For each new id, whether it was drafted and accepted; else the verifier added it.
-        difference: Where speculative and plain greedy ids differ, in words; None if they do not, or were not compared.
     """
 
     prompt: str
     ids: list[int]
     drafted: list[bool]
-    difference: str | None = None
 
 
 def completions_of(bench: Bench, method: str, mode: DecodingMode) -> Iterator[Completion]:
     """Yield what a method wrote."""
-    error = largest_error(bench.lines)
     for line in bench.lines:
         if (line.method, line.mode) == (method, mode.name) and line.run.error is None:
-            run = line.run
-            several = run.ids, run.accepted or [[]] * len(run.ids), run.differences or [None] * len(run.ids)
-            for name, ids, accepted, found in zip(line.prompts, *several):
-                words = None if found is None else in_words(found, error)
-                yield Completion(bench.prompts[name].turns[line.turn], ids, drafted_flags(accepted, len(ids)), words)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A way of decoding, measured with and without drafts on the same prompts.
-
-    Attributes:
-        mode: The way of decoding.
-        result: Counts and times.
-        completions: The speculative runs, one per prompt.
-    """
-
-    mode: DecodingMode
-    result: DecodingResult
-    completions: list[Completion]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Prompts to decode, and limits; the bench for models in memory.
-
-    Attributes:
-        prompts: Texts to complete.
-        new_tokens: Tokens per completion, at most.
-        batch_size: Prompts per call.
-        seconds: See `Protocol`.
-        seed: Seed of the sampled runs.
-    """
-
-    prompts: Sequence[str]
-    new_tokens: int
-    batch_size: int = 1
-    seconds: float | None = None
-    seed: int = 0
-
-    def compare(
-        self,
-        drafters: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        modes: Sequence[DecodingMode],
-        on_unit: Callable[[int, int], None] = lambda done, count: None,
-    ) -> dict[str, list[Comparison]]:
-        """Decode plainly and with every drafter, by turns, so that a busy machine slows all of them alike.
-
-        Args:
-            drafters: By name, models that draft for themselves, or attached drafters, of one backbone.
-            tokenizer: Their tokenizer.
-            modes: Ways of decoding.
-            on_unit: See `Bench.run`.
-
-        Returns:
-            For every drafter, a comparison per way of decoding.
-
-        Raises:
-            ValueError: No prompts or no drafters, or a drafter that does not fit.
-        """
-        if not drafters or not self.prompts:
-            raise ValueError(f"{len(drafters)} drafters and {len(self.prompts)} prompts: give at least one of each")
-        models = [each.backbone if isinstance(each, AttachableDrafter) else each for each in drafters.values()]
-        methods = [
-            drafting_method(name, model, each if isinstance(each, AttachableDrafter) else None)
-            for (name, each), model in zip(drafters.items(), models)
-        ]
-        protocol = Protocol(modes, (self.batch_size,), self.new_tokens, seconds=self.seconds, seed=self.seed)
-        bench = Bench([plain_method(models[0]), *methods], Writer(tokenizer, chats=False), protocol, control=False)
-        bench.run([Prompt(str(number), (text,)) for number, text in enumerate(self.prompts)], on_unit)
-        if bench.refused:
-            raise ValueError("; ".join(f"{name}: {reason}" for (name, *_), reason in bench.refused.items()))
-        return self._comparisons(bench, drafters)
-
-    def _comparisons(self, bench: Bench, names: Sequence[str] | dict[str, Any]) -> dict[str, list[Comparison]]:
-        error, found = largest_error(bench.lines), {name: [] for name in names}
-        for method, mode, batch_size, pairs in pairs_of(bench):
-            if method in found:
-                name = mode.name if batch_size == 1 else f"{mode.name}, batch {batch_size}"
-                result = result_of(method, mode, batch_size, pairs, error, name)
-                texts = list(completions_of(bench, method, mode))
-                found[method].append(Comparison(mode, result, texts))
-        return found
-
-
-def compare_decoding(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
-    mode: DecodingMode,
-    new_tokens: int,
-    seed: int = 0,
-) -> Comparison:
-    """Complete every prompt plainly and speculatively, by turns: `Measurement.compare` of one model and one way.
-
-    Args:
-        model: The model, or an attached drafter.
-        tokenizer: Its tokenizer.
-        prompts: Texts to complete.
-        mode: Way of decoding.
-        new_tokens: Tokens per completion, at most.
-        seed: Seed of the sampled runs.
-
-    Returns:
-        Counts, times and texts.
-    """
-    return Measurement(prompts, new_tokens, seed=seed).compare({"it": model}, tokenizer, [mode])["it"][0]
+            accepted = line.run.accepted or [[]] * len(line.run.ids)
+            for name, ids, counts in zip(line.prompts, line.run.ids, accepted):
+                yield Completion(bench.prompts[name].turns[line.turn], ids, drafted_flags(counts, len(ids)))

@@ -66,7 +66,7 @@ def data(tmp_path):
 def settings_of(folders, data, tmp_path):
     """Settings of a run of four steps, as a YAML file says; names of models and data may be those of the fixtures."""
 
-    def make(model: str = "llama", command: str = "train", flags: tuple[str, ...] = (), **changes):
+    def make(model: str = "llama", flags: tuple[str, ...] = (), **changes):
         values = {
             "model_name_or_path": str(folders / model),
             "dataset_name": str(data["text"]),
@@ -83,6 +83,6 @@ def settings_of(folders, data, tmp_path):
         values |= changes
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
-        return read_settings([str(file), *flags], command)
+        return read_settings([str(file), *flags])
 
     return make

@@ -13,12 +13,11 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tokenahead import EvaByteTokenizer, MTPHeads
-from tokenahead.model_cards.command import CardRequest, _load
 from tokenahead.modeling.heads.joint import JointMTPModel
-from tokenahead.training.byte_text import decode
-from tokenahead.training.commands.evaluate import settings_of_drafter
-from tokenahead.training.commands.settings import EvaluationArguments, read_settings
-from tokenahead.training.completion import Request, complete
+from tokenahead.training.commands.models import with_moved_backbone
+from tokenahead.training.commands.settings import read_settings
+from tokenahead.training.completion import complete
+from tokenahead.training.requests import GenerateRequest
 
 PROMPT = "import os"
 TOKENIZER = EvaByteTokenizer()
@@ -29,7 +28,7 @@ def text_of(model) -> str:
     """What a model, or the backbone of attached heads, writes behind the prompt."""
     backbone = model.backbone if isinstance(model, MTPHeads) else model
     new = backbone.generate(IDS, max_new_tokens=8, do_sample=False)[0, IDS.shape[1] :]
-    return decode(TOKENIZER, new.tolist()).hex()
+    return TOKENIZER.decode(new, skip_special_tokens=True)
 
 
 def push(folder: Path, kind: str) -> str:
@@ -53,7 +52,7 @@ def push(folder: Path, kind: str) -> str:
 def completed(model: str, heads: str) -> str:
     """What `tokenahead generate` writes, or why it does not."""
     try:
-        return complete(Request(model, PROMPT.encode(), heads=heads, max_new_tokens=8), lambda data: None).data.hex()
+        return complete(GenerateRequest(model, PROMPT, heads=heads, max_new_tokens=8)).text
     except ValueError as error:
         return str(error)
 
@@ -62,14 +61,14 @@ def main(folder: Path) -> None:
     found = {}
     for kind in ("alone", "adapted", "whole"):
         name, wanted = f"me/{kind}", push(folder, kind)
-        words = ["--model_name_or_path", name, "--output_dir", str(folder / "out")]
-        settings = settings_of_drafter(read_settings(words, "evaluate", EvaluationArguments))
+        words = ["--drafter", "heads", "--drafter_name_or_path", name, "--output_dir", str(folder / "out")]
+        settings = with_moved_backbone(read_settings(words))
+        backbone = settings.model.model_name_or_path or str(folder / "llama")
         found[kind] = {
             "wanted": wanted,
-            "card": text_of(_load(CardRequest(name), needs_backbone=True)[1]),
             "generate": completed(str(folder / "llama"), name),
-            "of its own": completed(settings.model.model_name_or_path, name),
-            "model": settings.model.model_name_or_path,
+            "of its own": completed(backbone, name),
+            "model": backbone,
             "adapters": settings.adapters,
         }
     (folder / "found.json").write_text(json.dumps(found))

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from tests.internals import cli_module as cli
+from tests.benchmark_modules import drafter_and_data
 from tests.internals import commands_train as train
 from tokenahead import MTPHeads
 
@@ -76,13 +76,9 @@ def test_heads_alone_go_on_with_a_backbone_that_learned(first, settings_of, tmp_
     assert torch.equal(backbone_of(trainer)(IDS).logits, wanted)
     assert MTPHeads.from_pretrained(tmp_path / "second").config.base_model_name_or_path == str(run / "backbone")
     wanted = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-    short = ["--rows", "2"]
-    for words in ([], ["--output_dir", str(tmp_path / "second")]):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["evaluate", str(tmp_path / "config.yaml"), *words, *short])
-        assert ended.value.code == 0
-        found = json.loads((tmp_path / "second" / "evaluation.json").read_text())
-        assert found["losses"]["eval_loss"] == pytest.approx(wanted, rel=1e-4)
+    options = {"drafter_name_or_path": str(tmp_path / "second"), "model_name_or_path": str(run / "backbone")}
+    *_, measuring = drafter_and_data(settings_of(drafter="heads", **options))
+    assert measuring.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_heads_say_which_backbone_they_went_on_with(settings_of, folders, tmp_path):

@@ -16,7 +16,7 @@ FILES = sorted((EXAMPLES / "train").glob("*.yaml"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_file_is_understood(file, tmp_path):
-    settings = read_settings([str(file), "--use_cpu", "--output_dir", str(tmp_path)], "train")
+    settings = read_settings([str(file), "--use_cpu", "--output_dir", str(tmp_path)])
     given = yaml.safe_load(file.read_text())
     assert settings.drafter.drafter == given["drafter"] and settings.drafter.drafter_options == given["drafter_options"]
     assert settings.training.learning_rate == given["learning_rate"] and settings.training.output_dir == str(tmp_path)

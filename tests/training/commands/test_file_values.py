@@ -6,11 +6,11 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from tests.internals import _KINDS, EvaluationArguments, read_settings
+from tests.internals import _KINDS, read_settings
 
 FIELDS = {
     entry.name: (entry, str(get_type_hints(kind)[entry.name]))
-    for kind in (*_KINDS, EvaluationArguments)
+    for kind in _KINDS
     for entry in fields(kind)
     if entry.init
 }
@@ -20,7 +20,7 @@ def read(folder, **values):
     file = folder / "config.yaml"
     given = {"model_name_or_path": "model", "output_dir": str(folder / "run"), "use_cpu": True} | values
     file.write_text(yaml.safe_dump(given))
-    return read_settings([str(file)], "train")
+    return read_settings([str(file)])
 
 
 def may_be(name, value) -> bool:

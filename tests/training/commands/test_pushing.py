@@ -39,7 +39,7 @@ RUNS = {"heads": "model.safetensors", "steps": "model.safetensors", "both": "bac
 def test_a_run_is_pushed_without_paths_of_this_machine(pushed, run):
     assert pushed.ended[run] == {"status": 0, "stepped": True}, pushed.said
     files = pushed.hub.repositories[f"me/{run}"].files
-    assert {RUNS[run], "README.md", "tokenizer_config.json", "metrics.json", "learning_curve.png"} <= files.keys()
+    assert {RUNS[run], "README.md", "tokenizer_config.json", "metrics.json"} <= files.keys()
     assert not {"run.json", "config.yaml", "training_args.bin"} & {Path(name).name for name in files}
     assert [name for name, blob in files.items() if str(pushed.folder).encode() in blob.data] == []
     assert (pushed.folder / run / "run.json").is_file() and (pushed.folder / run / "config.yaml").is_file()

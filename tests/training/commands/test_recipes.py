@@ -45,7 +45,7 @@ def run(folders, data, tmp_path):
         }  # fmt: skip
         flags = [word for field, value in small.items() for word in (f"--{field}", str(value))]
         watch = Watch()
-        return train(read_settings([str(EXAMPLES / name), *flags], "train"), [watch]), watch
+        return train(read_settings([str(EXAMPLES / name), *flags]), [watch]), watch
 
     return follow
 

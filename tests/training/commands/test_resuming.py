@@ -54,7 +54,7 @@ def killed():
 
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch):
-    kill_client.leave_out_pictures_and_cards(monkeypatch.setattr)
+    kill_client.leave_out_cards(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

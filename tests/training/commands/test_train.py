@@ -49,7 +49,6 @@ def test_every_drafter_learns_and_its_folder_loads_again(run, settings_of, tmp_p
     facts = json.loads((folder / "run.json").read_text())
     assert facts["model"]["class"] == type(model).__name__ and facts["seeds"]["seed"] == 42
     assert facts["versions"]["torch"] == torch.__version__ and "--" not in facts["versions"]
-    assert (folder / "learning_curve.png").stat().st_size > 1000
     entries = json.loads((folder / "metrics.json").read_text())
     if settings.training.eval_strategy != "no":
         held_out = [entry for entry in entries if "eval_loss" in entry]

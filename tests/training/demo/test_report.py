@@ -7,11 +7,16 @@ from rich.console import Console
 
 from tests.internals import Completion, drafted_flags, explanation, tables
 from tests.internals import demo_report as report
+from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import DecodingResult, MeasuredResults
 
 
 def ids(text: str | bytes) -> list[int]:
     return [byte + 64 for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+def coloured(completion: Completion, **options):
+    return report.coloured(completion, EvaByteTokenizer(), **options)
 
 
 def result(**changes) -> DecodingResult:
@@ -29,7 +34,7 @@ def test_the_prefill_and_each_verification_add_one_byte_of_their_own(accepted, c
 
 
 def test_bytes_are_coloured_by_origin():
-    text = report.coloured(Completion("x = ", ids("1 + 2"), [False, True, True, True, False]))
+    text = coloured(Completion("x = ", ids("1 + 2"), [False, True, True, True, False]))
     assert text.plain == "x = 1 + 2"
     spans = [(text.plain[span.start : span.end], span.style) for span in text.spans]
     assert spans == [("x = ", report.PROMPT), ("1", report.VERIFIED), (" + ", report.DRAFTED), ("2", report.VERIFIED)]
@@ -37,21 +42,17 @@ def test_bytes_are_coloured_by_origin():
 
 def test_only_the_last_lines_of_a_prompt_are_shown():
     completion = Completion("a\nb\nc\nd\n", ids("e"), [False])
-    assert report.coloured(completion, prompt_lines=2).plain == "c\nd\ne"
+    assert coloured(completion, prompt_lines=2).plain == "c\nd\ne"
 
 
-def test_a_character_has_the_origin_of_its_last_byte():
-    assert list(report.pieces(ids("aé!"), [False, False, True, False])) == [("a", False), ("é", True), ("!", False)]
-
-
-def test_what_is_no_text_is_made_visible():
-    shown = list(report.pieces([*ids(b"a\xff\x1b[2J\n\t"), 2, *ids(b"\xc3")], [False] * 10))
-    assert shown == [("a\ufffd\ufffd[2J\n\t<eos>\ufffd", False)]
+def test_what_would_move_the_cursor_is_made_visible():
+    completion = Completion("", [*ids(b"a\x1b[2J\n\t"), 2], [False] * 8)
+    assert coloured(completion).plain == "a\ufffd[2J\n\t<eos>"
 
 
 def test_markup_in_generated_text_is_text():
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(report.coloured(Completion("p", ids("[red]x[/red]"), [True] * 12)))
+    console.print(coloured(Completion("p", ids("[red]x[/red]"), [True] * 12)))
     assert console.file.getvalue() == "p[red]x[/red]\n"
 
 

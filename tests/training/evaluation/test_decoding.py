@@ -1,4 +1,6 @@
-"""Measuring: bits per byte, and decoding with and without drafts on the same prompts."""
+"""Decoding with and without drafts on the same prompts."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,9 +8,15 @@ import torch
 from tests.internals import (
     GREEDY,
     MODES,
-    Measurement,
+    Bench,
+    Prompt,
+    Protocol,
+    Writer,
     bench_module,
-    compare_decoding,
+    completions_of,
+    drafting_method,
+    plain_method,
+    results_of,
     sampled,
 )
 from tests.training.conftest import small_model
@@ -22,8 +30,29 @@ def model():
     return small_model().eval()
 
 
+def compare(drafters, prompts, modes, new_tokens, on_unit=lambda done, count: None, batch_size=1, **options):
+    """Results and completions of every drafter and way of decoding."""
+    first, *_ = drafters.values()
+    methods = [plain_method(first), *(drafting_method(*named) for named in drafters.items())]
+    protocol = Protocol(modes, (batch_size,), new_tokens, **options)
+    bench = Bench(methods, Writer(EvaByteTokenizer(), chats=False), protocol, control=False)
+    bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)], on_unit)
+    rows = {(row.method, row.decoding): row for row in results_of(bench)}
+    return {
+        name: [
+            SimpleNamespace(mode=mode, result=rows[name, mode.name], completions=[*completions_of(bench, name, mode)])
+            for mode in modes
+        ]
+        for name in drafters
+    }
+
+
+def compare_decoding(model, prompts, mode, new_tokens, **options):
+    return compare({"it": model}, prompts, [mode], new_tokens, **options)["it"][0]
+
+
 def test_greedy_runs_are_compared_token_by_token(model):
-    comparison = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 20)
+    comparison = compare_decoding(model, PROMPTS, GREEDY, 20)
     result = comparison.result
     assert result.identical is True and not result.do_sample
     assert result.new_tokens == result.plain_new_tokens == 40
@@ -49,23 +78,21 @@ def tampering(monkeypatch, change):
     monkeypatch.setattr(bench_module, "decode", tampered)
 
 
-def test_a_difference_is_found_and_explained(model, monkeypatch):
+def test_a_difference_is_found_and_is_no_near_tie(model, monkeypatch):
     def change(ids):
         if len(ids) > 5:
             ids[5] = 99 if ids[5] != 99 else 98
 
     tampering(monkeypatch, change)
-    comparison = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 12)
-    assert comparison.result.identical is False and not comparison.result.is_lossless
-    for completion in comparison.completions:
-        assert completion.difference.startswith(f"token 6 is {completion.ids[5]} and not ")
-        assert "no near-tie" in completion.difference
+    result = compare_decoding(model, PROMPTS, GREEDY, 12).result
+    assert result.identical is False and not result.is_lossless
+    assert (result.texts, result.differing, result.near_ties) == (2, 2, 0)
 
 
 def test_an_early_end_is_a_difference_too(model, monkeypatch):
     tampering(monkeypatch, lambda ids: ids.__delitem__(slice(7, None)))
-    comparison = compare_decoding(model, EvaByteTokenizer(), PROMPTS[:1], GREEDY, 12)
-    assert comparison.result.identical is False and "after 7 tokens" in comparison.completions[0].difference
+    result = compare_decoding(model, PROMPTS[:1], GREEDY, 12).result
+    assert result.identical is False and (result.differing, result.near_ties) == (1, 0)
 
 
 def test_samples_are_drawn_from_the_whole_distribution_and_not_compared(model, monkeypatch):
@@ -77,17 +104,14 @@ def test_samples_are_drawn_from_the_whole_distribution_and_not_compared(model, m
         return generate(**kwargs)
 
     monkeypatch.setattr(model, "generate", spy)
-    comparison = compare_decoding(model, EvaByteTokenizer(), PROMPTS, sampled(0.7), 8)
+    comparison = compare_decoding(model, PROMPTS, sampled(0.7), 8)
     assert comparison.result.identical is None
-    assert all(completion.difference is None for completion in comparison.completions)
     assert {entry["use_mtp"] for entry in seen} == {None, False}
     assert all((entry["do_sample"], entry["temperature"], entry["top_k"]) == (True, 0.7, 0) for entry in seen)
 
 
 def test_samples_follow_from_the_seed(model):
-    first, again, other = (
-        compare_decoding(model, EvaByteTokenizer(), PROMPTS, sampled(1.0), 12, seed=seed) for seed in (1, 1, 2)
-    )
+    first, again, other = (compare_decoding(model, PROMPTS, sampled(1.0), 12, seed=seed) for seed in (1, 1, 2))
     assert [c.ids for c in first.completions] == [c.ids for c in again.completions]
     assert [c.ids for c in first.completions] != [c.ids for c in other.completions]
 
@@ -99,9 +123,8 @@ def test_every_way_sees_the_same_prompts_wherever_the_time_ends(model, monkeypat
     clock = iter(range(0, 10_000, 10))  # every look at the clock takes ten seconds
     monkeypatch.setattr(bench_module.time, "monotonic", lambda: next(clock))
     done = []
-    found = Measurement(PROMPTS * 4, 12, seconds=55).compare(
-        {"one": model, "other": other}, EvaByteTokenizer(), MODES, lambda *numbers: done.append(numbers)
-    )
+    drafters, note = {"one": model, "other": other}, lambda *numbers: done.append(numbers)
+    found = compare(drafters, PROMPTS * 4, MODES, 12, note, seconds=55)
     assert done[0] == (0, 24) and done[-1] == (3, 24)  # a unit takes twenty seconds; one of every way is measured
     assert list(found) == ["one", "other"]
     for comparisons in found.values():
@@ -112,10 +135,10 @@ def test_every_way_sees_the_same_prompts_wherever_the_time_ends(model, monkeypat
 
 
 def test_a_batch_gives_the_texts_of_its_rows_and_counts_a_call_for_every_row(model):
-    alone = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 12)
-    together = Measurement(PROMPTS, 12, batch_size=2).compare({"it": model}, EvaByteTokenizer(), [GREEDY])["it"][0]
+    alone = compare_decoding(model, PROMPTS, GREEDY, 12)
+    together = compare_decoding(model, PROMPTS, GREEDY, 12, batch_size=2)
     assert [c.ids for c in together.completions] == [c.ids for c in alone.completions]
-    assert together.result.name == "greedy, batch 2" and together.result.batch_size == 2
+    assert together.result.name == "it, greedy, batch 2" and together.result.batch_size == 2
     assert together.result.per_prompt == alone.result.per_prompt
     assert together.result.backbone_calls == alone.result.backbone_calls
     assert together.result.identical is True
@@ -125,14 +148,9 @@ def test_results_say_how_they_spread_and_whether_the_text_repeats_itself(model):
     with torch.no_grad():  # the next byte is always the same one
         model.lm_head.weight.zero_()
         model.draft_heads.weight.zero_()
-    result = compare_decoding(model, EvaByteTokenizer(), PROMPTS, GREEDY, 40).result
+    result = compare_decoding(model, PROMPTS, GREEDY, 40).result
     assert result.repeated_share == 1.0 and result.is_degenerate
     assert result.spread == (min(result.per_prompt), max(result.per_prompt)) and result.processor_speed_up > 0
     assert result.accepted_by_position == [1.0, 1.0, 0.9]  # the last draft is cut to what is left
     assert result.expected_by_position == result.accepted_by_position
     assert result.expected_tokens_per_call == pytest.approx(result.tokens_per_verification)
-
-
-def test_nothing_to_measure_is_refused(model):
-    with pytest.raises(ValueError, match="drafters"):
-        Measurement([], 4).compare({"it": model}, EvaByteTokenizer(), [GREEDY])

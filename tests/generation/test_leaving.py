@@ -1,0 +1,95 @@
+"""Sequences that have ended are left out of the forwards to come, and the text of the others does not change."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
+from tests.families import CHUNKED, family_config, shake
+from tests.models import left_padded
+from tests.tree_drafters import KnowingChains, KnowingTrees
+from tokenahead import AssistantDrafter, NgramDrafter
+
+NAMES = ["llama", "qwen3", "mistral", "gemma3", "gpt2", "gpt_oss", "llama4_text", "glm_moe_dsa"]
+DRAFTERS = {
+    "ngrams": lambda model: NgramDrafter(longest=1, num_tokens=4).attach(model),
+    "heads": lambda model: train_heads(model, steps=10),
+    "eagle": lambda model: train_eagle(model, 3, steps=5),
+    "assistant": lambda model: AssistantDrafter(backbone(), num_tokens=3).attach(model),
+}
+
+
+def model_of(name):
+    if name in CONFIGS:
+        return backbone(name)
+    torch.manual_seed(3)
+    if name == "llama4_text":
+        config = AutoConfig.for_model(name, vocab_size=48, **CHUNKED)
+    else:
+        config = family_config(name, vocab_size=48)
+    return shake(AutoModelForCausalLM.from_config(config)).eval()
+
+
+class EndsAt(StoppingCriteria):
+    """Every sequence has a length of its own."""
+
+    def __init__(self, lengths):
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.lengths
+
+
+def batch_of(rows=8):
+    """A ragged batch whose sequences end one after the other."""
+    batch = left_padded(prompts(rows, seed=4))
+    start = batch["input_ids"].shape[1]
+    ends = StoppingCriteriaList([EndsAt([start + 3 + 4 * row for row in range(rows)])])
+    return batch, dict(max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=47, stopping_criteria=ends)
+
+
+def sizes_of(model):
+    """Sequences of every forward, noted as they come."""
+    sizes = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(len((*args, kwargs.get("input_ids"))[0])), with_kwargs=True
+    )
+    return sizes
+
+
+@pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_stay_while_sequences_leave(name, kind):
+    model = model_of(name)
+    if kind is KnowingTrees and name == "glm_moe_dsa":
+        pytest.skip("dynamic sparse attention takes chains")
+    drafter = kind(48).attach(model)
+    batch, common = batch_of()
+    plain = model.generate(**batch, **common)
+    drafter.texts = plain.tolist()
+    sizes = sizes_of(model)
+    out = model.generate(**batch, **common, assistant_model=drafter, num_assistant_tokens=4)
+    assert torch.equal(out, plain)
+    assert sizes[0] == 8 and sizes == sorted(sizes, reverse=True) and sizes[-1] < 5, sizes
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drafters_go_on_with_all_sequences(kind):
+    model = backbone()
+    batch, common = batch_of()
+    plain = model.generate(**batch, **common)
+    drafter, sizes = DRAFTERS[kind](model), sizes_of(model)
+    assert torch.equal(model.generate(**batch, **common, assistant_model=drafter), plain)
+    assert min(sizes) < 5
+
+
+def test_sampled_texts_are_those_of_a_batch_that_nobody_leaves():
+    model = backbone().double()
+    batch, common = batch_of()
+    drafter, sizes, common = NgramDrafter(longest=1).attach(model), sizes_of(model), common | dict(do_sample=True)
+    torch.manual_seed(0)
+    whole = model.generate(**batch, **common, assistant_model=drafter, return_dict_in_generate=True).sequences
+    assert set(sizes) == {8}  # somebody may look into the cache
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**batch, **common, assistant_model=drafter), whole)
+    assert min(sizes) < 5

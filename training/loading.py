@@ -1,0 +1,220 @@
+"""Models and drafters by name, a directory or one on the Hub, with what learned beside them: adapters, a backbone."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download, is_offline_mode, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
+from ..configuration.mtp_families import REFUSED, count_modules
+from ..modeling import DeepSeekMTP
+from ..modeling.evabyte.tokenizer import EvaByteTokenizer
+from ..modeling.heads.joint import BACKBONE
+from ..modeling.wrapped_models import carries_adapters
+
+DRAFTERS = (MTPHeadConfig, EagleHeadConfig, PTPStudentConfig)
+"""Configurations of drafters that stand apart from their backbones."""
+_ADAPTERS = "adapter_config.json"
+_OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
+"""The files of a backbone that was trained with heads: its directory, and the tokenizer of the heads."""
+
+
+def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a causal language model with the modules and adapters of its directory, and its tokenizer.
+
+    Args:
+        source: Directory, or name on the Hub.
+        dtype: Of the weights; `"auto"`: the checkpoint's.
+        device: Where to; None: a GPU where there is one.
+
+    Raises:
+        FileNotFoundError: No such directory.
+        OSError: What the Hub cannot give.
+        ValueError: No causal language model, or a device that is not there.
+    """
+    device = usable_device(device)
+    base = base_of(source) if has_adapters(source) else source
+    config = load_config(base, "--model")
+    if isinstance(config, DRAFTERS):
+        raise ValueError(f"--model {source} holds a drafter without a backbone; name a whole model, and it as --heads")
+    model = causal_class(config).from_pretrained(base, config=config, dtype=dtype)
+    if base != source:
+        put_adapters(model, source)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(base))
+
+
+def load_drafter(source: str, backbone: Any, option: str, kind: Any = DRAFTERS, shared: bool = False) -> Any:
+    """Return a drafter, attached to its backbone, which gets the adapters that it learned with.
+
+    Args:
+        source: Directory, or name on the Hub.
+        backbone: The model that it drafts for, as `load_model` returns it.
+        option: The argument that names the drafter, for messages.
+        kind: Configurations that are taken.
+        shared: Refuse to put adapters on the backbone, which others use, too.
+
+    Raises:
+        FileNotFoundError: No such directory.
+        OSError: What the Hub cannot give.
+        ValueError: No such drafter, or one that learned with another backbone.
+    """
+    config = load_config(source, option)
+    if not isinstance(config, kind):
+        raise ValueError(f"{option} {source} holds a model of type {config.model_type!r} and no drafter of this kind")
+    trained, name = trained_backbone(source), str(backbone.name_or_path)
+    if trained is not None and has_adapters(trained) and not carries_adapters(backbone):
+        if shared:
+            raise ValueError(f"{source} learned beside adapters of the backbone: name {trained} as --model")
+        put_adapters(backbone, trained)
+    elif trained is not None and not has_adapters(trained) and trained.resolve() != Path(name).resolve():
+        raise ValueError(f"--model {name}: the backbone of {source} learned with these heads; name {trained} instead")
+    drafter: Any = AutoModel.from_pretrained(source, config=config, dtype=backbone.dtype).to(backbone.device)
+    return drafter.eval().attach(backbone)
+
+
+def load_config(source: str, option: str) -> PreTrainedConfig:
+    """Return the configuration of a directory or of a name on the Hub.
+
+    Raises:
+        FileNotFoundError: What can only be a directory, and is none.
+        OSError: A directory without a configuration, or a name that the Hub cannot give, also because it is offline.
+    """
+    if Path(source).is_dir():
+        return AutoConfig.from_pretrained(source)
+    if not is_hub_name(source):
+        raise FileNotFoundError(f"{option} {source}: no such directory")
+    try:
+        return AutoConfig.from_pretrained(source)
+    except OSError as error:
+        reason = "HF_HUB_OFFLINE is set, and the cache does not hold it" if is_offline_mode() else error
+        raise OSError(f"{option} {source}: no such directory, and the Hub did not give it: {reason}") from error
+
+
+def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModelForCausalLM]:
+    """Return the class that loads a causal language model with the modules that its checkpoint has."""
+    return DeepSeekMTP if config.model_type not in REFUSED and count_modules(config) else AutoModelForCausalLM
+
+
+def usable_device(name: Any) -> torch.device:
+    """Return a device that holds numbers; for None, a GPU where there is one.
+
+    Raises:
+        ValueError: A device that is not there.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device).sum().item()  # "meta" holds no numbers, either
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--device {name}: PyTorch cannot use it here ({str(error).splitlines()[0]})") from None
+    return device
+
+
+def unit_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what a token is: `"byte"` or `"token"`."""
+    return "byte" if isinstance(tokenizer, EvaByteTokenizer) else "token"
+
+
+def has_adapters(folder: str | PathLike) -> bool:
+    """Return whether a directory holds adapters of peft, and not the model that they belong to."""
+    return (Path(folder) / _ADAPTERS).is_file() and not holds_model(folder)
+
+
+def holds_model(folder: str | PathLike) -> bool:
+    """Return whether a directory holds a whole model or drafter."""
+    return (Path(folder) / "config.json").is_file()
+
+
+def base_of(adapters: str | PathLike) -> str:
+    """Return the model that adapters were trained for, as their directory names it.
+
+    Raises:
+        ValueError: A directory without the name of a model.
+    """
+    name = named_base(adapters)
+    if not name:
+        raise ValueError(f"{adapters} holds adapters that do not say for which model they were trained")
+    return name
+
+
+def named_base(adapters: str | PathLike) -> str | None:
+    """Return the model that a directory of adapters names, if any."""
+    return json.loads((Path(adapters) / _ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+
+
+def put_adapters(model: PreTrainedModel, folder: str | PathLike) -> None:
+    """Load adapters into a model, which keeps its class and its attached drafter; they can be trained further.
+
+    Args:
+        model: The model that they were trained for; changed in place.
+        folder: What the `save_pretrained` of peft wrote, with `modules_to_save`.
+
+    Raises:
+        ValueError: Adapters of another model, of which peft would skip what does not fit.
+    """
+    is_training = model.training
+    try:
+        found = model.load_adapter(str(folder), is_trainable=True)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(_misfit(model, folder, str(error))) from error
+    model.train(is_training)  # new modules are in training mode, with dropout
+    if odd := sorted({*found.missing_keys, *found.unexpected_keys, *(key for key, *_ in found.mismatched_keys)}):
+        raise ValueError(_misfit(model, folder, f"only one of them has {odd[0]}"))
+
+
+def _misfit(model: PreTrainedModel, folder: str | PathLike, reason: str) -> str:
+    return (
+        f"{folder} holds adapters that do not fit this {type(model).__name__}: {reason}; where the training made new "
+        "parts, make them first (set_head, from_backbone), and load the adapters with peft"
+    )
+
+
+def trained_backbone(heads: str | PathLike) -> Path | None:
+    """Return the directory of the backbone that was trained with heads, or of its adapters; None: it was frozen.
+
+    Args:
+        heads: Directory of the heads, or their name on the Hub, from where files are downloaded.
+    """
+    if not Path(heads).is_dir() and is_hub_name(heads):
+        return _trained_on_hub(str(heads))
+    folder = Path(heads) / BACKBONE
+    return folder if has_adapters(folder) or holds_model(folder) else None
+
+
+def is_hub_name(name: str | PathLike) -> bool:
+    """Return whether a string may be the name of a model on the Hub: `owner/name`."""
+    return str(name).count("/") == 1 and not str(name).startswith((".", "/", "~"))
+
+
+def _trained_on_hub(name: str) -> Path | None:
+    """Ask for two small files, and download the rest only if one of them exists."""
+    for file in (_ADAPTERS, "config.json"):
+        try:
+            hf_hub_download(name, f"{BACKBONE}/{file}")
+        except EntryNotFoundError:  # also where the Hub cannot be asked and the cache does not know
+            continue
+        return Path(snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns="*checkpoint*/*")) / BACKBONE
+    return None
+
+
+def tokenizer_source(model: str) -> str:
+    """Return the directory of a model's tokenizer: that of the heads for a backbone that was trained with heads."""
+    folder = Path(model)
+    is_apart = (
+        folder.name == BACKBONE and holds_model(folder.parent) and not (folder / "tokenizer_config.json").exists()
+    )
+    return str(folder.parent) if is_apart else model

@@ -324,12 +324,14 @@ _NAMES = {
         "slot_losses",
         "slot_weights",
         "target_probs",
+        "SEQUENCES",
     ),
     "tokenahead.training.ptp.mutor": ("Registers",),
     "tokenahead.training.ptp.forwards": (
         "PackedRows",
         "SlotInputs",
         "Teacher",
+        "student_drafts",
     ),
     "tokenahead.training.regeneration": ("RegeneratedText",),
 }

@@ -251,6 +251,18 @@ def layer_kind(config: PreTrainedConfig, index: int) -> str:
     return "full_attention" if field(config, "sliding_window") is None else "sliding_attention"
 
 
+def attention_kind(config: PreTrainedConfig, index: int) -> str:
+    """Return `layer_kind` of a layer that can be run by itself.
+
+    Raises:
+        ValueError: It keeps a recurrent state, or attends by the index of another layer.
+    """
+    kind = layer_kind(config, index)
+    if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+        raise _refusal(config, f"its layer {index} is of layer_types {kind!r}, and not of plain attention")
+    return kind
+
+
 @cache
 def knows_layer_types(rotary: type[nn.Module]) -> bool:
     """Return whether positions are rotated differently in layers of different kinds."""

@@ -22,7 +22,7 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration import MTPHeadConfig
-from .backbone_parts import BackboneParts, LayerSource, layer_kind, layer_options, read_config
+from .backbone_parts import BackboneParts, LayerSource, attention_kind, layer_options, read_config
 
 Weights = dict[str, Tensor]
 
@@ -114,7 +114,7 @@ class DraftLayers(LayerAdapters):
             raise ValueError(f"draft_layers={count}: the backbone has {len(source.layers)} layers")
         super().__init__(source.last_layers(count), config)
         self.config, self.cache_name = source.config, source.cache_name
-        self.kinds = [layer_kind(source.config, index) for index in range(-count, 0)]
+        self.kinds = [attention_kind(source.config, index) for index in range(-count, 0)]
         self.rotary = source.rotary()
 
     def bind(self, backbone: PreTrainedModel) -> BoundLayers:

@@ -22,7 +22,15 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
 from ..tensor_files import Tensors, read_json, read_tensors, renamed
 from ..wrapped_models import is_unit
-from .backbone_parts import BackboneParts, LayerSource, copy_weights, layer_kind, layer_options, read_config, required
+from .backbone_parts import (
+    BackboneParts,
+    LayerSource,
+    attention_kind,
+    copy_weights,
+    layer_options,
+    read_config,
+    required,
+)
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
 
@@ -68,7 +76,7 @@ class DecoderLayers(nn.ModuleList):
 
         In training, several layers are recomputed in backward: the activations of one exist at a time.
         """
-        kind = layer_kind(self.config, -1)
+        kind = attention_kind(self.config, -1)
         options = layer_options(
             self.config, rotary, inputs[0], attention_mask, position_ids, cache, kind, cache_name=self.cache_name
         )
@@ -99,6 +107,7 @@ class LayerHead(nn.Module):
         self.config, self.vocab_size = config, vocab_size
         count = config.num_depths - (config.first == "backbone")
         source = LayerSource(read_config(config.backbone_config))
+        attention_kind(source.config, -1)
         self.layers, self.rotary = DecoderLayers(source, count), source.rotary()
         mixed = len(_hidden_layers(config)) - 1
         self.mix = nn.Parameter(torch.zeros(count, mixed)) if config.mix == "weighted" else None

@@ -53,7 +53,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "reverse kl": dict(kept=True, loss_divergence="reverse_kl", **TAUGHT),
     "tv": dict(kept=True, loss_divergence="tv", **TAUGHT),
     "lk": dict(kept=True, loss_divergence="lk", **TAUGHT),
-    "lk of the 32 likeliest": dict(kept=True, loss_divergence="lk", loss_top_k=32, **TAUGHT),
     "heads only": dict(),
     "joint": dict(train="all", drafter_lr_multiplier=4.0),
     "joint with lora": dict(train="lora", drafter_lr_multiplier=4.0),

@@ -44,7 +44,7 @@ class EvaByteConfig(PreTrainedConfig):
     sub_configs = {"mtp_head": MTPHeadConfig}
     keys_to_ignore_at_inference = [
         *("past_key_values", "hidden_states", "head_losses", "backbone_loss"),
-        *("acceptances", "missing_mass", "head_squares"),
+        *("acceptances", "head_squares"),
     ]
 
     vocab_size: int = 320

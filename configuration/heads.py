@@ -38,7 +38,6 @@ AT_LEAST = {
     "num_blocks": 1,
     "block_size": 1,
     "state_offset": 0,
-    "loss_top_k": 1,
     "draft_vocab_size": 1,
     "draft_layers": 0,
     "draft_lora_rank": 1,
@@ -112,7 +111,7 @@ class MTPHeadConfig(PreTrainedConfig):
     base_config_key = "mtp_head"
     keys_to_ignore_at_inference = [
         *("past_key_values", "hidden_states", "head_losses", "backbone_loss"),
-        *("acceptances", "missing_mass", "head_squares"),
+        *("acceptances", "head_squares"),
     ]
 
     head_type: str = "ff"
@@ -144,7 +143,6 @@ class MTPHeadConfig(PreTrainedConfig):
     loss_divergence: str = "cross_entropy"
     loss_label_weight: float | int = 0.0
     loss_places: str = "all"
-    loss_top_k: int | None = None
     loss_balance: str = "none"
     loss_normalization: str = "tokens"
     masked_tokens: str = "observe"
@@ -204,8 +202,6 @@ class MTPHeadConfig(PreTrainedConfig):
         for name, needed in {"loss_target": "teacher", "loss_normalization": "tokens", "loss_balance": "none"}.items():
             if is_block and getattr(self, name) != needed:
                 raise ValueError(f"loss_divergence='block' needs {name}={needed!r}, not {getattr(self, name)!r}")
-        if is_block and self.loss_top_k is not None:
-            raise ValueError(f"loss_top_k={self.loss_top_k}: loss_divergence='block' reads the text's own tokens alone")
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
-from ..modeling.deepseek.checkpoint_files import tensor_dtypes
+from ..modeling.tensor_files import tensor_dtypes
 from .vllm_proposer import OPTION, HeadProposer
 
 PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"

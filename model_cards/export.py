@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import family_of
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
-from ..modeling.deepseek.checkpoint_files import tensor_dtypes
 from ..modeling.draft_vocabulary import FILE as DRAFT_VOCABULARY
+from ..modeling.tensor_files import tensor_dtypes
 from ..training.utils import replace_text
 from .drafter_folders import ExportReport, check_retrofit, overrides, save_retrofit, write_drafter
 

@@ -100,7 +100,6 @@ class ModuleLossOptions(LossOptions):
         detach_embedding: They do not train the embeddings.
         target: What modules learn: `"labels"`, or the distribution of the `"teacher"`, the main model on the true
             tokens.
-        top_k: Number of the teacher's likeliest tokens that are compared one by one, the rest as one token; None: all.
 
     Raises:
         ValueError: A value out of range.
@@ -114,15 +113,12 @@ class ModuleLossOptions(LossOptions):
     detach_head: bool = False
     detach_embedding: bool = False
     target: str = "labels"
-    top_k: int | None = None
 
     def __post_init__(self) -> None:
         self.check()
         choices = {"target": ("labels", "teacher"), "normalization": ("mean", "paper")}
-        ranges = {"top_k": "[1, inf)", "weight": "[0, inf)", "unroll_steps": "[1, inf)", "decay": "(0, 1]"}
+        ranges = {"weight": "[0, inf)", "unroll_steps": "[1, inf)", "decay": "(0, 1]"}
         check_values(self, choices, ranges)
-        if self.divergence == "block" and self.top_k is not None:
-            raise ValueError(f"top_k={self.top_k}: divergence='block' reads the text's own tokens alone")
 
 
 @dataclass(kw_only=True)

@@ -38,14 +38,12 @@ class MTPOutput(CausalLMOutputWithPast):
             trains together with a head that has a distribution of its own for the first token; then a part of `loss`.
         acceptances: [n] detached mean probability that a token drawn at a depth is accepted by a verifier given the
             true tokens before it, NaN at depth 1; where the backbone's distribution is what the drafter learns.
-        missing_mass: Detached scalar, the backbone's mean mass outside `loss_top_k`; it bounds the acceptances' error.
         head_squares: [n] detached mean squared term per depth, where depths are balanced.
     """
 
     head_losses: Tensor | None = None
     backbone_loss: Tensor | None = None
     acceptances: Tensor | None = None
-    missing_mass: Tensor | None = None
     head_squares: Tensor | None = None
 
 

@@ -74,8 +74,8 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
     raise ValueError(f"{name}: no weights; none of {', '.join(names)} is there")
 
 
-def tensor_headers(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> dict[str, tuple[str, str]]:
-    """Return the dtype (as safetensors calls it: `F32`, `BF16`, `F8_E4M3`) and the file of every tensor, unloaded.
+def tensor_dtypes(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> dict[str, str]:
+    """Return the names of all tensors of a checkpoint and their safetensors dtypes (`F32`, `BF16`, `F8_E4M3`).
 
     Raises:
         ValueError: No safetensors files, or a damaged one.
@@ -83,7 +83,7 @@ def tensor_headers(name: str | PathLike[str], variant: str | None = None, **hub:
     found = {}
     for file in weight_files(name, variant, **hub):
         with naming(file), safe_open(file, framework="pt") as tensors:
-            found |= {key: (tensors.get_slice(key).get_dtype(), file) for key in tensors.keys()}  # noqa: SIM118
+            found |= {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118
     return found
 
 

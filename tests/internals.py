@@ -112,15 +112,7 @@ _NAMES = {
         "ranked_tree",
         "static_tree",
     ),
-    "tokenahead.generation.trees.choice": (
-        "CycleSeconds",
-        "Trial",
-        "WatchedVerifier",
-        "best_tree",
-        "expected_tokens",
-        "measured_tree",
-        "rates_of",
-    ),
+    "tokenahead.generation.trees.choice": ("fastest_tree",),
     "tokenahead.generation.trees.contract": (
         "DraftTree",
         "VerificationResult",
@@ -152,7 +144,8 @@ _NAMES = {
         "HeadProposer",
         "listen",
     ),
-    "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize", "tensor_dtypes"),
+    "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize",),
+    "tokenahead.modeling.tensor_files": ("tensor_dtypes",),
     "tokenahead.modeling.deepseek.conversion": ("main_class",),
     "tokenahead.modeling.draft_vocabulary": (
         "DraftVocabulary",
@@ -184,9 +177,7 @@ _NAMES = {
         "DIVERGENCES",
         "acceptance",
         "divergence",
-        "head_and_rest",
         "log_acceptance",
-        "lumped",
     ),
     "tokenahead.modeling.heads.family": (
         "HeadFamily",

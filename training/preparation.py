@@ -23,7 +23,6 @@ _LOSS_OPTIONS = {
     "loss_divergence": "divergence",
     "loss_places": "places",
     "loss_label_weight": "label_weight",
-    "loss_top_k": "top_k",
     "loss_balance": "balance",
     "gamma": "decay",
 }
@@ -92,7 +91,7 @@ def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
         elif (option, value) != ("target", target):
             raise ValueError(f"{name}={value!r} is not supported by a {type(model).__name__}; leave it out")
     target = options.target if isinstance(options, ModuleLossOptions) else config.loss_target if config else "teacher"
-    for name in ("loss_divergence", "loss_places", "loss_label_weight", "loss_top_k"):
+    for name in ("loss_divergence", "loss_places", "loss_label_weight"):
         if name in given and target == "labels":
             raise ValueError(
                 f"{name}={given[name]!r} is an option of loss_target='teacher', and this {type(model).__name__} learns "

@@ -30,7 +30,7 @@ TARGETS = ("labels", "teacher")
 BALANCES = ("none", "rms")
 _RANGES = {
     **dict.fromkeys(("head_warmup", "loss_weight", "loss_weight_last", "draft_layers"), "[0, inf)"),
-    **dict.fromkeys(("lora_rank", "draft_lora_rank", "loss_top_k"), "[1, inf)"),
+    **dict.fromkeys(("lora_rank", "draft_lora_rank"), "[1, inf)"),
     **dict.fromkeys(("loss_label_weight", "loss_weight_until", "lora_dropout"), "[0, 1]"),
     "drafter_lr_multiplier": "(0, inf)",
 }
@@ -70,8 +70,6 @@ class TrainingStrategy:
         loss_divergence: How far the drafter is from that distribution: one of `LOSSES`.
         loss_places: Of `loss_divergence="block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         loss_label_weight: Share of the likelihood mixed with it, 0 to 1.
-        loss_top_k: Compare that distribution at its so many likeliest tokens and the rest as one; the mass of the rest
-            is in the log and bounds the error. None: at all tokens.
         loss_balance: `"rms"` scales every depth to the spread of the first.
         gamma: Discount of depths, 0 to 1.
         loss_weight: lambda, the weight of the drafter's loss relative to the backbone's.
@@ -100,7 +98,6 @@ class TrainingStrategy:
     loss_divergence: str | None = None
     loss_places: str | None = None
     loss_label_weight: float | None = None
-    loss_top_k: int | None = None
     loss_balance: str | None = None
     gamma: float | None = None
     loss_weight: float | None = None
@@ -130,10 +127,6 @@ class TrainingStrategy:
             "lora_": (self.train == "lora", adapters),
             "draft_lora_rank": (bool(self.draft_layers), "is an option of draft layers: set draft_layers, too"),
             "loss_places": (self.loss_divergence == "block", "is an option of loss_divergence='block'"),
-            "loss_top_k": (
-                self.loss_divergence != "block",
-                "is none of loss_divergence='block', which reads no others",
-            ),
             "loss_weight_until": (self.loss_weight_last is not None, schedule),
             "loss_weight_shape": (self.loss_weight_last is not None, schedule),
         }

@@ -149,7 +149,7 @@ class MTPTrainer(BaseTrainer):
         """Return the sums of one micro-batch for the running means, and their counts, in the order of `_mean_names`."""
         counts, found = self._depth_counts(inputs), []
         depths = len(counts)
-        for name, size in (("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths), ("missing_mass", 1)):
+        for name, size in (("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths)):
             mean, count = outputs.get(name), counts[:size]
             if mean is None:
                 mean = torch.full_like(count, torch.nan, dtype=torch.float32)
@@ -239,7 +239,7 @@ class MTPTrainer(BaseTrainer):
     def _mean_names(self) -> list[str]:
         unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)
         losses, accepted = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
-        return [*losses, "loss_backbone", *accepted, "missing_mass"]
+        return [*losses, "loss_backbone", *accepted]
 
 
 def _check_model(model: Any) -> None:

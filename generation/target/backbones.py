@@ -174,34 +174,23 @@ def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
     """Refuse a cache of transformers that does not fit the prompt.
 
     Raises:
-        ValueError: Another number of sequences, or too little room.
+        ValueError: It holds another number of sequences, or has no room for the tokens that the call may feed.
     """
     cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
-    if isinstance(cache, (DynamicCache, StaticCache)) and isinstance(ids, Tensor) and (config.num_beams or 1) == 1:
-        longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
-        # the last token is never fed
-        check_cache(cache, len(ids) * (config.num_return_sequences or 1), (longest or 0) - 1)
-
-
-def check_cache(cache: Cache, sequences: int, tokens: int) -> None:
-    """Refuse a cache that was given and does not fit a call.
-
-    Args:
-        cache: As the user passed it.
-        sequences: Of the call.
-        tokens: That the call feeds at most, those of the cache among them.
-
-    Raises:
-        ValueError: It holds another number of sequences, or has no room for the tokens.
-    """
+    if not isinstance(cache, (DynamicCache, StaticCache)) or not isinstance(ids, Tensor) or (config.num_beams or 1) > 1:
+        return
+    sequences = len(ids) * (config.num_return_sequences or 1)
+    longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
+    tokens = (longest or 0) - 1  # the last token is never fed
     keys = [layer.keys for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     held = next((len(states) for states in keys if states is not None), sequences)
     if held != sequences:
         raise ValueError(f"past_key_values holds {held} sequences, and the call has {sequences}: pass its own cache")
-    room = [layer.get_max_length() for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
-    if room and min(room) < tokens:
-        more = f"make max_cache_len longer by {tokens - min(room)}"
-        raise ValueError(f"past_key_values has room for {min(room)} tokens of {tokens}: {more}")
+    fixed = (layer for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding)
+    room = min((layer.get_max_length() for layer in fixed), default=tokens)
+    if room < tokens:
+        more = f"make max_cache_len longer by {tokens - room}"
+        raise ValueError(f"past_key_values has room for {room} tokens of {tokens}: {more}")
 
 
 def is_repackable(cache: Cache | None) -> bool:

@@ -102,7 +102,9 @@ def _fixed(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
     choices = given["choices"]
     is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
     if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
-        raise ValueError(f"draft_tree: {choices!r} must be paths of at least one rank, such as [(0,), (1,), (0, 0)]")
+        raise ValueError(
+            f"draft_tree: {choices!r} must be a list of paths of at least one rank, such as [(0,), (0, 0)]"
+        )
     choices = [tuple(path) for path in choices]
     static_tree(choices)  # refuses what is no tree
     return {"choices": choices}, max(map(len, choices))

@@ -118,7 +118,7 @@ def verify(
         (NaN: it was none); None with `uniforms`.
 
     Raises:
-        ValueError: An unknown rule, or no `q` for a draft.
+        ValueError: An unknown rule.
     """
     # every operation counts here: on an accelerator each is a launch
     check_rule(rule)
@@ -126,8 +126,7 @@ def verify(
         return draft.new_zeros(len(draft)), *_add(p[:, 0], None if uniforms is None else uniforms[:, 0], generator)
     if tests is None:
         tests = torch.rand(draft.shape, dtype=p.dtype, device=p.device, generator=generator)
-    if q is None:
-        raise ValueError("q is None: a draft that is not empty needs the probabilities that it was drawn from")
+    assert q is not None
     batch = cached_arange(len(draft), p.device)
     if rule == "token":
         accepted = (tests < _ratios(draft, q, p)).long().cumprod(1).sum(1)

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
-from ..tensor_files import read_tensors, tensor_headers
+from ..tensor_files import read_tensors, tensor_dtypes
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors that official files repeat in every module: the main model's embeddings and its head."""
@@ -39,8 +39,7 @@ def check_checkpoint(
             file.
     """
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
-    headers = tensor_headers(name, variant, **hub)
-    dtypes = {key: dtype for key, (dtype, _) in headers.items()}
+    dtypes = tensor_dtypes(name, variant, **hub)
     _check_scales(name, dtypes, config)
     if inference_only:
         return config, False
@@ -56,15 +55,6 @@ def check_checkpoint(
     copies = {copy_: family.file_name(f"model.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies}
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
-
-
-def tensor_dtypes(name: Any, **hub: Any) -> dict[str, str]:
-    """Return the names of all tensors of a checkpoint and their safetensors dtypes (`F32`, `BF16`, `F8_E4M3`).
-
-    Raises:
-        ValueError: No safetensors files, or a damaged one.
-    """
-    return {key: dtype for key, (dtype, _) in tensor_headers(name, **hub).items()}
 
 
 def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:

@@ -21,7 +21,7 @@ from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import BackboneParts
 from ..heads.chunks import Part, chunked_sums, term_rows
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from ..heads.teacher import ACCEPTANCES, ahead, block_terms, head_and_rest, lumped, taught_terms, text_log_probs
+from ..heads.teacher import ACCEPTANCES, ahead, block_terms, taught_terms, text_log_probs
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from .modules import MTPModules, Readout
@@ -80,20 +80,17 @@ def chain_loss(
         is_module, taught = of_module
         logits, target = (head if is_module is None else drafted)(state).float(), target[:, 0]
         losses = nn.functional.cross_entropy(logits, target.to(logits.device), ignore_index=IGNORE, reduction="none")
-        shown = [torch.zeros_like(losses)] * 2
+        accepted = torch.zeros_like(losses)
         if is_block and taught is not None:
             value, slope, accepted = taught.to(losses).unbind(-1)
-            losses, shown[0] = value - slope * (losses - losses.detach()), accepted
+            losses = value - slope * (losses - losses.detach())
         elif taught is not None:
             scored, log_q = (target != IGNORE).to(losses.device), logits.log_softmax(-1)
             with torch.no_grad():
                 log_p = target_probs(taught)
-            if options.top_k is not None:
-                ids, log_p = head_and_rest(log_p, options.top_k)
-                log_q, shown[1] = lumped(log_q, ids), log_p[:, -1].exp()
-            losses, shown[0] = taught_terms(options.divergence, options.label_weight, log_p, log_q, -losses)
-            losses, *shown = (torch.where(scored, value, 0.0) for value in (losses, *shown))
-        return torch.stack([losses, *shown], -1)
+            both = taught_terms(options.divergence, options.label_weight, log_p, log_q, -losses)
+            losses, accepted = (torch.where(scored, value, 0.0) for value in both)
+        return torch.stack([losses, accepted], -1)
 
     own = torch.stack([(check_targets(part, vocab_size) != IGNORE).sum() for part in targets])
     weights = depth_weights(counts_of_update(own, counts), options)
@@ -109,17 +106,17 @@ def chain_loss(
         Part(
             state,
             (target[..., None], target[..., None] if depth else None, taught[depth] if teaches and depth else None),
-            nn.functional.pad(weight[None], (0, 2)),
+            nn.functional.pad(weight[None], (0, 1)),
             trains_module=depth == 0 or not options.detach_head,
         )
         for depth, (state, target, weight) in enumerate(zip(states, targets, weights))
     ]
     loss, sums = chunked_sums(terms, head, parts, vocab_size)
-    means, accepted, missing = (torch.stack([part.to(own.device) for part in sums]) / own[:, None]).unbind(1)
+    means, accepted = (torch.stack([part.to(own.device) for part in sums]) / own[:, None]).unbind(1)
     found = MTPOutput(loss=loss, head_losses=means)
     if teaches and len(own) > 1:
         accepted[0] = torch.nan
-        found.acceptances, found.missing_mass = accepted, None if options.top_k is None else missing[1:].nanmean()
+        found.acceptances = accepted
     return found
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ...generation.call.options import CallOptions, DraftOptions
     from ...generation.drafters.modules import ModuleSession
 
-_NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "missing_mass"]
+_NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances"]
 
 
 class DeepSeekMTP(

@@ -109,7 +109,7 @@ class DraftLayersMixin:
 
     def features(
         self,
-        hidden_states: Sequence[Tensor | None],
+        hidden_states: Sequence[Tensor],
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
@@ -121,8 +121,6 @@ class DraftLayersMixin:
             position_ids: [B or 1, L]; only to mark packed documents.
         """
         states = hidden_states[self.hidden_layers[0]]
-        if states is None:
-            raise ValueError(f"hidden_states: layers {self.hidden_layers} are needed, and not all of them are given")
         if self.draft_layers is None:
             return states
         run = self.draft_layers.bind(self.model)

@@ -145,27 +145,18 @@ def circuit_from_logits(
         >>> distribution.condition(torch.tensor(7)).window
         3
     """
-    window, rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
     given = {"root_logits": root_logits, "trans_logits": trans_logits, "node_logits": node_logits}
-    family = _circuit(head_type)
+    family, (window, rank) = _circuit(head_type), leaf_logits.shape[-3:-1]
     wanted = family.shapes(window, rank)
     for name, value in given.items():
-        _check(head_type, name, value, wanted.get(name))
+        shapes, found = wanted.get(name, []), () if value is None else tuple(value.shape)
+        if not any(found[-len(shape) :] == shape for shape in shapes) if shapes else found:
+            needed = " or ".join(map(str, shapes)) or "none"
+            raise ValueError(f"{name} of shape {found}: head_type={head_type!r} needs {needed} for this window")
     if not family.parameters and rank != 1:
         raise ValueError(f"leaf_logits: {head_type!r} has rank 1, got {tuple(leaf_logits.shape)}")
     cast = [None if (value := given[name]) is None else value.to(dtype) for name in family.parameters]
     return family.distribution(*cast, leaf_logits.to(dtype))
-
-
-def _check(head_type: str, name: str, value: Tensor | None, shapes: list[tuple[int, ...]] | None) -> None:
-    if not shapes:
-        if value is not None:
-            raise ValueError(f"{name}: head_type={head_type!r} has none for this window")
-        return
-    if value is None:
-        raise ValueError(f"{name} is missing: head_type={head_type!r} needs it")
-    if not any(value.shape[-len(shape) :] == shape for shape in shapes):
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; it should end in {' or '.join(map(str, shapes))}")
 
 
 def _circuit(head_type: str) -> Circuit:

@@ -260,7 +260,7 @@ def head_loss(
         share = config.loss_label_weight
         teacher = BlockTarget.of(share, backbone, last_states, ids, targets != IGNORE, scored)
     elif config.loss_target == "teacher":
-        teacher = Teacher.of(config, backbone, last_states, scored)
+        teacher = Teacher.of(config, backbone, last_states, window)
     balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(
@@ -298,7 +298,6 @@ def head_loss(
         loss=loss,
         head_losses=means[0],
         acceptances=None if teacher is None else means[1],
-        missing_mass=None if teacher is None else teacher.missing,
         head_squares=means[-1] if balanced and balance is not None else None,
     )
 

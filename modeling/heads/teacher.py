@@ -46,39 +46,30 @@ class Teacher:
         config: The head's options.
         backbone: The teacher's unembedding.
         arguments: Per position, what `terms` needs: states of the next n - 1 positions [B, L, (n - 1) d], and what
-            their logits sum to if not those of the columns do, [B, L, n - 1]; or, with `loss_top_k`, ids
-            [B, L, (n - 1) k] and log-probabilities [B, L, (n - 1) (k + 1)].
-        missing: Scalar, mean mass outside the top k; None without it.
+            their logits sum to if not those of the columns do, [B, L, n - 1].
     """
 
     config: MTPHeadConfig
     backbone: BackboneParts
     arguments: tuple[Tensor, ...]
-    missing: Tensor | None = None
 
     @classmethod
     def of(
-        cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, scored: Tensor
+        cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, window: int
     ) -> Teacher:
-        """Return a teacher for a batch: last hidden states [B, L, d], and where something is scored, [B, L, n] bool.
+        """Return a teacher for windows of n tokens after each of the last hidden states [B, L, d].
 
         Raises:
             ValueError: There is no backbone to teach.
         """
         if last_states is None or backbone is None:
             raise ValueError("loss_target='teacher' needs the backbone's last hidden states, and none were given")
-        states, window = last_states.detach(), scored.shape[-1]
+        states = last_states.detach()
         # over a draft vocabulary p is renormalised, but for what is accepted: a token that is never drafted never is
         is_part = backbone.vocabulary is not None and config.loss_divergence in ACCEPTANCES
         norms = log_norms(backbone, states) if is_part else None
-        if config.loss_top_k is None:
-            parts = [states] if norms is None else [states, norms]
-            return cls(config, backbone, tuple(ahead(part, window) for part in parts))
-        ids, log_probs = likeliest(backbone, states, config.loss_top_k, norms)
-        rest = ahead(log_probs[..., -1:].exp(), window)
-        taught = scored[..., 1:]
-        missing = torch.where(taught, rest, 0.0).sum() / taught.sum().clamp(min=1)
-        return cls(config, backbone, (ahead(ids, window), ahead(log_probs, window)), missing)
+        parts = [states] if norms is None else [states, norms]
+        return cls(config, backbone, tuple(ahead(part, window) for part in parts))
 
     def terms(
         self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
@@ -91,28 +82,12 @@ class Teacher:
         likelihood = at_tokens(log_probs, tokens)
         log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1
         parts = [part.unflatten(-1, (depths, -1)) for part in taught]
-        if self.config.loss_top_k is None:
-            with torch.no_grad():
-                log_p = self.backbone.unembed(parts[0]).to(log_q.dtype)
-                log_p = log_p.log_softmax(-1) if len(parts) == 1 else log_p - parts[1].to(log_q.dtype)
-        else:
-            log_p, log_q = parts[1].to(log_q.dtype), lumped(log_q, parts[0])
+        with torch.no_grad():
+            log_p = self.backbone.unembed(parts[0]).to(log_q.dtype)
+            log_p = log_p.log_softmax(-1) if len(parts) == 1 else log_p - parts[1].to(log_q.dtype)
         kind, share = self.config.loss_divergence, self.config.loss_label_weight
         mixed, accepted = taught_terms(kind, share, log_p, log_q, likelihood[..., 1:])
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
-
-
-def likeliest(backbone: BackboneParts, states: Tensor, k: int, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return `head_and_rest` of the distribution at every state [B, L, d].
-
-    `norms` [B, L, 1] is the log of what all logits sum to, where the backbone's unembedding makes only some.
-    """
-
-    def best(logits: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        return head_and_rest(logits - given[0] if given else logits.log_softmax(-1), k)
-
-    ids, log_probs = of_logits(backbone, states, best, *(() if norms is None else (norms,)))
-    return ids, log_probs
 
 
 def log_norms(backbone: BackboneParts, states: Tensor) -> Tensor:
@@ -191,35 +166,6 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 def log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     """log alpha, [...], without underflow where p and q hardly meet."""
     return torch.minimum(log_p, log_q).logsumexp(-1)
-
-
-def head_and_rest(log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k likeliest tokens of a distribution, and all others as one.
-
-    Lumping tokens together never makes two distributions look further apart: every KL is a lower bound of the true one,
-    and with m the mass of the rest under p, TV - m <= TV of the lumped distributions <= TV.
-
-    Args:
-        log_p: [..., V], normalised.
-        k: At least 1.
-
-    Returns:
-        ids [..., k] int64; log-probabilities [..., k + 1], the last of the rest, whose exponential is m.
-    """
-    best, ids = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
-    return ids, torch.cat([best, _log_rest(best)], -1)
-
-
-def lumped(log_q: Tensor, ids: Tensor) -> Tensor:
-    """Return a distribution [..., V] at the tokens `ids` [..., k], and all others as one: [..., k + 1]."""
-    chosen = log_q.gather(-1, ids)
-    return torch.cat([chosen, _log_rest(chosen)], -1)
-
-
-def _log_rest(chosen: Tensor) -> Tensor:
-    """log(1 - sum), kept away from -inf, where gradients end."""
-    tiny = torch.finfo(chosen.dtype).eps ** 2
-    return (1 - chosen.exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
 
 
 PLACES = ("all", "calls")
@@ -327,12 +273,10 @@ class BlockTarget:
         label_weight: Share of the labels' likelihood that is mixed in.
         arguments: Per position, log p of the drafts' tokens, whether they are drafted, and the places' weights,
             [B, L, n - 1] each.
-        missing: None, as of a teacher whose whole distribution is read.
     """
 
     label_weight: float
     arguments: tuple[Tensor, ...]
-    missing: None = None
 
     @classmethod
     def of(

@@ -1,106 +1,34 @@
-"""`draft_tree="auto"`: the tree with the most expected tokens per second, chosen once."""
+"""`draft_tree="auto"`: the tree with the most tokens per second, chosen once."""
 
 import copy
-import itertools
 import pickle
 
 import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tests.internals import (
-    CycleSeconds,
-    DraftTree,
-    Trial,
-    WatchedVerifier,
-    best_tree,
-    choices_from_accuracies,
-    expected_tokens,
-    measured_tree,
-    rates_of,
-)
+from tests.internals import fastest_tree
 from tokenahead import EagleHead, MTPHeads
 
-RATES = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
 
-
-@pytest.mark.parametrize("size", [1, 2, 5, 9])
-def test_certain_trees_yield_what_the_best_tree_of_their_size_yields(size):
-    paths = choices_from_accuracies(torch.tensor(RATES), size)
-    want = 1.0
-    for path in paths:
-        value = 1.0
-        for depth, rank in enumerate(path):
-            value *= RATES[depth][rank]
-        want += value
-    assert expected_tokens(RATES, 2, 3, size + 1, is_drawn=False) == pytest.approx(want)
-
-
-def test_drawn_trees_have_levels_of_their_own_sizes():
-    assert expected_tokens(RATES, 1, 2, 5, is_drawn=True) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4 + 0.5 * 0.2)
-    for total in range(2, 12):
-        drawn, certain = (expected_tokens(RATES, 2, 3, total, is_drawn) for is_drawn in (True, False))
-        assert 1 < drawn <= certain + 1e-12
-
-
-def test_the_best_tree_is_the_best_of_all():
-    rates = [row + [0.01] * 5 for row in RATES]
-
-    def seconds(depth, total):
-        return 1 + 0.1 * depth + 0.02 * total
-
-    for is_drawn in (False, True):
-        best = best_tree(rates, seconds, 2, is_drawn)
-        sizes = best["depth"], best["top_k"], best["total_tokens"]
-        speed = expected_tokens(rates, *sizes, is_drawn) / seconds(sizes[0], sizes[2])
-        for depth, top_k, total in itertools.product(range(3), (1, 2, 3, 8), (3, 4, 8, 16, 60)):
-            assert speed >= expected_tokens(rates, depth, top_k, total, is_drawn) / seconds(depth, total) - 1e-9
-    dear = best_tree(rates, lambda depth, total: float(total), 2, False)
-    free = best_tree(rates, lambda depth, total: 1.0, 2, False)
-    assert dear["total_tokens"] <= 3 and free["depth"] == 2 and free["total_tokens"] >= 16
-
-
-def test_seconds_lie_on_lines_between_what_was_measured():
-    seconds = CycleSeconds({60: 4.0, 16: 2.0, 4: 1.4}, depth=2, level=0.2)
-    assert [seconds(2, total) for total in (4, 10, 16, 38, 60)] == pytest.approx([1.4, 1.7, 2.0, 3.0, 4.0])
-    assert seconds(0, 16) == pytest.approx(1.6)
-    assert CycleSeconds({60: 1.0, 16: 2.0, 4: 1.4}, 2, 0.0)(2, 60) == pytest.approx(2.0)
-
-
-def test_rates_are_counted_by_depth_and_rank():
-    kept = [([0, 1], False)] * 200 + [([0], True)] * 100 + [([], True)] * 100
-    rates = rates_of(kept, 2)
-    assert rates[0][0] == pytest.approx(0.75, abs=0.02) and rates[1][1] == pytest.approx(2 / 3, abs=0.02)
-    assert rates[0][1] < 0.02 and rates[1][0] < 0.02
-    assert all(rate == 0 for row in rates_of([], 3) for rate in row)
-
-
-def test_a_watched_rule_sees_ranks_and_ends():
-    tree = DraftTree(torch.zeros(2, 5, dtype=torch.long), torch.tensor([[-1, -1, 0, 1, 1], [-1, 0, 0, 1, -1]]))
-
-    class Fixed:
-        def verify(self, tree, scores):
-            from types import SimpleNamespace
-
-            return SimpleNamespace(nodes=torch.tensor([[1, 4, -1], [0, -1, -1]]))
-
-    rule = WatchedVerifier(Fixed())
-    rule.verify(tree, None), rule.verify(tree, None)
-    trial = rule.trial([[2, 2], [1]])
-    assert trial.kept == [([1, 1], False), ([0], True), ([1, 1], False)] and len(trial.seconds) == 1
-
-
-def test_trials_are_few_and_of_the_drafters_depth():
+def test_the_fastest_tree_is_chosen_and_trials_are_few():
     asked = []
 
-    def decode(tree, tokens):
-        asked.append((tree, tokens))
-        return Trial([([0, 0, 0], False)] * 9, [0.1, 0.2])
+    def pace(seconds):
+        def trial(tree):
+            asked.append(tree)
+            return seconds(tree)
 
-    assert measured_tree(decode, 3, True)["depth"] <= 2
-    assert len(asked) == 4 and sum(tokens for _, tokens in asked) < 100
-    assert {tree["depth"] for tree, _ in asked} == {0, 2}
-    assert measured_tree(lambda *_: Trial([([0, 0, 0], False)], []), 3, True) is None
+        return trial
+
+    sizes = "depth", "top_k", "total_tokens"
+    dear = fastest_tree(pace(lambda tree: float(tree["total_tokens"])), 8)
+    assert [dear[name] for name in sizes] == [1, 1, 3] and len(asked) == 6
+    deep = fastest_tree(pace(lambda tree: 1.0 / tree["depth"]), 8)
+    assert [deep[name] for name in sizes] == [7, 1, 9]
+    wide = fastest_tree(pace(lambda tree: 1.0 / tree["total_tokens"]), 3)
+    assert [wide[name] for name in sizes] == [2, 8, 48] and max(tree["depth"] for tree in asked[-5:]) == 2
+    assert fastest_tree(lambda tree: None, 3) is None
 
 
 @pytest.mark.parametrize(

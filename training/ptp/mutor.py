@@ -36,9 +36,7 @@ class MuToROptions:
     weight: float = 0.3
 
     def __post_init__(self) -> None:
-        if type(self.max_offset) is not int or self.max_offset < 1:
-            raise ValueError(f"max_offset={self.max_offset!r} must be a whole number of at least 1")
-        check_values(self, {}, {"weight": "[0, 1)"})
+        check_values(self, {}, {"max_offset": "[1, inf)", "weight": "[0, 1)"})
 
 
 @dataclass

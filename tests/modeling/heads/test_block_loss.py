@@ -147,7 +147,6 @@ def test_the_labels_can_be_mixed_in():
     "wrong",
     [
         {"loss_divergence": "block", "loss_target": "labels"},
-        {"loss_divergence": "block", "loss_top_k": 3},
         {"loss_divergence": "block", "loss_normalization": "paper"},
         {"loss_places": "calls"},
     ],
@@ -264,8 +263,6 @@ def test_losses_of_drafters_refuse_what_contradicts_it():
             EagleLossOptions(**wrong).resolved(3)
         with pytest.raises(ValueError, match="places"):
             ModuleLossOptions(**wrong)
-    with pytest.raises(ValueError, match="top_k=3"):
-        ModuleLossOptions(target="teacher", divergence="block", top_k=3)
 
 
 @pytest.mark.parametrize("kind", ["all", "calls"])

@@ -1,10 +1,9 @@
-"""Distances of distributions: against float64 sums written out, bounds of lumped distributions, gradients where
-distributions hardly meet."""
+"""Distances of distributions: against float64 sums written out, and gradients where distributions hardly meet."""
 
 import pytest
 import torch
 
-from tests.internals import DIVERGENCES, acceptance, divergence, head_and_rest, log_acceptance, lumped
+from tests.internals import DIVERGENCES, acceptance, divergence, log_acceptance
 
 
 def probs(scale=3.0, rows=50, size=40):
@@ -34,20 +33,6 @@ def test_values():
         assert divergence(kind, log_p, log_p).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("k", [1, 5, 39, 100])
-def test_lumped_distributions_look_no_further_apart_and_total_variation_is_bounded(k):
-    log_p, log_q = probs()
-    ids, head = head_and_rest(log_p, k)
-    tail = lumped(log_q, ids)
-    missing = 1 - log_p.exp().sort(descending=True).values[:, :k].sum(-1)
-    torch.testing.assert_close(head[:, -1].exp(), missing, atol=1e-12, rtol=1e-6)
-    torch.testing.assert_close(tail.exp().sum(-1), torch.ones(50, dtype=torch.float64))
-    for kind in ("kl", "reverse_kl", "tv", "lk"):
-        assert (divergence(kind, head, tail) <= divergence(kind, log_p, log_q) + 1e-9).all()
-    error = divergence("tv", log_p, log_q) - divergence("tv", head, tail)
-    assert (error <= missing + 1e-9).all() and (k > 5 or error.max() > 1e-3)
-
-
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_gradients_are_right_and_finite_where_distributions_hardly_meet(kind):
     log_p, log_q = probs(rows=4, size=6)
@@ -59,8 +44,4 @@ def test_gradients_are_right_and_finite_where_distributions_hardly_meet(kind):
     far = torch.tensor([[60.0, -60.0, 0.0]], requires_grad=True)
     p = torch.tensor([[-60.0, 60.0, 0.0]]).log_softmax(-1)
     divergence(kind, p, far.log_softmax(-1)).sum().backward()
-    assert far.grad.isfinite().all()
-    ids, head = head_and_rest(p, 1)
-    far.grad = None
-    divergence(kind, head, lumped(far.log_softmax(-1), ids)).sum().backward()
     assert far.grad.isfinite().all()

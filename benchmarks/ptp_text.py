@@ -7,10 +7,10 @@
 A byte-level Llama of 1 million parameters learns the Python standard library's source, and goes on with beginnings of
 it at the temperature of decoding (`--texts 0`: students learn from the source itself). Students are distilled from it
 with `PTPTrainer`, in so many minutes of *processor* time each: O-PTP (`one_hot`), verified with the uniforms that it
-drafts from, C-PTP (`categorical`), verified by block, both again with slots that read the last verified hidden state,
-and independent prediction, which is O-PTP whose uniforms say nothing. With `--small FOLDER`, C-PTP of a smaller
-backbone learns from the same teacher, and drafts for it (`separate`). They complete held-out code by turns with
-transformers' own decoding of the same model. Every student is saved with its figures and its card. `--acceptance`
+drafts from, C-PTP (`categorical`), verified by block, and independent prediction, which is O-PTP whose uniforms say
+nothing. With `--small FOLDER`, C-PTP of a smaller backbone learns from the same teacher, and drafts for it
+(`separate`). They complete held-out code by turns with transformers' own decoding of the same model. Every student is
+saved with its figures and its card. `--acceptance`
 counts tokens per call, and measures no times: that is all that a busy machine can tell.
 """
 
@@ -38,18 +38,7 @@ from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
 from tokenahead.training import regenerate
 from tokenahead.training.box import code_prompts
-from tokenahead.training.evaluation import (
-    GREEDY,
-    Bench,
-    DecodingMode,
-    Prompt,
-    Protocol,
-    Writer,
-    drafting_method,
-    plain_method,
-    results_of,
-    sampled,
-)
+from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
 from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
@@ -62,8 +51,6 @@ LENGTH, PROMPT = 256, 96
 KINDS = {
     "one_hot": {"variant": "one_hot"},
     "categorical": {"variant": "categorical"},
-    "one_hot, state": {"variant": "one_hot", "reads_state": True},
-    "categorical, state": {"variant": "categorical", "reads_state": True},
     "independent": {"variant": "one_hot", "informative": False},
     "separate": {"variant": "categorical"},
 }
@@ -100,17 +87,14 @@ def measure(
     Sampled runs that differ by their uniforms alone are compared with the same ones, untimed.
     """
     tokenizer = EvaByteTokenizer()
-    protocol = Protocol([mode], new_tokens=new_tokens)
-    methods = [plain_method(model), drafting_method("own", model)]
-    bench = Bench(methods, Writer(tokenizer, chats=False), protocol, control=False)
-    bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)])
-    result = next(replace(row, name=mode.name) for row in results_of(bench) if row.method == "own")
+    found = compare_decoding(model, tokenizer, prompts, mode, new_tokens)
+    result = found.result
     if mode.options.get("verification") == "coupled" and "best_of" not in mode.options:
         inputs = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
         how = mode.options | {"seed": 7, "max_new_tokens": new_tokens}
         texts = ([model.generate(**one, **how, use_mtp=drafts) for drafts in (True, False)] for one in inputs)
         result = replace(result, identical=all(torch.equal(*pair) for pair in texts))
-    return result, result.accepted_by_position
+    return result, found.result.accepted_by_position
 
 
 def acceptance(model: PTPForCausalLM, prompts: list[str], mode: DecodingMode, new_tokens: int) -> float:

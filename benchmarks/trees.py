@@ -31,7 +31,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.trees.contract import DraftTree
-from tokenahead.generation.verification.drawn_trees import tree_acceptance
+from tokenahead.generation.verification import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
 from tokenahead.training.box import code_prompts
 from tokenahead.training.features import cache_features

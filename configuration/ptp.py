@@ -29,7 +29,7 @@ class PTPConfig(PreTrainedConfig):
     Args:
         backbone_config: Configuration of the causal language model.
         variant: `"one_hot"`, `"categorical"` or `"mask"` (Samragh et al. 2025, arXiv 2507.11851): slots read learned
-            mask tokens and no uniforms, so that the fields of uniforms (`features` to `reads_state`) are idle.
+            mask tokens and no uniforms, so that the fields of uniforms (`features` to `greedy`) are idle.
         features: Features of a uniform (`uniform_features`).
         feature_dim: How many; None takes `FEATURE_DIMS`.
         projection: `"linear"` or `"mlp"`, from features to an embedding.
@@ -38,7 +38,6 @@ class PTPConfig(PreTrainedConfig):
             without parallel sampling.
         greedy: Slots have an embedding that requests the most likely token, with which greedy decoding drafts.
             Without it they read the median (u = 1/2), which is often another token.
-        reads_state: Slots read the last verified hidden state of the backbone as well as their uniform.
         num_slots: N, the slots that a draft is learned for.
         lora_rank: Rank of the gated adapters.
         lora_alpha: Their scale is alpha / rank.
@@ -67,7 +66,6 @@ class PTPConfig(PreTrainedConfig):
     projection_bias: bool = True
     informative: bool = True
     greedy: bool = False
-    reads_state: bool = False
     num_slots: int = 8
     lora_rank: int = 16
     lora_alpha: float | int = 16
@@ -81,6 +79,8 @@ class PTPConfig(PreTrainedConfig):
             self.backbone_config = AutoConfig.for_model(values.pop("model_type"), **values)
         self.feature_dim = self.feature_dim or FEATURE_DIMS.get(self.features)
         self.sampling = SAMPLING | (self.sampling or {})
+        if kwargs.pop("reads_state", False):
+            raise ValueError("reads_state=True: slots that read hidden states are gone; train a student without it")
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
@@ -95,10 +95,10 @@ class PTPConfig(PreTrainedConfig):
             raise ValueError(f"lcm_weight={self.lcm_weight} must be a number of at least 0")
         if self.reads_uniforms and (self.sampler != "mlp" or self.lcm_weight != 1):
             raise ValueError(f"sampler= and lcm_weight= are for variant='mask', and {self.variant!r} has neither")
-        if not self.reads_uniforms and (self.greedy or self.reads_state or not self.informative):
+        if not self.reads_uniforms and (self.greedy or not self.informative):
             raise ValueError(
-                "variant='mask' reads mask tokens alone, which draft the most likely tokens as well: leave greedy=, "
-                "reads_state= and informative= out"
+                "variant='mask' reads mask tokens alone, which draft the most likely tokens as well: leave greedy= "
+                "and informative= out"
             )
         if unknown := set(self.sampling) - set(SAMPLING):
             raise ValueError(f"sampling has unknown fields {sorted(unknown)}; it takes {', '.join(SAMPLING)}")

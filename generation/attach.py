@@ -56,10 +56,7 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
         Raises:
             ValueError: Always.
         """
-        raise ValueError(
-            f"{type(self).__name__} does not offer generate_batch (continuous batching); use generate, which takes "
-            "batches of any size"
-        )
+        raise ValueError(f"{type(self).__name__} does not offer generate_batch (continuous batching); use generate")
 
     def own_cache(self) -> Callable[[], SpeculativeCache] | None:
         """Return what makes the model's own kind of cache; None: it has caches of transformers."""
@@ -131,9 +128,8 @@ class AttachableDrafter(BaseDrafter):
         check_backbone(backbone)
         self.check_backbone(backbone)
         if self._backbones and self._backbones[0] is not backbone:
-            raise RuntimeError(
-                f"this {type(self).__name__} is attached to another {type(self.backbone).__name__}: detach() it first"
-            )
+            name, other = type(self).__name__, type(self.backbone).__name__
+            raise RuntimeError(f"this {name} is attached to another {other}: detach() it first")
         if not self._backbones:
             self._backbones.append(backbone)
             for learned in (self.tree_choices, self.schedules):  # what pays depends on the backbone
@@ -197,10 +193,8 @@ class NoGenerationMixin:
             RuntimeError: Always.
         """
         name = type(self).__name__
-        raise RuntimeError(
-            f"{name} generates nothing: call attach(backbone), then backbone.generate(..., assistant_model=...); "
-            "MTPSFTTrainer trains it"
-        )
+        call = "backbone.generate(..., assistant_model=...)"
+        raise RuntimeError(f"{name} generates nothing: call attach(backbone), then {call}; MTPSFTTrainer trains it")
 
 
 class Tie:
@@ -244,10 +238,8 @@ class Route:
         # also a route of another copy of this code, that came with a directory
         version = getattr(route, "version", None)
         if version not in (None, cls.version):
-            raise RuntimeError(
-                f"{type(backbone).__name__} has drafters of tokenahead {version}, and this one is of {cls.version}: "
-                "detach() those first"
-            )
+            name = type(backbone).__name__
+            raise RuntimeError(f"{name} has drafters of tokenahead {version}, not {cls.version}: detach() those first")
         if version is not None:
             return cast(Route, route)
         route = cls(backbone, Tie(), backbone.config.get_text_config().vocab_size)
@@ -300,18 +292,14 @@ class Route:
         has_own_drafts = isinstance(self.backbone, BaseDrafter) or field(config, "num_mtp_layers") is not None
         if first_set("use_mtp", sources) and not (has_own_drafts or first_set("prompt_lookup_num_tokens", sources)):
             names = ", ".join(type(drafter).__name__ for drafter in self.drafters)
-            raise ValueError(
-                f"use_mtp=True names no drafter, and {type(self.backbone).__name__} has none of its own: pass an "
-                f"attached one ({names}) as assistant_model=, or attach it as attach(backbone, default=True)"
-            )
+            how = f"pass {names} as assistant_model=, or call attach(backbone, default=True)"
+            raise ValueError(f"use_mtp=True names no drafter, and {type(self.backbone).__name__} has none: {how}")
         return None
 
     def _check(self, assistant: AttachableDrafter) -> None:
         if not any(drafter is assistant for drafter in self.drafters):
-            raise RuntimeError(
-                f"this {type(assistant).__name__} is not attached to this {type(self.backbone).__name__} (copies are "
-                "not): call attach(backbone) first"
-            )
+            name, own = type(assistant).__name__, type(self.backbone).__name__
+            raise RuntimeError(f"this {name} is not attached to this {own} (copies are not): call attach(backbone)")
         if self.backbone.config.get_text_config().vocab_size != self.vocab_size:  # resized since
             assistant.check_backbone(self.backbone)
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-)
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
 from .call.options import CallOptions, DraftOptions
@@ -24,8 +21,8 @@ class _View:
     """What a session may read of the cache of transformers' own loop, whose one sequence is never moved."""
 
     has_columns = True
-    mask: torch.Tensor
-    counts: torch.Tensor
+    mask: Tensor
+    counts: Tensor
     is_padded: bool
     new_tokens: NewTokens
 
@@ -41,7 +38,7 @@ class CandidateAdapter(CandidateGenerator):
 
     requires_model_outputs = True
 
-    def __init__(self, session: DraftSession, options: DraftOptions, mask: torch.Tensor | None = None) -> None:
+    def __init__(self, session: DraftSession, options: DraftOptions, mask: Tensor | None = None) -> None:
         self.session, self.options, self.mask = session, options, mask
         self.drafted = -1  # the prefill drafts nothing
         self.view = _View()
@@ -50,12 +47,12 @@ class CandidateAdapter(CandidateGenerator):
 
     def get_candidates(
         self,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         model_outputs: Any = None,
         is_first_iteration: bool = True,
         n_last_matches: int = 0,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Candidates for the next verification.
 
         Args:
@@ -83,7 +80,7 @@ class CandidateAdapter(CandidateGenerator):
             q = torch.nn.functional.one_hot(tree.tokens, model_outputs.logits.shape[-1]).float()
         return torch.cat([input_ids, tree.tokens], dim=1), None if q is None else q.log()
 
-    def _look(self, input_ids: torch.Tensor, outputs: Any, matches: int) -> None:
+    def _look(self, input_ids: Tensor, outputs: Any, matches: int) -> None:
         """Shows the drafter what the last forward gave, as our own loop would."""
         length, device = input_ids.shape[1] - 1, input_ids.device  # the last token is not in the cache yet
         mask = torch.ones(1, length, dtype=torch.bool, device=device)
@@ -106,7 +103,7 @@ def candidate_generator(
     config: GenerationConfig,
     processors: LogitsProcessorList,
     model_kwargs: dict[str, Any],
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
 ) -> CandidateAdapter:
     """A drafter's chains for transformers' own assisted loop (batch 1)."""
     number, longest = drafter.default_draft(), drafter.longest_draft()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -35,7 +35,7 @@ class ParallelDrafter(BaseDrafter):
     """
 
     config: PTPConfig
-    slot_distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution]
+    slot_distribution: Callable[[Tensor, Tensor], WindowDistribution]
     rules = ("coupled", "block", "token")
     reads_prompt = False
 
@@ -59,9 +59,7 @@ class ParallelDrafter(BaseDrafter):
         """
         extra = options.extra
         if options.draft_tree is not None:
-            raise ValueError(
-                f"draft_tree={options.draft_tree!r}: parallel token prediction drafts chains; leave it out"
-            )
+            raise ValueError(f"draft_tree={options.draft_tree!r}: slots draft chains; leave it out")
         default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
         options = replace(options, verification=options.verification or default)
         _check_budget(extra.get("slot_budget", _LAYOUTS[0]), 1 + self.config.predicts_first)
@@ -97,12 +95,10 @@ class ParallelDrafter(BaseDrafter):
         fits = all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
         if fits or not (options.drafts and options.do_sample):
             return
-        shown = ", ".join(f"{name}={learned[name]}" for name in SAMPLING)
+        shown, now = (", ".join(f"{name}={values[name]}" for name in SAMPLING) for values in (learned, asked))
         logger.warning_once(
-            f"The drafts were learned for {shown}, and the target is now sampled with "
-            f"{', '.join(f'{name}={asked[name]}' for name in SAMPLING)}: the text stays exact, but fewer drafts are "
-            "accepted, so that every token costs more calls. Leave these options out, or distil with "
-            f"sampling={asked}."
+            f"The drafts were learned for {shown}, and the target is sampled with {now}: the text stays exact, but "
+            f"fewer drafts are accepted. Leave these options out, or distil with sampling={asked}."
         )
 
 
@@ -140,10 +136,7 @@ def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) ->
     if "uniforms" in options.extra:
         raise ValueError(f"best_of={many} draws its uniforms anew: drop uniforms=, or repeat a run with seed=")
     if options.verification != "coupled":
-        raise ValueError(
-            f"best_of={many} chooses among coupled drafts: it needs verification='coupled', not "
-            f"{options.verification!r}"
-        )
+        raise ValueError(f"best_of={many} needs verification='coupled', not {options.verification!r}")
     if not config.do_sample:
         raise ValueError(f"best_of={many} is for sampling: pass do_sample=True, or drop it")
 
@@ -158,17 +151,11 @@ def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
         raise ValueError("give uniforms= or seed=, not both")
     if not config.do_sample:
         raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
-    if not isinstance(uniforms, torch.Tensor):
-        raise ValueError(
-            f"uniforms is a {type(uniforms).__name__}: pass torch.tensor(uniforms), a tensor [B, max_new_tokens]"
-        )
-    if not uniforms.is_floating_point():
-        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64 in [0, 1)")
-    if not uniforms.numel():
-        raise ValueError(f"uniforms of shape {tuple(uniforms.shape)} hold none: pass a tensor [B, max_new_tokens]")
-    low, high = float(uniforms.min()), float(uniforms.max())
-    if not (low >= 0 and high < 1):
-        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+    if not isinstance(uniforms, Tensor) or not uniforms.is_floating_point() or not uniforms.numel():
+        found = (uniforms.dtype, tuple(uniforms.shape)) if isinstance(uniforms, Tensor) else type(uniforms).__name__
+        raise ValueError(f"uniforms is {found}: pass torch.tensor(uniforms), floats of [B, max_new_tokens]")
+    if not (uniforms.min() >= 0 and uniforms.max() < 1):
+        raise ValueError(f"uniforms must lie in [0, 1), not in [{uniforms.min():g}, {uniforms.max():g}]")
 
 
 def _check_seed(config: GenerationConfig, options: CallOptions) -> None:
@@ -178,11 +165,8 @@ def _check_seed(config: GenerationConfig, options: CallOptions) -> None:
         raise ValueError(f"{given}= cannot be combined with num_beams={config.num_beams}; drop one of them")
     is_coupled = options.verification == "coupled" and options.extra.get("best_of", 1) == 1
     if given == "seed" and config.do_sample and options.schedule == "adaptive" and not is_coupled:
-        raise ValueError(
-            "num_assistant_tokens_schedule='adaptive' chooses lengths by the clock, and with "
-            f"verification={options.verification!r} the text depends on them: a seed could not repeat it; drop one of "
-            "them, or use verification='coupled'"
-        )
+        rule = f"verification={options.verification!r}"
+        raise ValueError(f"seed= with {rule} and num_assistant_tokens_schedule='adaptive', by the clock: drop one")
 
 
 if TYPE_CHECKING:
@@ -218,11 +202,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
             RuntimeError: transformers' own loop calls it for an assistant: this model was not attached.
         """
         if getattr(kwargs.get("generation_config"), "is_assistant", None):
-            raise RuntimeError(
-                f"this {type(self).__name__} is no assistant_model of that model yet: call attach(model) first, on it, "
-                "and its slots will draft there"
-            )
-        self._check_length(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")), kwargs)
+            raise RuntimeError(f"this {type(self).__name__} is no assistant_model yet: call attach(model) on it first")
         return super().generate(*args, **kwargs)
 
     def attach(
@@ -245,21 +225,3 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         from .drafters.parallel_assistant import ParallelAssistant  # it imports the models, which import this
 
         return ParallelAssistant(self, vocab_size).attach(backbone, default)
-
-    def _check_length(self, prompt: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-        """Validate the length of prompt and new tokens.
-
-        Raises:
-            ValueError: A length beyond the backbone's table of learned positions.
-        """
-        limit, begins = self.config.learned_positions, 0 if prompt is None else prompt.shape[1]
-        if limit is None:
-            return
-        sources = (kwargs, kwargs.get("generation_config"), self.generation_config)
-        new, longest = first_set("max_new_tokens", sources), first_set("max_length", sources)
-        longest = longest if new is None else begins + new
-        if longest is not None and longest > limit + 1:  # the last token is never an input
-            raise ValueError(
-                f"max_length={longest} (prompt and new tokens) is beyond the {limit} learned positions of "
-                f"{self.config.backbone_config.model_type}; ask for {longest - limit - 1} fewer new tokens"
-            )

@@ -22,7 +22,9 @@ from torch import nn
 
 from ..configuration import MTPHeadConfig
 from ..modeling.heads.backbone_parts import BackboneParts
-from ..modeling.heads.registry import build_head, distribution_after, family_of
+from ..modeling.heads.family import FAMILIES
+from ..modeling.heads.registry import build_head
+from ..modeling.heads.window_distribution import distribution_after
 from ..modeling.sampling import draw
 from ..modeling.tensor_files import read_tensors
 
@@ -103,7 +105,7 @@ class HeadProposer:
 
     def _check(self) -> None:
         config = self.config
-        if more := family_of(config).reads_besides(config):
+        if more := FAMILIES[config.head_type].reads_besides(config):
             raise ValueError(
                 f"{OPTION}={str(self.folder)!r}: head_type={config.head_type!r} reads {more}, and vLLM hands over the "
                 "last hidden state alone"

@@ -40,10 +40,7 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
         raise ValueError(f"layers={layers!r} must be a whole number from 1 to {whole - 1}: {kind} has {whole} layers")
     linear = isinstance(model.get_output_embeddings(), nn.Linear)
     if config.get_text_config() is not config or has_own_cache(model) or carries_adapters(model) or not linear:
-        raise ValueError(
-            f"{kind} cannot be cut to {layers} layers: that takes a plain causal language model of transformers, "
-            "without adapters, other modalities or a cache of its own"
-        )
+        raise ValueError(f"{kind} cannot be cut to layers={layers}: give a plain language model, without adapters")
     for name, value in config.to_dict().items():  # layer_types, and whatever else a family says layer by layer
         if isinstance(value, list) and len(value) == whole:
             setattr(config, name, value[:layers])

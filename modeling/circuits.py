@@ -2,4 +2,3 @@
 
 from .heads.circuit_head import circuit_from_logits as circuit_from_logits
 from .heads.circuits import *  # noqa: F403
-from .heads.tree_circuit import *  # noqa: F403

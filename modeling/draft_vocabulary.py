@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
@@ -47,8 +47,8 @@ class DraftVocabulary:
         if (self.ids[1:] == self.ids[:-1]).any():
             raise ValueError("draft_vocabulary holds a token id more than once; ids must be distinct")
         self.vocab_size = vocab_size
-        self._rows: tuple[tuple[Any, ...], torch.Tensor] | None = None
-        self._on_device: dict[torch.device, torch.Tensor] = {}
+        self._rows: tuple[tuple[Any, ...], Tensor] | None = None
+        self._on_device: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,13 +57,13 @@ class DraftVocabulary:
         """Return the state without rows gathered from a head: copies gather their own."""
         return self.__dict__ | {"_rows": None, "_on_device": {}}
 
-    def on(self, device: torch.device) -> torch.Tensor:
+    def on(self, device: torch.device) -> Tensor:
         """Return the ids [U] on a device, copied once."""
         if device not in self._on_device:
             self._on_device[device] = self.ids.to(device)
         return self._on_device[device]
 
-    def logits(self, unembedding: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, unembedding: nn.Module, states: Tensor) -> Tensor:
         """Return the logits [..., U] that an unembedding makes of states [..., H]; its parameters get no gradient.
 
         Rows of a plain linear map are gathered once (and again after training). The weights of any other cannot be read
@@ -76,35 +76,35 @@ class DraftVocabulary:
         bias = None if linear.bias is None else linear.bias.detach()[self.on(rows.device)]
         return nn.functional.linear(states.to(rows.device), rows, bias)
 
-    def _gathered(self, head: nn.Linear) -> torch.Tensor:
+    def _gathered(self, head: nn.Linear) -> Tensor:
         weight = head.weight
         key = (weight.data_ptr(), weight._version, weight.device, weight.dtype, torch.is_inference_mode_enabled())
         if self._rows is None or self._rows[0] != key:
             self._rows = (key, weight.detach()[self.on(weight.device)])
         return self._rows[1]
 
-    def codes(self, tokens: torch.Tensor) -> torch.Tensor:
+    def codes(self, tokens: Tensor) -> Tensor:
         """Return the columns 0 .. U - 1 of token ids [...]; of a token x outside U, U + x."""
         ids = self.on(tokens.device)
         columns = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
         return torch.where(ids[columns] == tokens, columns, tokens + len(ids))
 
-    def columns(self, tokens: torch.Tensor, other: int) -> torch.Tensor:
+    def columns(self, tokens: Tensor, other: int) -> Tensor:
         """Return the columns of token ids [...], and `other` for those that are not in U."""
         codes = self.codes(tokens)
         return codes.masked_fill((codes >= len(self)) | (tokens < 0), other)
 
-    def tokens(self, codes: torch.Tensor) -> torch.Tensor:
+    def tokens(self, codes: Tensor) -> Tensor:
         """Return the token ids [...] of codes [...]."""
         ids = self.on(codes.device)
         return torch.where(codes < len(ids), ids[codes.clamp(max=len(ids) - 1)], codes - len(ids))
 
-    def spread(self, values: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+    def spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Return values [..., U] of the columns at their token ids, [..., V], and `fill` elsewhere."""
         whole = values.new_full((*values.shape[:-1], self.vocab_size), fill)
         return whole.index_copy(-1, self.on(values.device), values)
 
-    def coverage(self, tokens: torch.Tensor) -> float:
+    def coverage(self, tokens: Tensor) -> float:
         """Return the share of tokens [N] that are in U; NaN for N = 0."""
         return torch.isin(tokens, self.on(tokens.device)).double().mean().item()
 
@@ -119,7 +119,7 @@ class DraftIdsMixin:
     draft_size: int
     config: Any
     device: torch.device
-    named_buffers: Callable[..., Iterable[tuple[str, torch.Tensor]]]
+    named_buffers: Callable[..., Iterable[tuple[str, Tensor]]]
     register_buffer: Callable[..., None]
     _part: tuple[Any, DraftVocabulary] | None = None
 
@@ -130,12 +130,12 @@ class DraftIdsMixin:
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
 
     @property
-    def offsets(self) -> torch.Tensor | None:
+    def offsets(self) -> Tensor | None:
         """`d2t`, [Vd] int64: token id - draft id; None where all tokens are drafted."""
         return dict(self.named_buffers(recurse=False)).get("d2t")
 
     @property
-    def draft_ids(self) -> torch.Tensor:
+    def draft_ids(self) -> Tensor:
         """Token ids that are drafted, [Vd] int64, on the drafter's device."""
         ids = torch.arange(self.draft_size, device=self.device)
         return ids if self.offsets is None else ids + self.offsets
@@ -158,7 +158,7 @@ class DraftIdsMixin:
             self._part = (key, DraftVocabulary(ids, self.config.vocab_size))
         return self._part[1]
 
-    def set_draft_ids(self, draft_ids: torch.Tensor) -> None:
+    def set_draft_ids(self, draft_ids: Tensor) -> None:
         """Set which tokens are drafted.
 
         Args:
@@ -184,7 +184,7 @@ def stored_ids(name: Any, **hub: Any) -> list[int] | None:
 
 def frequent_tokens(
     texts: Iterable[Iterable[int]], size: int, tokenizer: PreTrainedTokenizerBase | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """Return the most frequent tokens of sequences, for `draft_vocabulary`; the model's own outputs serve best.
 
     Args:

@@ -8,8 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import __version__
@@ -31,7 +31,7 @@ class SavingMixin(TravellingMixin):
         self,
         save_directory: str | PathLike,
         is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
+        state_dict: dict[str, Tensor] | None = None,
         push_to_hub: bool = False,
         *,
         remote_code: str | None = "auto",
@@ -97,7 +97,7 @@ class SavingMixin(TravellingMixin):
         return {}, {}
 
     def _write_folder(
-        self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
+        self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write everything but code into a directory."""
         super().save_pretrained(folder, is_main_process, state_dict, **kwargs)

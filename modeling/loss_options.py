@@ -10,12 +10,11 @@ from types import MethodType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
-from .heads.block_loss import PLACES
 from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import LOSSES
+from .heads.teacher import LOSSES, PLACES
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
@@ -53,8 +52,7 @@ class LossOptions:
 
     Attributes:
         divergence: Distance of the drafter's distribution from the target model's: `"cross_entropy"` (the papers'),
-            `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` (`heads.teacher`) and `"block"`
-            (`heads.block_loss`).
+            `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` and `"block"` (`heads.teacher`).
         places: Of `"block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
     """
@@ -198,15 +196,15 @@ class TrainableDrafter(Protocol):
 
     def loss_counts(
         self,
-        labels: torch.Tensor | None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
         """Return the targets per depth of a batch with these arguments of `forward`, [n] int64."""
         ...
 
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data of which only sums of terms and targets per depth are known, [n] each."""
         ...
 
@@ -280,11 +278,11 @@ class DepthCountsMixin(OwnLossMixin):
 
     def loss_counts(
         self,
-        labels: torch.Tensor | None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
         """Return the targets per depth of a batch, [n] int64."""
         targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
         return counted(targets != IGNORE, self.normalization)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -23,13 +24,10 @@ def check_attention(config: PreTrainedConfig, rows: str) -> None:
     """
     used = config.get_text_config()._attn_implementation
     if used not in ("eager", "sdpa"):
-        raise ValueError(
-            f"{config.model_type}: attn_implementation={used!r} takes no dense masks, which {rows} need; load it with "
-            "'sdpa' or 'eager'"
-        )
+        raise ValueError(f"{config.model_type}: {rows} need attn_implementation='sdpa' or 'eager', not {used!r}")
 
 
-def given_mask(visible: torch.Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> torch.Tensor:
+def given_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> Tensor:
     """Return what positions see of columns, [B, F, W] bool, as a model takes it, [B, 1, F, W].
 
     Only "sdpa" reads truth values; elsewhere the mask is added to the scores, where True would mean 1. Without a dtype
@@ -42,7 +40,7 @@ def given_mask(visible: torch.Tensor, config: PreTrainedConfig, dtype: torch.dty
     return mask
 
 
-def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bool mask as the finite values that attention adds: rows that see nothing stay finite."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
@@ -53,14 +51,14 @@ _MARK = "of_grouped_queries"
 
 def grouped_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Return what transformers' "sdpa" does, without a copy of keys and values where the mask is ours."""
     groups, (batch, heads, fed, _) = query.shape[1] // key.shape[1], query.shape
     if attention_mask is None or groups == 1 or not getattr(attention_mask, _MARK, False):
@@ -77,13 +75,13 @@ AttentionInterface.register("sdpa", grouped_attention)
 
 
 @lru_cache(maxsize=256)
-def cached_arange(length: int, device: torch.device) -> torch.Tensor:
+def cached_arange(length: int, device: torch.device) -> Tensor:
     """Return 0, 1, .., length - 1, made once; never write to it."""
     with torch.inference_mode(False):  # it may serve a later call that is not in inference mode
         return torch.arange(length, device=device)
 
 
-def cached_range(start: int, length: int, device: torch.device) -> torch.Tensor:
+def cached_range(start: int, length: int, device: torch.device) -> Tensor:
     """Return start, start + 1, .., start + length - 1, a slice of a longer `cached_arange`."""
     first = max(start, 0)
     found = cached_arange(1 << (first + length).bit_length(), device)[first : first + length]
@@ -91,19 +89,19 @@ def cached_range(start: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4096)
-def numbers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Return some numbers as a tensor, copied to the device once; never write to it."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.long, device=device)
 
 
-def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return the tensor on a device and, where one is given, in a dtype; itself where it is that already."""
     dtype = dtype or tensor.dtype
     return tensor if tensor.device == device and tensor.dtype == dtype else tensor.to(device, dtype)
 
 
-def selected_positions(states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+def selected_positions(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Return the states of the positions in `logits_to_keep`; older transformers lack a function for it.
 
     Args:

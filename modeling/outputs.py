@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -42,11 +42,11 @@ class MTPOutput(CausalLMOutputWithPast):
         head_squares: [n] detached mean squared term per depth, where depths are balanced.
     """
 
-    head_losses: torch.Tensor | None = None
-    backbone_loss: torch.Tensor | None = None
-    acceptances: torch.Tensor | None = None
-    missing_mass: torch.Tensor | None = None
-    head_squares: torch.Tensor | None = None
+    head_losses: Tensor | None = None
+    backbone_loss: Tensor | None = None
+    acceptances: Tensor | None = None
+    missing_mass: Tensor | None = None
+    head_squares: Tensor | None = None
 
 
 @dataclass
@@ -62,8 +62,8 @@ class DeepSeekMTPOutput(MTPOutput):
             part of `loss`, times `router_aux_loss_coef`.
     """
 
-    mtp_logits: tuple[torch.Tensor, ...] | None = None
-    aux_loss: torch.Tensor | None = None
+    mtp_logits: tuple[Tensor, ...] | None = None
+    aux_loss: Tensor | None = None
 
 
 @dataclass
@@ -78,9 +78,9 @@ class EagleOutput(CausalLMOutputWithPast):
         acceptances: [steps] detached, mean probability that a token drawn at a step is accepted.
     """
 
-    step_losses: torch.Tensor | None = None
-    head_losses: torch.Tensor | None = None
-    acceptances: torch.Tensor | None = None
+    step_losses: Tensor | None = None
+    head_losses: Tensor | None = None
+    acceptances: Tensor | None = None
 
 
 @dataclass

@@ -9,15 +9,14 @@ hands on the files beside this one. Knows no model, and imports no torch.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers
@@ -25,15 +24,12 @@ from transformers.utils import CONFIG_NAME, logging
 
 from .. import __version__
 
-_TEMPORARY = re.compile(r"\.tokenahead-saving\.(\d+)")
-
 
 @contextmanager
 def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
     """Yield a directory to write into, whose files move to `target` once all of them are complete.
 
-    An exception, Ctrl-C or a full disk leaves `target` unchanged, or absent; the next save removes
-    what a killed process left.
+    An exception, Ctrl-C or a full disk leaves `target` unchanged, or absent.
 
     Args:
         target: The directory; files of the same names are replaced, config.json last, others stay.
@@ -50,44 +46,13 @@ def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator
         raise NotADirectoryError(f"{target} is a file; name a directory to save to")
     # inside of a directory that exists: it may be a mount point, or in a directory where we may not write
     parent = target if target.is_dir() else target.parent
-    for left in parent.glob(".tokenahead-saving.*") if parent.is_dir() else ():
-        if (match := _TEMPORARY.fullmatch(left.name)) and not _runs(int(match[1])):
-            shutil.rmtree(left, ignore_errors=True)
-    temporary = parent / f".tokenahead-saving.{os.getpid()}"
-    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _deliver(temporary, target, variant)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for folder in made:
-            with suppress(OSError):  # somebody else may have put something there
-                folder.rmdir()
-        raise
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    """Return whether a process of this machine runs; True where there is no harmless check (Windows)."""
-    if os.name == "nt":
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".tokenahead-saving.", dir=parent, ignore_cleanup_errors=True) as temporary:
+        yield Path(temporary)
+        _deliver(Path(temporary), target, variant)
 
 
 def _deliver(source: Path, target: Path, variant: str | None) -> None:
-    if not any(source.iterdir()):  # another process writes
-        return
-    if not target.exists():
-        with suppress(OSError):  # where another process was faster, files are moved one by one
-            source.rename(target)
-            return
     files = sorted((file for file in source.rglob("*") if file.is_file()), key=lambda file: file.name == CONFIG_NAME)
     for file in files:
         moved = target / file.relative_to(source)
@@ -219,10 +184,7 @@ class TravellingMixin:
         check_choice(remote_code)
         kind = type(self)
         if remote_code in ("bundle", "package") and not is_ours(kind):
-            raise ValueError(
-                f"remote_code={remote_code!r}: {kind.__name__} is defined in {kind.__module__}, and only classes of "
-                "tokenahead travel; save with remote_code=None, or register_for_auto_class() and files of your own"
-            )
+            raise ValueError(f"remote_code={remote_code!r}: {kind.__module__} is not of tokenahead; leave it out")
         choice = ("bundle" if TRAVELS and is_ours(kind) else None) if remote_code == "auto" else remote_code
         if choice is None or not self.remote_classes:
             return {}, {}

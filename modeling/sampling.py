@@ -16,19 +16,20 @@ alike on every device. Words of 32 bits are held in int64 tensors.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return one token from each of the unnormalised distributions [..., v]: [...] int64."""
     return draw_checked(weights, generator)[0]
 
 
-def draw_checked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_checked(weights: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Return the tokens of `draw`, and a number [...] that is NaN where a weight is."""
     return (picked if weights.device.type == "cpu" else raced)(weights, generator)
 
 
-def picked(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def picked(weights: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Return `draw_checked` by one uniform per draw; the number is the sum of the weights."""
     cumulative = weights.cumsum(-1, dtype=torch.float64).contiguous()
     total = cumulative[..., -1:]
@@ -38,13 +39,13 @@ def picked(weights: torch.Tensor, generator: torch.Generator | None = None) -> t
     return tokens[..., 0], total[..., 0]
 
 
-def raced(weights: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def raced(weights: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Return `draw_checked` by a race of all tokens; the number is the winner's speed."""
     best = _speeds(weights, generator).max(-1)
     return best.indices, best.values
 
 
-def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | None = None) -> torch.Tensor:
+def race_order(weights: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
     """Return the first `count` of an exponential race, [..., count] int64: draws without replacement, in order.
 
     Of unnormalised weights [..., v]; where fewer than `count` are positive, weights of 0 come last.
@@ -52,7 +53,7 @@ def race_order(weights: torch.Tensor, count: int, generator: torch.Generator | N
     return _speeds(weights, generator).topk(count).indices
 
 
-def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+def pick(u: Tensor, probs: Tensor) -> Tensor:
     """Return the inverse-CDF picks: the first token with positive probability whose cumulative probability exceeds u.
 
     Args:
@@ -67,7 +68,7 @@ def pick(u: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     return torch.minimum(index, _last_possible(probs))
 
 
-def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def interval(token: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the uniforms [low, high) that pick a token.
 
     Args:
@@ -83,14 +84,14 @@ def interval(token: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, to
     return low, torch.where(token == _last_possible(probs), torch.ones_like(high), high)
 
 
-def _speeds(weights: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+def _speeds(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return w / E with E ~ Exp(1), the order in which the tokens of a race arrive."""
     arrival = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device).exponential_(generator=generator)
     # an exponential can round to 0, and 0 / 0 would win the race
     return weights / arrival.clamp_min_(torch.finfo(weights.dtype).tiny)
 
 
-def _last_possible(probs: torch.Tensor) -> torch.Tensor:
+def _last_possible(probs: Tensor) -> Tensor:
     """Return the last token of positive probability, [...]."""
     return probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(-1)
 
@@ -101,7 +102,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 
 
-def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def philox(counters: Tensor, keys: Tensor) -> Tensor:
     """Return Philox4x32-10 of counters [..., 4] and keys [..., 2], words of 32 bits in int64: [..., 4] random words."""
     one, two, three, four = counters.unbind(-1)
     low_key, high_key = keys.unbind(-1)
@@ -114,7 +115,7 @@ def philox(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return torch.stack([one, two, three, four], dim=-1)
 
 
-def stream_uniforms(streams: torch.Tensor, start: int, count: int, purpose: int = 0) -> torch.Tensor:
+def stream_uniforms(streams: Tensor, start: int, count: int, purpose: int = 0) -> Tensor:
     """Uniforms `start` .. `start + count - 1` of streams.
 
     Args:

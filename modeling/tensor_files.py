@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 """Tensors by name."""
 Value = TypeVar("Value")
 Names = Sequence[tuple[str, str]]
@@ -99,9 +100,7 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except UnpicklingError as error:
-        raise ValueError(
-            f"{file} holds more than tensors, and is not unpickled; save its state_dict as safetensors"
-        ) from error
+        raise ValueError(f"{file} holds more than tensors; save its state_dict as safetensors") from error
     except (SafetensorError, RuntimeError, OSError, EOFError) as error:
         raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
 
@@ -114,12 +113,12 @@ def read_pickle(file: str | PathLike[str]) -> Tensors:
     """
     loaded = torch.load(file, map_location="cpu", weights_only=True)
     loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
-    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{file} holds a {type(loaded).__name__}, not tensors by name; save its state_dict")
     return loaded
 
 
-def below(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
+def below(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     """Return the tensors whose names begin with `prefix`, which is removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 

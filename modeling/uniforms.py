@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .sampling import interval as interval
 from .sampling import pick as pick
@@ -15,7 +16,7 @@ FEATURES = ("bits", "arithmetic", "threshold", "scalar", "interpolate")
 _LAST = 1 - 2**-24  # the last float32 below 1
 
 
-def place(token: torch.Tensor, probs: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def place(token: Tensor, probs: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Return a float32 uniform that picks a token [...], at the share z [...] of its interval in probs [..., v].
 
     Also returned is where it is valid, see `place_between`.
@@ -23,7 +24,7 @@ def place(token: torch.Tensor, probs: torch.Tensor, z: torch.Tensor) -> tuple[to
     return place_between(*interval(token, probs), z)
 
 
-def place_between(low: torch.Tensor, high: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def place_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Return a float32 in [low, high), at the share z.
 
     Rounding low + z (high - low) to float32 may leave the interval; the result is clamped to the floats inside it.
@@ -44,7 +45,7 @@ def place_between(low: torch.Tensor, high: torch.Tensor, z: torch.Tensor) -> tup
     return inside.clamp(0, _LAST), (low < high) & (first <= last)
 
 
-def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Generator | None = None) -> torch.Tensor:
+def beta_shares(like: Tensor, concentration: float, generator: torch.Generator | None = None) -> Tensor:
     """Return the shares z ~ Beta(b, b) of intervals, [...] float64: b < 1 favours their borders, 1 is uniform.
 
     `like` [...] gives shape and device.
@@ -56,7 +57,7 @@ def beta_shares(like: torch.Tensor, concentration: float, generator: torch.Gener
     return (one / (one + other)).nan_to_num(nan=0.5)
 
 
-def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
+def uniform_features(u: Tensor, kind: str, dim: int) -> Tensor:
     """Return the features of uniforms, as networks read them.
 
     Args:
@@ -90,7 +91,7 @@ def uniform_features(u: torch.Tensor, kind: str, dim: int) -> torch.Tensor:
     return (1 - (2 * u.double()[..., None] - (steps - 1)).abs()).clamp(min=0).float()
 
 
-def best_of(teacher_positions: torch.Tensor, num_correct: torch.Tensor) -> torch.Tensor:
+def best_of(teacher_positions: Tensor, num_correct: Tensor) -> Tensor:
     """Return the index of the best of M uniform vectors: its picks lie nearest the centres of the target's intervals.
 
     The score is sum_k |v_k - 1/2| over positions v_k of u_k in the interval of the *target's* pick, and the least wins

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -35,10 +35,7 @@ def unwrap(model: Any) -> PreTrainedModel:
         within = uncompiled(within.get_base_model())
     if isinstance(within, nn.Module) and hasattr(within, "config"):
         return cast(PreTrainedModel, within)
-    raise TypeError(
-        f"a {type(within).__name__} is no model of transformers that could be drafted for; give a PreTrainedModel, or "
-        "a PeftModel around one"
-    )
+    raise TypeError(f"a {type(within).__name__} is no model of transformers; give a PreTrainedModel or a PeftModel")
 
 
 def has_own_cache(model: PreTrainedModel) -> bool:
@@ -61,7 +58,7 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]
     digest = hashlib.sha256()
     for weight in weights:
-        if weight.is_meta or type(weight.data) is not torch.Tensor or weight.dtype not in _READABLE:
+        if weight.is_meta or type(weight.data) is not Tensor or weight.dtype not in _READABLE:
             return None
         rows = weight.detach()[:: max(1, len(weight) // 1024)]
         digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
@@ -106,7 +103,7 @@ def weights_there(module: nn.Module) -> Iterator[None]:
             hook.post_forward(module, None)
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all parts below."""
     state = dict(model.state_dict())
     for prefix, module in model.named_modules():
@@ -142,7 +139,7 @@ def call(module: nn.Module, *args: Any) -> Any:
     return module.forward(*args)
 
 
-def call_frozen(unit: nn.Module, *args: Any) -> torch.Tensor:
+def call_frozen(unit: nn.Module, *args: Any) -> Tensor:
     """Return `call` of a unit; gradients reach the arguments but no parameter."""
     gather([unit])
     learning = [parameter for parameter in unit.parameters() if parameter.requires_grad]
@@ -166,15 +163,9 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
         ValueError: A model that peft has wrapped, or whose weights are offloaded: new parts are made from its tensors.
     """
     if hasattr(model, "peft_config") and not ignore_adapters:
-        raise ValueError(
-            f"{type(model).__name__} carries adapters of peft; give it with them merged in (merge_and_unload()), or "
-            "without them"
-        )
+        raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"weights of {type(model).__name__} are offloaded; load it whole, and load what is saved of the new model "
-            "with a device_map"
-        )
+        raise ValueError(f"weights of {type(model).__name__} are offloaded; load it without a device_map")
     # a copy of a parameter that is not deep is a parameter of its own over the same tensor, whatever its class
     tensors = {id(parameter): copy.copy(parameter) for parameter in model.parameters()}
     return copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
@@ -326,19 +317,14 @@ def _check_layers(model: nn.Module) -> None:
     """Refuse adapters that cannot be merged."""
     for name, layer in model.named_modules():
         if name.endswith(".modules_to_save"):
-            raise ValueError(
-                f"{name.removesuffix('.modules_to_save')} is trained as a whole by peft (modules_to_save): "
-                "merge_and_unload() the PeftModel first"
-            )
+            name = name.removesuffix(".modules_to_save")
+            raise ValueError(f"{name} is in modules_to_save of peft: merge_and_unload() the PeftModel first")
         if type(layer).__name__ == "GatedLinear":
             raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: give the model that it was made from")
     for name, layer in adapted_layers(model):
         base, weight = layer.get_base_layer(), layer.weight
         if not weight.is_floating_point():
-            raise ValueError(
-                f"{name} is quantised ({type(base).__name__}, {weight.dtype}), and its adapters cannot be merged; load "
-                "the backbone in full precision"
-            )
+            raise ValueError(f"{name} is quantised ({type(base).__name__}, {weight.dtype}); load it in full precision")
 
 
 @torch.no_grad()

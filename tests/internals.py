@@ -37,9 +37,9 @@ _MODULES = {
     "ptp_completions": "tokenahead.training.ptp.completions",
     "schedule_module": "tokenahead.generation.call.schedule",
     "trainer_base": "tokenahead.training.trainer_base",
-    "tree_verification_module": "tokenahead.generation.verification.drawn_trees",
+    "tree_verification_module": "tokenahead.generation.verification.rules",
     "trees_module": "tokenahead.generation.trees.building",
-    "verification_module": "tokenahead.generation.verification.chains",
+    "verification_module": "tokenahead.generation.verification.rules",
     "vllm_proposer_module": "tokenahead.model_cards.vllm_proposer",
 }
 """Whole modules, for tests that replace a name in them."""
@@ -103,7 +103,7 @@ _NAMES = {
         "is_recurrent",
         "Replay",
     ),
-    "tokenahead.generation.target.target": ("RowTarget", "TargetOutput"),
+    "tokenahead.generation.target.target": ("is_recurrent", "RowTarget", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",
         "drawn_tree",
@@ -127,16 +127,13 @@ _NAMES = {
         "path_columns",
     ),
     "tokenahead.generation.trees.growth": ("tree_options",),
-    "tokenahead.generation.verification.chains": (
+    "tokenahead.generation.verification.rules": (
         "block_acceptance",
         "token_acceptance",
         "verify",
-        "verify_greedy",
         "verify_sampled",
         "verify_tree",
         "verify_tree_greedy",
-    ),
-    "tokenahead.generation.verification.drawn_trees": (
         "kept_path",
         "tree_acceptance",
     ),
@@ -178,8 +175,11 @@ _NAMES = {
         "CircuitHead",
         "circuit_from_logits",
     ),
-    "tokenahead.modeling.heads.block_loss": ("accepted_along", "call_weights", "cycle_starts", "place_weights"),
     "tokenahead.modeling.heads.teacher": (
+        "accepted_along",
+        "call_weights",
+        "cycle_starts",
+        "place_weights",
         "DIVERGENCES",
         "acceptance",
         "divergence",
@@ -211,13 +211,13 @@ _NAMES = {
     "tokenahead.modeling.heads.registry": (
         "build_head",
         "init_head",
-        "window_distribution",
     ),
-    "tokenahead.modeling.heads.tree_circuit": ("balanced",),
+    "tokenahead.modeling.heads.circuits": ("balanced",),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
         "SequentialDistribution",
         "logsumexp",
+        "window_distribution",
     ),
     "tokenahead.modeling.uniforms": (
         "best_of",
@@ -245,7 +245,6 @@ _NAMES = {
     "tokenahead.modeling.remote_code": (
         "TRANSFORMERS",
         "TravellingMixin",
-        "whole_folder",
     ),
     "tokenahead.modeling.sampling": (
         "philox",

@@ -120,6 +120,8 @@ class BenchRequest:
     seed: int = _option(0, "of the samples (%(default)s)", type=SEED)
     raw: bool = _option(False, "prompts as they are, without the chat template")
     force_length: bool = _option(False, "let no answer end early; such texts often loop")
+    skip_broken: bool = _option(False, "leave out lines that hold no prompt")
+    no_expected: bool = _option(False, "expect no calls along the plain texts")
     recommend: bool = _option(False, "say which method and length of drafts pay here")
 
 

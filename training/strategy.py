@@ -14,9 +14,8 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from ..modeling.heads.block_loss import PLACES
 from ..modeling.heads.losses import balance_factors
-from ..modeling.heads.teacher import LOSSES
+from ..modeling.heads.teacher import LOSSES, PLACES
 from ..modeling.loss_options import check_values
 from .trainer_base import RunningMeans, head_of
 from .utils import replace_text

@@ -20,7 +20,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import learned_positions
@@ -33,8 +33,7 @@ from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.backbones import target_of
 from ..target.cache import RowLayer
-from ..target.replay import is_recurrent
-from ..target.target import TargetOutput
+from ..target.target import TargetOutput, is_recurrent
 from ..trees.contract import DraftTree, VerificationResult
 from .vocabulary import SharedVocabulary, shared_vocabulary
 
@@ -63,10 +62,7 @@ class AssistantDrafter(AttachableDrafter):
         if not isinstance(num_tokens, int) or num_tokens < 1:
             raise ValueError(f"num_tokens={num_tokens!r} must be a whole number of at least 1")
         if isinstance(model, AttachableDrafter) or not (isinstance(model, nn.Module) and hasattr(model, "config")):
-            raise TypeError(
-                f"model is a {type(model).__name__}: AssistantDrafter takes a causal language model of transformers "
-                "(AssistantDrafter.from_pretrained reads a directory or a name); other drafters attach by themselves"
-            )
+            raise TypeError(f"model is a {type(model).__name__}: AssistantDrafter takes a model of transformers")
         self._backbones = []
         self.model, self.num_tokens, self.vocab_size = model, num_tokens, vocab_size
         self.vocabulary: SharedVocabulary | None = None
@@ -122,18 +118,14 @@ class AssistantDrafter(AttachableDrafter):
             ValueError: The two do not fit.
         """
         if self.model.config.is_encoder_decoder:
-            raise ValueError(
-                f"the assistant {type(self.model).__name__} is an encoder-decoder; choose a causal language model"
-            )
+            raise ValueError(f"the assistant {type(self.model).__name__} is an encoder-decoder; choose a decoder")
         if borrows_states(self.model.config):
             check_lender(self.model, backbone)
         self.vocabulary = shared_vocabulary(self.model, backbone, self.vocab_size)
         is_free = self.model._supports_default_dynamic_cache() and not self.model._is_stateful
         if not is_free or is_recurrent(DynamicCache(config=self.model.config)):
-            raise ValueError(
-                f"the assistant {type(self.model).__name__} keeps a recurrent state, which cannot go back behind a "
-                "rejected draft; choose a model with attention in every layer"
-            )
+            name = type(self.model).__name__
+            raise ValueError(f"the assistant {name} keeps a recurrent state; choose one with attention in every layer")
 
     def longest_draft(self) -> int | None:
         """Any number."""
@@ -235,23 +227,15 @@ def check_lender(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
     """
     name, theirs = type(assistant).__name__, backbone.config.get_text_config()
     if not theirs.model_type.startswith("gemma4"):
-        raise ValueError(
-            f"{name} reads keys and values of a Gemma 4 backbone, and {type(backbone).__name__} has "
-            f"model_type={theirs.model_type!r}: attach it to the model that it was made for"
-        )
+        raise ValueError(f"{name} needs a Gemma 4 backbone, not model_type={theirs.model_type!r}")
     if assistant.config.backbone_hidden_size != theirs.hidden_size:
-        raise ValueError(
-            f"backbone_hidden_size={assistant.config.backbone_hidden_size} of {name}, but {type(backbone).__name__} "
-            f"has hidden_size={theirs.hidden_size}: attach it to the model that it was made for"
-        )
+        own, other = assistant.config.backbone_hidden_size, theirs.hidden_size
+        raise ValueError(f"backbone_hidden_size={own} of {name}, but {type(backbone).__name__} has hidden_size={other}")
     own, lenders = assistant.config.get_text_config(), lending_layers(theirs)
     for layer, kind in enumerate(own.layer_types):
         wanted, lent = _shape(own, layer), _shape(theirs, lenders[kind]) if kind in lenders else None
         if wanted != lent:
-            raise ValueError(
-                f"layer {layer} of {name} reads {kind} keys of (heads, width) {wanted}, and {type(backbone).__name__} "
-                f"has {lent}: attach it to the model that it was made for"
-            )
+            raise ValueError(f"layer {layer} of {name} reads {kind} keys {wanted} (heads, width), not {lent}")
 
 
 def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
@@ -321,9 +305,7 @@ class Gemma4Chain(DraftSession):
         position = self.view.counts[:, None].to(device)
         return {"shared_kv_states": states, "attention_mask": masks, "position_ids": position}
 
-    def _step(
-        self, token: torch.Tensor, state: torch.Tensor, lent: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(self, token: Tensor, state: Tensor, lent: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Logits [B, V] of what follows tokens [B], and the state [B, 1, D] that the next step reads.
 
         transformers' own forward would make the masks anew in every step, and wait for the device to do so.
@@ -340,7 +322,7 @@ class Gemma4Chain(DraftSession):
         return logits[:, -1], model.post_projection(hidden)
 
 
-def _of_its_row(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+def _of_its_row(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """Gives tokens of clusters that were not looked at the least score of their row less 1.
 
     transformers takes the least score of the batch, so that a sequence's drafts would depend on the other sequences.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from ...modeling.masks import cached_range
@@ -38,8 +39,8 @@ class _Pairs:
         kept: How many each sequence keeps; None: the prompt's.
     """
 
-    features: torch.Tensor
-    ids: torch.Tensor
+    features: Tensor
+    ids: Tensor
     kept: NewTokens | None = None
 
 
@@ -97,9 +98,7 @@ class EagleSession(DraftSession):
         if kept is not None:
             self.rows.keep(kept)
 
-    def _run(
-        self, features: torch.Tensor, ids: torch.Tensor, seen: torch.Tensor | None = None, level: int = 0
-    ) -> torch.Tensor:
+    def _run(self, features: Tensor, ids: Tensor, seen: Tensor | None = None, level: int = 0) -> Tensor:
         """Rows of the head in a row behind those before; or a level of a tree, and what it sees of all levels."""
         rows, size = self.rows, ids.shape[1]
         rows.is_exact = seen is None and not rows.needs_mask(size)
@@ -136,11 +135,11 @@ class _Growth:
         self.draft_ids, self.vocab_size = drafter.draft_ids, drafter.vocab_size
         self.ancestry, self.level = Ancestry(), 0
 
-    def first(self) -> torch.Tensor:
+    def first(self) -> Tensor:
         """See `Growth`."""
         return self.drafter.head.draft_logits(self.features)[:, 0]
 
-    def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """See `Growth`."""
         drafter, size = self.drafter, tokens.shape[1]
         features = taken(self.features, parents) if self.level else self.features.expand(-1, size, -1)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from ...modeling.draft_vocabulary import DraftVocabulary
@@ -54,15 +55,15 @@ class HeadSession(DraftSession):
 
     def __init__(
         self,
-        distribution: Callable[[torch.Tensor, torch.Tensor, int], WindowDistribution],
+        distribution: Callable[[Tensor, Tensor, int], WindowDistribution],
         options: DraftOptions,
         hidden_layers: HiddenLayers = -1,
-        read: Callable[..., torch.Tensor] | None = None,
+        read: Callable[..., Tensor] | None = None,
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.distribution, self.options, self.hidden_layers = distribution, options, hidden_layers
         self.vocabulary = vocabulary
-        self.read: Callable[..., torch.Tensor] = read or _last
+        self.read: Callable[..., Tensor] = read or _last
         self.num_tokens = options.num_tokens
         self._unchecked = True
 
@@ -90,7 +91,7 @@ class HeadSession(DraftSession):
             return grow(WindowGrowth(distribution, last), self.options, length)
         return DraftTree.chain(*self._chain(distribution, length))
 
-    def _chain(self, distribution: WindowDistribution, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _chain(self, distribution: WindowDistribution, length: int) -> tuple[Tensor, Tensor | None]:
         """Up to `length` tokens, and their distributions where drawn; they end with a token of which no sequence was
         sure."""
         options = self.options
@@ -111,11 +112,11 @@ class HeadSession(DraftSession):
         states = self.read(outputs.hidden_states or ())
         self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
 
-    def _choose(self, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, probs: Tensor) -> tuple[Tensor, Tensor]:
         q = warped(probs, self.options, self.vocabulary is not None)
         return draw(q), q
 
-    def coverage(self, tokens: torch.Tensor) -> float | None:
+    def coverage(self, tokens: Tensor) -> float | None:
         """The share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
 
@@ -130,40 +131,37 @@ class WindowGrowth:
         last: [B, 1] int64, b.
     """
 
-    draft_ids: torch.Tensor | None = None
+    draft_ids: Tensor | None = None
     vocab_size: int = 0
 
-    def __init__(self, distribution: WindowDistribution, last: torch.Tensor) -> None:
+    def __init__(self, distribution: WindowDistribution, last: Tensor) -> None:
         self.paths, self.next = last[..., None][..., :0], distribution.next_log_probs
         if isinstance(distribution, PartialDistribution):
             part, self.next = distribution.vocabulary, distribution.next_columns
             self.draft_ids, self.vocab_size = part.on(last.device), part.vocab_size
 
-    def first(self) -> torch.Tensor:
+    def first(self) -> Tensor:
         """See `Growth`."""
         return self.next(self.paths)[:, 0]
 
-    def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """See `Growth`."""
         self.paths = torch.cat([taken(self.paths, parents.clamp(min=0)), tokens[..., None]], dim=-1)
         return self.next(self.paths)
 
 
-def _likeliest(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _likeliest(probs: Tensor) -> tuple[Tensor, Tensor]:
     return probs.argmax(-1), probs
 
 
-def _last(hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _last(hidden_states: tuple[Tensor, ...]) -> Tensor:
     return hidden_states[-1]
 
 
-def _refuse_nan(distribution: WindowDistribution, last: torch.Tensor) -> None:
+def _refuse_nan(distribution: WindowDistribution, last: Tensor) -> None:
     first = distribution.next_log_probs(last[..., None][..., :0])
     if bool(distribution.leaf_logits.isnan().any() | first.isnan().any()):
-        raise ValueError(
-            "the logits of the drafting head are not numbers (NaN): its weights are damaged, or its dtype overflowed; "
-            "reload the checkpoint with dtype=torch.float32, or decode with use_mtp=False"
-        )
+        raise ValueError("the drafting head gives NaN: load it with dtype=torch.float32, or decode with use_mtp=False")
 
 
 class AttendingHeadSession(HeadSession):
@@ -175,7 +173,7 @@ class AttendingHeadSession(HeadSession):
         read: Makes features [B, T, F] from the backbone's hidden states; the heads' own if not given.
     """
 
-    def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., torch.Tensor] | None = None) -> None:
+    def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., Tensor] | None = None) -> None:
         layers, part = heads.hidden_layers, heads.draft_vocabulary
         super().__init__(heads.distribution_after, options, layers, read or heads.features, part)
         self.cache = DynamicCache()
@@ -206,7 +204,7 @@ class AttendingHeadSession(HeadSession):
         self.hidden = features[cached_arange(len(features), features.device), last]
         self.rows.keep(kept)
 
-    def _run(self, states: tuple[torch.Tensor | None, ...], size: int) -> torch.Tensor:
+    def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:
         """Features [B, T, F] of new columns."""
         rows, config = self.rows, self.options.backbone.config.get_text_config()
         positions = (rows.counts[:, None] + cached_range(rows.ahead, size, rows.ends.device)).clamp(min=0)
@@ -226,10 +224,10 @@ class DraftLayersSession(HeadSession):
 
     def __init__(
         self,
-        distribution: Callable[[torch.Tensor, torch.Tensor, int], WindowDistribution],
+        distribution: Callable[[Tensor, Tensor, int], WindowDistribution],
         options: DraftOptions,
         layer: int,
-        run: Callable[..., torch.Tensor],
+        run: Callable[..., Tensor],
         cache: Any,
     ) -> None:
         super().__init__(distribution, options, [layer])

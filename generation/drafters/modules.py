@@ -26,6 +26,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...modeling.masks import cached_range
 from ..call.options import DraftOptions
@@ -69,10 +70,7 @@ class ModuleSession(DraftSession):
         self.cache = model.mtp.new_cache()
         others = set(model.mtp.kinds) - set(_TREE_KINDS)
         if options.draft_tree is not None and others:
-            raise ValueError(
-                f"draft_tree: modules of {type(model).__name__} with {', '.join(sorted(others))} draft chains only, "
-                "for a tree's nodes have no mask there; leave it out"
-            )
+            raise ValueError(f"draft_tree: modules with {', '.join(sorted(others))} draft chains only; leave it out")
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
@@ -128,23 +126,14 @@ class ModuleSession(DraftSession):
         draft = torch.stack(drafts[:length], 1)
         return DraftTree.chain(draft, torch.stack(probs[:length], 1) if self.options.do_sample else None)
 
-    def _step(
-        self,
-        k: int,
-        hidden: torch.Tensor,
-        ids: torch.Tensor,
-        first: int,
-        prepared: dict[str, Any] | None = None,
-    ) -> torch.Tensor:
+    def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: dict[str, Any] | None = None) -> Tensor:
         """Module k over columns that begin `first` after the backbone's, [B, R, H]."""
         self.rows.ahead = first
         embeddings = self.model.get_input_embeddings()(ids)
         inputs = {"position_ids": prepared["position_ids"]} if prepared else self._inputs(k, ids.shape[1])
         return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
-    def _inputs(
-        self, k: int, size: int, seen: torch.Tensor | None = None, places: torch.Tensor | None = None
-    ) -> dict[str, Any]:
+    def _inputs(self, k: int, size: int, seen: Tensor | None = None, places: Tensor | None = None) -> dict[str, Any]:
         """What module k reads of columns, which begin `rows.ahead` after the backbone's."""
         rows, kind = self.rows, self.model.mtp.kinds[min(k, self.depth) - 1]
         config = self.model.config.get_text_config()
@@ -159,7 +148,7 @@ class ModuleSession(DraftSession):
             "past_key_values": self.cache,
         }
 
-    def _prepared(self, hidden: torch.Tensor) -> dict[str, Any] | None:
+    def _prepared(self, hidden: Tensor) -> dict[str, Any] | None:
         """The mask and the rotary embedding of all modules, which have the same columns before and after them.
 
         None where there is one module, or where they attend differently.
@@ -171,9 +160,7 @@ class ModuleSession(DraftSession):
         inputs = self._inputs(1, hidden.shape[1])
         return modules.options(0, hidden, **inputs)
 
-    def _nodes(
-        self, k: int, states: torch.Tensor, ids: torch.Tensor, distances: torch.Tensor, seen: torch.Tensor
-    ) -> torch.Tensor:
+    def _nodes(self, k: int, states: Tensor, ids: Tensor, distances: Tensor, seen: Tensor) -> Tensor:
         """Module k over nodes of a tree, which see its settled columns and some nodes: [B, R, H].
 
         Args:
@@ -188,18 +175,18 @@ class ModuleSession(DraftSession):
         inputs = self._inputs(k, count, seen, distances[None] - 1)
         return self.model.mtp.step(k, states, self.model.get_input_embeddings()(ids), **inputs)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [.., v] of the tokens that may be drafted."""
         if self.vocabulary is None:
             return self.model.readout(hidden)
         readout = self.model.readout
         return readout.finish(self.vocabulary.logits(readout.head, hidden))
 
-    def draft_ids(self, device: torch.device) -> torch.Tensor | None:
+    def draft_ids(self, device: torch.device) -> Tensor | None:
         """The token ids that columns of logits stand for; None: every token, in order."""
         return None if self.vocabulary is None else self.vocabulary.on(device)
 
-    def coverage(self, tokens: torch.Tensor) -> float | None:
+    def coverage(self, tokens: Tensor) -> float | None:
         """The share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
 
@@ -216,13 +203,13 @@ class ModuleGrowth:
         self.drafter, self.ancestry = drafter, Ancestry()
         self.draft_ids, self.vocab_size = drafter.draft_ids(tokens.ids.device), drafter.vocab_size
         self.rows = tokens
-        self.tops: list[torch.Tensor] = []  # of every module its newest settled column
-        self.nodes: list[torch.Tensor] = []  # by level: token ids,
-        self.above: list[torch.Tensor] = []  # places of parents,
-        self.seen: list[torch.Tensor] = []  # ancestors among all nodes so far,
-        self.states: list[torch.Tensor] = []  # and what they became in the module before
+        self.tops: list[Tensor] = []  # of every module its newest settled column
+        self.nodes: list[Tensor] = []  # by level: token ids,
+        self.above: list[Tensor] = []  # places of parents,
+        self.seen: list[Tensor] = []  # ancestors among all nodes so far,
+        self.states: list[Tensor] = []  # and what they became in the module before
 
-    def first(self) -> torch.Tensor:
+    def first(self) -> Tensor:
         """See `Growth`; settles the newest columns of all modules."""
         drafter, pending = self.drafter, self.drafter.pending
         hidden, ids = drafter.states[:, -pending:], self.rows.newest(pending)
@@ -233,7 +220,7 @@ class ModuleGrowth:
             self.tops.append(hidden[:, -1:])
         return drafter._logits(self.tops[0])[:, 0]
 
-    def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """See `Growth`."""
         self.nodes.append(tokens)
         self.above.append(parents)
@@ -250,12 +237,12 @@ class ModuleGrowth:
         self.states[first:] = parts
         return self.drafter._logits(parts[-1])
 
-    def _input(self, level: int, module: int) -> torch.Tensor:
+    def _input(self, level: int, module: int) -> Tensor:
         """What the nodes of a level read: their parents' states, or those of the newest settled column."""
         if level == 0:
             return self.tops[max(module - 2, 0)].expand(-1, self.nodes[0].shape[1], -1)
         return taken(self.states[level - 1], self.above[level])
 
-    def _distances(self, module: int) -> torch.Tensor:
+    def _distances(self, module: int) -> Tensor:
         """By how many columns every node lies after the backbone's last one, [nodes] int64."""
         return torch.cat([torch.zeros_like(part[0]) + (level + 2 - module) for level, part in enumerate(self.nodes)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ...modeling.masks import cached_arange
@@ -72,9 +73,7 @@ class NgramDrafter(AttachableDrafter):
         wanted = options.draft_tree
         count = wanted.get("top_k") if isinstance(wanted, dict) and len(wanted) == 1 else None
         if type(count) is not int or count < 1:
-            raise ValueError(
-                f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, a whole number of at least 1"
-            )
+            raise ValueError(f"draft_tree={wanted!r} of n-grams must be {{'top_k': branches}}, at least 1")
         return options
 
     def start(self, options: DraftOptions) -> NgramSession:
@@ -105,7 +104,7 @@ class NgramSession(DraftSession):
             return DraftTree.chain(drafts, num_nodes=counts)
         return DraftTree(drafts, _merged(drafts.unflatten(1, (branches, length))), depth=length, num_nodes=counts)
 
-    def _quality(self, tokens: Sequences) -> torch.Tensor:
+    def _quality(self, tokens: Sequences) -> Tensor:
         """How good every place is to continue from, [B, W] int64: long n-grams first, then late places; 0: useless."""
         width = max(tokens.lengths)
         ids, steps = tokens.ids[:, :width], tokens.steps[:width]
@@ -119,7 +118,7 @@ class NgramSession(DraftSession):
         return torch.where(length > 0, length * width + steps, 0)
 
 
-def _merged(drafts: torch.Tensor) -> torch.Tensor:
+def _merged(drafts: Tensor) -> Tensor:
     """Parents [B, branches * length] that let branches [B, branches, length] share what they begin with."""
     count, length = drafts.shape[1:]
     same = (drafts[:, :, None] == drafts[:, None]).cumprod(-1)  # [B, branch, other, length]: equal up to here

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ...modeling.heads.window_distribution import WindowDistribution
@@ -52,9 +53,9 @@ class AuxiliaryPositions:
         most: The most rows that a forward of this call has.
     """
 
-    inputs: dict[str, torch.Tensor]
-    positions: torch.Tensor
-    mask: torch.Tensor
+    inputs: dict[str, Tensor]
+    positions: Tensor
+    mask: Tensor
     last_position: int | None = None
     most: int = 0
 
@@ -69,10 +70,7 @@ class AuxiliaryPositions:
         positions = self.positions.new_zeros(width + self.most).index_copy(0, places, self.positions)
         mask = torch.eye(width + self.most, dtype=torch.bool, device=self.mask.device)
         mask[places[:, None], places] = self.mask
-        inputs = {
-            name: given if name == "slot_states" else pad(given, (0, self.most - rows))
-            for name, given in self.inputs.items()
-        }
+        inputs = {name: pad(given, (0, self.most - rows)) for name, given in self.inputs.items()}
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = cached_arange(width, self.positions.device)
         return AuxiliaryPositions(inputs, positions, mask, self.last_position, self.most)
@@ -102,7 +100,7 @@ class ParallelSession(DraftSession):
         options: DraftOptions,
         uniforms: Uniforms,
         many: int = 1,
-        distribution: Callable[[torch.Tensor, torch.Tensor], WindowDistribution] | None = None,
+        distribution: Callable[[Tensor, Tensor], WindowDistribution] | None = None,
     ) -> None:
         self.many, self.distribution = many, distribution if config.has_sampler else None
         self.config, self.options, self.uniforms = config, options, uniforms
@@ -117,15 +115,12 @@ class ParallelSession(DraftSession):
         self.is_deterministic = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
         self.some_lack_drafts = self.is_deterministic or many > 1
         self.layout: SlotLayout | None = None
-        self.pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.hidden_layers = -1 if config.reads_state or self.distribution is not None else None
-        self.state: torch.Tensor | None = None
+        self.pending: tuple[Tensor, Tensor | None] | None = None
+        self.hidden_layers = None if self.distribution is None else -1
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Nothing is drafted by the prompt's own pass."""
         self.view = view
-        if self.config.reads_state:
-            self.state = outputs.hidden_states[-1][:, -1:].clone()  # a view holds on to those of the whole prompt
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """The drafts read last, at most `length` of them, and slots for as many next ones; none where 0 is asked."""
@@ -171,31 +166,26 @@ class ParallelSession(DraftSession):
         survival = tuple(max(round(share, 1), 0.05) for share in self.rates.survival())
         return split_budget(budget, drafted, longest, survival, self.is_one_hot)
 
-    def _inputs(self, layout: SlotLayout) -> dict[str, torch.Tensor]:
+    def _inputs(self, layout: SlotLayout) -> dict[str, Tensor]:
         """What the slots read."""
         if not self.config.reads_uniforms:
             return {"masks": layout.place[None]}
-        inputs = {"uniforms": self.asked(self._of_slots(layout))}
-        if self.state is not None:  # of the token before b; d drafts after b stand before group d
-            inputs |= {"slot_states": self.state, "slot_gaps": layout.group + 1}
-        return inputs
+        return {"uniforms": self.asked(self._of_slots(layout))}
 
-    def asked(self, uniforms: torch.Tensor) -> torch.Tensor:
+    def asked(self, uniforms: Tensor) -> Tensor:
         """What slots read where these are the uniforms of their positions: greedy decoding has no use for them."""
         return uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
 
     def _draw(self, tokens: Sequences, count: int) -> None:
         self.uniforms.draw(tokens, count)
 
-    def _of_slots(self, layout: SlotLayout) -> torch.Tensor:
+    def _of_slots(self, layout: SlotLayout) -> Tensor:
         """Uniforms of the slots, [B, A]: those of their output positions."""
         return self.uniforms.current[:, layout.group + layout.place]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Drafts from the group after the tokens that each sequence kept."""
-        self.pending = None
-        self._keep_state(outputs, result)
-        layout = self.layout
+        self.pending, layout = None, self.layout
         if layout is None or outputs.auxiliary is None:
             return
         self._learn(result)
@@ -223,12 +213,6 @@ class ParallelSession(DraftSession):
         self.some_lack_drafts = self.is_deterministic or not all(found)
         return self.is_deterministic or any(found)
 
-    def _keep_state(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """The state of the last token that was kept, [B, 1, D]: the next b stands after it."""
-        if self.config.reads_state:
-            rows = cached_arange(len(result.num_accepted), result.num_accepted.device)
-            self.state = outputs.state()[rows, result.num_accepted][:, None]
-
     def _learn(self, result: VerificationResult) -> None:
         if self.is_deterministic:
             return
@@ -236,8 +220,8 @@ class ParallelSession(DraftSession):
         self.rates.update(drafted, [count - 1 for count in self.view.new_tokens.counts if count])
 
     def _drafts(
-        self, slots: torch.Tensor, uniforms: torch.Tensor, exists: torch.Tensor, before: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, slots: Tensor, uniforms: Tensor, exists: Tensor, before: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Tokens, and their distributions where a rule asks for them; a place that a row lacks holds token 0, for
         certain.
 
@@ -259,7 +243,7 @@ class ParallelSession(DraftSession):
         certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
         return draft, certain if self.config.predicts_tokens else torch.where(exists[..., None], probs, certain)
 
-    def _pick(self, probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pick(self, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [...] from probabilities [..., v], and the distributions that they were picked from."""
         if self.config.predicts_tokens or not self.options.do_sample:
             return probs.argmax(-1), probs
@@ -277,13 +261,13 @@ class BestOfSession(ParallelSession):
         kept_branch: [B] int64.
     """
 
-    vectors: torch.Tensor
-    fresh: torch.Tensor
-    kept_branch: torch.Tensor
+    vectors: Tensor
+    fresh: Tensor
+    kept_branch: Tensor
 
     def __init__(self, *args: Any, many: int) -> None:
         super().__init__(*args, many=many)
-        self.branches: torch.Tensor | None = None
+        self.branches: Tensor | None = None
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """All branches, one after the other, of at most `length` tokens each."""
@@ -305,7 +289,7 @@ class BestOfSession(ParallelSession):
         if self.branches is None or self.branches.shape[-1] == 0:
             self.branches, self.vectors = None, drawn[:, :1, :1]
 
-    def _of_slots(self, layout: SlotLayout) -> torch.Tensor:
+    def _of_slots(self, layout: SlotLayout) -> Tensor:
         """The shared slots read the uniform of the target's pick, the others those of their vectors."""
         picks = self.vectors[:, layout.branch, layout.group]
         own = self.fresh[:, layout.vector, (layout.place - 1).clamp(min=0)]
@@ -314,7 +298,6 @@ class BestOfSession(ParallelSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Drafts from the groups after the tokens that each sequence kept."""
         self.branches, layout = None, self.layout
-        self._keep_state(outputs, result)
         if layout is None or outputs.auxiliary is None:
             return
         self._learn(result)
@@ -338,7 +321,7 @@ class CentralVerifier(CoupledVerifier):
         super().__init__(drafter.uniforms)
         self.drafter = drafter
 
-    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
+    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
         self.distribution, vectors = distribution_of(scores), self.drafter.vectors
         drafts = tree.tokens[:, None] if tree.is_chain else self.drafter.branches

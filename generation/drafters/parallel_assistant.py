@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.heads.window_distribution import WindowDistribution
@@ -48,7 +49,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         """The drafting model's."""
         return self.model.config
 
-    def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
+    def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
         """The drafting model's."""
         return self.model.slot_distribution(states, before)
 
@@ -100,7 +101,7 @@ class SeparateSession(ParallelSession):
         self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms, vocabulary: SharedVocabulary
     ) -> None:
         super().__init__(model.config, options, uniforms, distribution=model.slot_distribution)
-        self.hidden_layers = None  # slots read states of their own model
+        self.hidden_layers = None  # a sampler head reads states of its own model
         self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
         self.unfed: list[int] = []
         """Tokens of every sequence that the drafting model has not read."""
@@ -132,9 +133,7 @@ class SeparateSession(ParallelSession):
         if self.options.drafts:
             cast(RowTarget, self.chain.target).rows.keep(kept)
 
-    def _chosen(
-        self, first: torch.Tensor, slots: torch.Tensor, drawn: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _chosen(self, first: Tensor, slots: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens and distributions of a draft; where slots give distributions, the first one is the drafting model's
         own.
 
@@ -156,14 +155,13 @@ class SeparateSession(ParallelSession):
         probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
         return torch.cat([token[:, None], tokens], dim=1), probs
 
-    def _pick(self, probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pick(self, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """See `ParallelSession`; over the ids of the model that verifies."""
         return super()._pick(self.vocabulary.fitted(probs), uniforms)
 
-    def _read(self, tokens: Sequences, drawn: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""
         model, rows = self.chain.model, cast(RowTarget, self.chain.target).rows
-        gaps = torch.tensor(self.unfed, device=drawn.device)[:, None] if self.config.reads_state else None
         fed, slots, device = max(self.unfed), length if self.is_one_hot else length - 1, model.device
         rows.ahead = 2 - fed  # the prompt was read up to its last token
         places = rows.counts[:, None] + cached_range(rows.ahead, fed + slots, device)
@@ -171,7 +169,7 @@ class SeparateSession(ParallelSession):
         positions = (places - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:
             positions = positions.clamp(max=self.config.learned_positions - 1)
-        inputs = self._slot_inputs(drawn[:, :slots], gaps, device) if slots else {}
+        inputs = self._slot_inputs(drawn[:, :slots], device) if slots else {}
         outputs = model(
             self.vocabulary.readable(tokens.newest(fed)).to(device),
             attention_mask=block_mask(rows, fed + slots, model.config.get_text_config(), model.dtype),
@@ -179,27 +177,15 @@ class SeparateSession(ParallelSession):
             past_key_values=self.chain.target.cache,
             use_cache=True,
             logits_to_keep=slots + 1,
-            output_hidden_states=None if self.distribution is None and not self.config.reads_state else -1,
+            output_hidden_states=None if self.distribution is None else -1,
             **inputs,
         )
-        if self.config.reads_state:
-            self.state = outputs.hidden_states[-1][:, fed - 1 : fed]
         self.unfed = [0] * len(self.unfed)
         behind = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, fed:]
         return outputs.logits[:, 0], behind
 
-    def _slot_inputs(
-        self, drawn: torch.Tensor, gaps: torch.Tensor | None, device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def _slot_inputs(self, drawn: Tensor, device: torch.device) -> dict[str, Tensor]:
         """What slots [B, A] read, on a device."""
         if not self.config.reads_uniforms:
             return {"masks": cached_arange(drawn.shape[1], device)[None]}
-        inputs = {"uniforms": self.asked(drawn).to(device)}
-        return inputs if gaps is None else inputs | self._state_inputs(gaps.expand(drawn.shape).to(device))
-
-    def _state_inputs(self, gaps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of the last token of the call before, and the tokens [B, A] since; not known in the first one."""
-        if self.state is None:
-            hidden = torch.zeros(len(gaps), 1, self.config.backbone_config.hidden_size, dtype=self.chain.model.dtype)
-            return {"slot_states": hidden.to(gaps.device), "slot_gaps": torch.zeros_like(gaps)}
-        return {"slot_states": self.state, "slot_gaps": gaps}
+        return {"uniforms": self.asked(drawn).to(device)}

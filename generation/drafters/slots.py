@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ...modeling.masks import cached_arange
 
@@ -34,21 +35,21 @@ class SlotLayout:
     """
 
     sizes: tuple[int, ...]
-    branch: torch.Tensor
-    group: torch.Tensor
-    vector: torch.Tensor
-    place: torch.Tensor
-    order: torch.Tensor
-    new: torch.Tensor
-    index: torch.Tensor
-    counts: torch.Tensor
+    branch: Tensor
+    group: Tensor
+    vector: Tensor
+    place: Tensor
+    order: Tensor
+    new: Tensor
+    index: Tensor
+    counts: Tensor
 
     @classmethod
     def of(cls, sizes: list[int], device: torch.device, branches: int = 1, vectors: int = 1) -> SlotLayout:
         """The layout of groups of these sizes."""
         return _layout(tuple(sizes), torch.device(device), branches, vectors)
 
-    def of_group(self, chosen: torch.Tensor, branch: torch.Tensor | int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_group(self, chosen: Tensor, branch: Tensor | int = 0) -> tuple[Tensor, Tensor]:
         """The slots after `chosen[b]` drafts of a branch: indices [B, vectors, longest], and which exist [B, longest].
 
         Args:
@@ -79,7 +80,7 @@ def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors
     return SlotLayout(sizes, *_moved((*slots, order, new, index, torch.tensor(sizes)), device))
 
 
-def _moved(parts: tuple[torch.Tensor, ...], device: torch.device) -> list[torch.Tensor]:
+def _moved(parts: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
     """Tensors of whole numbers or truth values on a device, in one copy."""
     flat = torch.cat([part.flatten().long() for part in parts]).to(device)
     pieces = flat.split([part.numel() for part in parts])

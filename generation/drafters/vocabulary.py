@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ...modeling.masks import cached_arange
@@ -27,17 +28,17 @@ class SharedVocabulary:
         self.own, self.theirs, self.shared = own, theirs, shared
         self.is_whole = own == theirs == shared
 
-    def readable(self, ids: torch.Tensor) -> torch.Tensor:
+    def readable(self, ids: Tensor) -> Tensor:
         """Return ids that the assistant can embed: for those that it lacks, its last one."""
         return ids if self.own >= self.theirs else ids.clamp(max=self.own - 1)
 
-    def choose(self, logits: torch.Tensor, options: DraftOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def choose(self, logits: Tensor, options: DraftOptions) -> tuple[Tensor, Tensor | None]:
         """Return tokens [B], and the distributions that they were drawn from (`DraftOptions.choose`)."""
         if self.is_whole:
             return options.choose(logits)
         return options.choose(logits[..., : self.shared], cached_arange(self.shared, logits.device), self.theirs)
 
-    def fitted(self, probs: torch.Tensor) -> torch.Tensor:
+    def fitted(self, probs: Tensor) -> Tensor:
         """Return the assistant's probabilities [..., own] over the ids of the backbone, [..., theirs]."""
         if self.is_whole:
             return probs
@@ -63,10 +64,8 @@ def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, sha
     if shared is None:
         shared = own
     if isinstance(shared, bool) or not isinstance(shared, int) or not 1 <= shared <= min(own, theirs):
-        raise ValueError(
-            f"vocab_size={shared!r} must be a whole number from 1 to {min(own, theirs)}: the assistant "
-            f"{type(assistant).__name__} has {own} ids, and {type(backbone).__name__} has {theirs}"
-        )
+        sizes = f"the assistant has {own} ids, the backbone {theirs}"
+        raise ValueError(f"vocab_size={shared!r} must be a whole number from 1 to {min(own, theirs)}: {sizes}")
     return SharedVocabulary(own, theirs, shared)
 
 
@@ -78,17 +77,13 @@ def _of_tokenizers(assistant: PreTrainedModel, backbone: PreTrainedModel) -> int
     sizes = f"vocab_size: the assistant {own}, but {theirs}; they must share a tokenizer"
     first, second = (_tokens(model) for model in (assistant, backbone))
     if first is None or second is None:
-        raise ValueError(
-            f"{sizes}, and beside the {'assistant' if first is None else 'backbone'} there is none to read: if their "
-            "tokens are the same, say how many there are, AssistantDrafter(model, vocab_size=len(tokenizer))"
-        )
+        bare = "assistant" if first is None else "backbone"
+        raise ValueError(f"{sizes}; beside the {bare} is none: give AssistantDrafter(model, vocab_size=len(tokenizer))")
     fewer, more = sorted((first, second), key=len)
     other = next((token for token, index in fewer.items() if more.get(token) != index), None)
     if other is not None:
-        raise ValueError(
-            f"{sizes}, and {other!r} is id {first.get(other)} in the assistant's, id {second.get(other)} in the "
-            "backbone's; choose an assistant with the backbone's tokenizer"
-        )
+        ids = first.get(other), second.get(other)
+        raise ValueError(f"{sizes}, and {other!r} is id {ids[0]} in the assistant's, {ids[1]} in the backbone's")
     return max(fewer.values()) + 1
 
 

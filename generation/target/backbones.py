@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import Parameter, signature
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import (
     Cache,
     DynamicCache,
@@ -29,9 +29,8 @@ from ...configuration.fields import learned_positions, rotary_border
 from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
 from .repacking import EvenTarget, RepackedTarget
-from .replay import is_recurrent
 from .static import FixedTarget, PlannedCache
-from .target import ColumnTarget, RowTarget
+from .target import ColumnTarget, RowTarget, is_recurrent
 
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
 
@@ -78,27 +77,15 @@ def check_backbone(backbone: PreTrainedModel) -> None:
     if not isinstance(backbone, PreTrainedModel):  # something that stands in for one is taken at its word
         return
     if _looks_ahead(backbone):
-        raise ValueError(
-            f"{name}: with is_decoder=False its tokens attend to those behind them, so that drafts would change what "
-            "stands before them; attach to a causal language model"
-        )
+        raise ValueError(f"{name}: is_decoder=False: its tokens attend to later ones; attach to a causal model")
     if backbone.config.model_type in _PICTURES_APART:
-        raise ValueError(
-            f"{name}: its cache has columns of a picture that its masks lack, so that sequences which keep different "
-            "numbers of drafts would attend to other columns; attach to another backbone"
-        )
+        raise ValueError(f"{name}: its cache has columns of a picture that masks lack; attach to another backbone")
     if not backbone._is_stateful and not _takes(type(backbone), "past_key_values"):
-        raise ValueError(
-            f"{name}: its forward takes no past_key_values, and drafts are verified behind a cache; attach to another "
-            "backbone"
-        )
+        raise ValueError(f"{name}: its forward takes no past_key_values; attach to another backbone")
     # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
     is_free = _has_alibi(backbone) or backbone._is_stateful or has_own_cache(backbone)
     if not is_free and not any(_takes(type(part), "position_ids") for part in (backbone, backbone.get_decoder())):
-        raise ValueError(
-            f"{name}: its forward takes no position_ids, so that rows which keep different numbers of drafts would "
-            "lose their positions; attach to another backbone"
-        )
+        raise ValueError(f"{name}: its forward takes no position_ids; attach to another backbone")
 
 
 def _takes(kind: type, name: str) -> bool:
@@ -123,10 +110,7 @@ def check_trees(backbone: PreTrainedModel) -> None:
     check_attention(backbone.config, "trees of drafts")
     by_columns = "ALiBi" if _has_alibi(backbone) else "local attention" if _is_local(config) else None
     if by_columns:
-        raise ValueError(
-            f"{config.model_type}: {by_columns} takes distances from columns, and trees of drafts have several tokens "
-            "at one distance: leave draft_tree out (or branches), to draft chains"
-        )
+        raise ValueError(f"{config.model_type}: {by_columns} takes distances from columns: leave draft_tree out")
 
 
 def takes_dense_masks(model: PreTrainedModel) -> bool:
@@ -166,7 +150,7 @@ def check_prompt(
     text = backbone.config.get_text_config()
     ids, embeds = (call.get("input_ids") if call.get("inputs") is None else call["inputs"]), call.get("inputs_embeds")
     tensor = ids if embeds is None else embeds
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2:
         return
     if embeds is None and backbone.main_input_name == "input_ids":
         if tensor.shape[1] == 0:
@@ -177,17 +161,13 @@ def check_prompt(
             raise ValueError(f"input_ids holds id {wrong}; ids of this model lie in 0 .. {text.vocab_size - 1}")
     limit = text.max_position_embeddings if has_own_cache else learned_positions(text)
     if limit is not None and tensor.shape[1] > limit:
-        raise ValueError(
-            f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}; shorten it"
-        )
+        raise ValueError(f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}")
     mask, new = call.get("attention_mask"), config.max_new_tokens or (config.max_length or 0) - tensor.shape[1]
     may_end = config.eos_token_id is not None or config.stop_strings or config.max_time or call.get("stopping_criteria")
-    fed = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, torch.Tensor) else tensor.shape[1])
+    fed = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, Tensor) else tensor.shape[1])
     if not has_own_cache and limit is not None and fed > limit and not may_end:
-        raise ValueError(
-            f"max_new_tokens={new} would take {fed} positions, more than max_position_embeddings={limit}, and nothing "
-            f"ends the text before: ask for at most {new - fed + limit}"
-        )
+        least = f"ask for at most {new - fed + limit}"
+        raise ValueError(f"max_new_tokens={new} takes {fed} positions of max_position_embeddings={limit}: {least}")
 
 
 def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
@@ -197,11 +177,7 @@ def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
         ValueError: Another number of sequences, or too little room.
     """
     cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
-    if (
-        isinstance(cache, (DynamicCache, StaticCache))
-        and isinstance(ids, torch.Tensor)
-        and (config.num_beams or 1) == 1
-    ):
+    if isinstance(cache, (DynamicCache, StaticCache)) and isinstance(ids, Tensor) and (config.num_beams or 1) == 1:
         longest = config.max_length if config.max_new_tokens is None else ids.shape[1] + config.max_new_tokens
         # the last token is never fed
         check_cache(cache, len(ids) * (config.num_return_sequences or 1), (longest or 0) - 1)
@@ -221,15 +197,11 @@ def check_cache(cache: Cache, sequences: int, tokens: int) -> None:
     keys = [layer.keys for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     held = next((len(states) for states in keys if states is not None), sequences)
     if held != sequences:
-        raise ValueError(
-            f"past_key_values holds {held} sequences, and the call has {sequences}: pass the cache of this batch"
-        )
+        raise ValueError(f"past_key_values holds {held} sequences, and the call has {sequences}: pass its own cache")
     room = [layer.get_max_length() for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
     if room and min(room) < tokens:
-        raise ValueError(
-            f"past_key_values has room for {min(room)} tokens, and the call may feed {tokens}: make its max_cache_len "
-            f"longer by {tokens - min(room)}, or ask for fewer new tokens"
-        )
+        more = f"make max_cache_len longer by {tokens - min(room)}"
+        raise ValueError(f"past_key_values has room for {min(room)} tokens of {tokens}: {more}")
 
 
 def is_repackable(cache: Cache | None) -> bool:
@@ -261,8 +233,8 @@ def takes_fixed_room(model: PreTrainedModel) -> bool:
 def target_of(
     model: PreTrainedModel,
     cache: Cache,
-    like: torch.Tensor,
-    mask: torch.Tensor | None,
+    like: Tensor,
+    mask: Tensor | None,
     given: dict[str, Any] | None = None,
     limit: int = 0,
     span: int = 0,
@@ -287,7 +259,7 @@ def target_of(
     return RepackedTarget(model, cache, like, mask, given)
 
 
-def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: torch.Tensor, end: int) -> str | None:
+def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
     """What of a backbone's positions rules out blocks of tokens in a call: their frequencies depend on the longest one.
 
     A token that is fed beside later ones would be turned as they are, and not as it is alone. Up to the border that

@@ -18,12 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 
 from ...modeling.masks import cached_arange, cached_range
 from ..call.sequences import NewTokens
@@ -43,10 +40,10 @@ class RepackedTarget(ColumnTarget):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.counts = self.mask.sum(1)
-        self.moved: torch.Tensor | None = None
+        self.moved: Tensor | None = None
         self.fed = 0
 
-    def extend(self, block: torch.Tensor, **options: Any) -> Any:
+    def extend(self, block: Tensor, **options: Any) -> Any:
         """See `ColumnTarget`."""
         places = self.counts[:, None] + cached_range(self.fed, block.shape[1], block.device)
         self.fed += block.shape[1]
@@ -59,7 +56,7 @@ class RepackedTarget(ColumnTarget):
             **(self.continuation.inputs(places, self.last_position) | options),
         )
 
-    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+    def keep(self, kept: NewTokens, path: Tensor | None = None) -> None:
         """See `Target`."""
         self.new_tokens = kept
         if self.replay is not None:
@@ -93,7 +90,7 @@ class EvenTarget(RepackedTarget):
 
     supports_rollback = False
 
-    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+    def keep(self, kept: NewTokens, path: Tensor | None = None) -> None:
         """See `Target`; all sequences keep b."""
         self.new_tokens, self.counts, self.fed = kept, self.counts + 1, 0
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
@@ -125,7 +122,7 @@ def drop_first(cache: Cache, columns: int) -> None:
         layer.cumulative_length = columns
 
 
-def shift_cache(cache: Cache, shifts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:
     """Moves the columns of sequence b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W] moved.
 
     What enters at an end is arbitrary, and no token.

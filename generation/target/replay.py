@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -41,8 +41,8 @@ class Replay:
     def __init__(self, decoder: nn.Module, cache: Cache) -> None:
         self.cache = cache
         self.mixers = find_mixers(decoder, cache)
-        self.before: dict[int, dict[str, dict[int, torch.Tensor]]] = {}
-        self.inputs: dict[int, torch.Tensor] = {}
+        self.before: dict[int, dict[str, dict[int, Tensor]]] = {}
+        self.inputs: dict[int, Tensor] = {}
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -128,13 +128,8 @@ def _cache_name(mixer: nn.Module) -> str | None:
     return next((name for name in ("cache_params", "past_key_values") if name in known), None)
 
 
-def _copies(layer: LinearAttentionCacheLayerMixin) -> dict[str, dict[int, torch.Tensor]]:
+def _copies(layer: LinearAttentionCacheLayerMixin) -> dict[str, dict[int, Tensor]]:
     """Clones of a layer's states; they are updated in place."""
     return {
         name: {i: state.clone() for i, state in getattr(layer, name).items() if state is not None} for name in _STATES
     }
-
-
-def is_recurrent(cache: Cache) -> bool:
-    """Whether any layer keeps a recurrent state."""
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)

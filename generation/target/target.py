@@ -15,13 +15,14 @@ from typing import Any, Protocol, cast
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult
 from .cache import Rows, block_mask
-from .replay import Replay, is_recurrent
+from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
 States = tuple[torch.Tensor | None, ...]
@@ -312,22 +313,19 @@ class RowTarget(ColumnTarget):
         self.continuation.select(torch.tensor(chosen, device=self.ended.device))
 
     def _forward(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
-        if self.open is None:
-            return self._forward_held(block, tree, options)
-        held = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
-        outputs, batch = self._forward_held(block[self.open], held, options), len(block)
-        states = outputs.hidden_states
-        return TargetOutput(
-            _spread(outputs.logits, self.open, batch),
-            states and tuple(None if state is None else _spread(state, self.open, batch) for state in states),
-        )
-
-    def _forward_held(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
-        """Feed a block of the sequences that are in the cache."""
+        batch = len(block)
+        if self.open is not None:
+            block = block[self.open]
+            tree = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
         self.rows.ahead, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
             outputs = self._call(block, tree.positions(), tree, self.last_position, options)
-            return TargetOutput(outputs.logits, outputs.hidden_states)
+            if self.open is None:
+                return TargetOutput(outputs.logits, outputs.hidden_states)
+            states = outputs.hidden_states and tuple(
+                None if state is None else _spread(state, self.open, batch) for state in outputs.hidden_states
+            )
+            return TargetOutput(_spread(outputs.logits, self.open, batch), states)
         last = self.last_position if auxiliary.last_position is None else auxiliary.last_position
         outputs = self._call(block, auxiliary.positions, tree, last, options | auxiliary.inputs)
         layers, fed = outputs.hidden_states, block.shape[1]
@@ -380,3 +378,8 @@ class RowTarget(ColumnTarget):
 def _spread(held: torch.Tensor, rows: torch.Tensor, batch: int) -> torch.Tensor:
     """Return values [b, ...] of some sequences as those of all [B, ...], 0 for the others."""
     return held.new_zeros(batch, *held.shape[1:]).index_copy(0, rows.to(held.device), held)
+
+
+def is_recurrent(cache: Cache) -> bool:
+    """Whether any layer keeps a recurrent state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)

@@ -14,15 +14,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...modeling.masks import cached_arange
 from ...modeling.sampling import race_order
 from .contract import DraftTree
 
-Expand = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Expand = Callable[[Tensor, Tensor], Tensor]
 
 
-def dynamic_tree(log_probs: torch.Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int) -> DraftTree:
+def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int) -> DraftTree:
     """The likeliest paths of a drafter (EAGLE-2, arXiv 2406.16858): certain tokens, so that ranking them is exact.
 
     Every frontier node offers its `top_k` likeliest children; the `top_k` best of a level, by the log-probability of
@@ -57,7 +58,7 @@ def dynamic_tree(log_probs: torch.Tensor, expand: Expand, *, depth: int, top_k: 
     return _prune(*candidates, depth + 1, total_tokens - 1)
 
 
-def _prune(values: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, depth: int, size: int) -> DraftTree:
+def _prune(values: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int) -> DraftTree:
     """The tree of the best candidates [B, n], whose parents are numbers of candidates."""
     size = min(size, values.shape[1])
     chosen = _best(values, size).sort(-1).values
@@ -68,7 +69,7 @@ def _prune(values: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, de
 
 
 def drawn_tree(
-    distribution: torch.Tensor,
+    distribution: Tensor,
     expand: Expand,
     *,
     depth: int,
@@ -116,8 +117,8 @@ def drawn_tree(
 
 
 def _draw_children(
-    q: torch.Tensor, worth: torch.Tensor, width: int, size: int, generator: torch.Generator | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, worth: Tensor, width: int, size: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, chances that their paths are kept, and parents (places in the frontier) of a level, all [B, size].
 
     Args:
@@ -139,7 +140,7 @@ def _draw_children(
     return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
 
 
-def _chance_kept(q: torch.Tensor) -> torch.Tensor:
+def _chance_kept(q: Tensor) -> Tensor:
     """About how likely each of a node's draws is the one that is kept, [.., w], in the order in which they are drawn.
 
     Where draft and target agree a draw is accepted however improbable it is, and what is left after a refusal agrees
@@ -165,7 +166,7 @@ def level_sizes(levels: int, width: int, size: int) -> list[int]:
     return sizes
 
 
-def _best(values: torch.Tensor, count: int) -> torch.Tensor:
+def _best(values: Tensor, count: int) -> Tensor:
     """The best `count` of [B, n], best first; of equal ones the first is better, as `topk` does not promise."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
@@ -181,7 +182,7 @@ def check_size(depth: int, top_k: int, total_tokens: int) -> None:
             raise ValueError(f"{name}={value!r} of draft_tree must be a whole number of at least {least}")
 
 
-def ranked_tree(choices: Sequence[Sequence[int]], log_probs: torch.Tensor, expand: Expand) -> DraftTree:
+def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Expand) -> DraftTree:
     """A tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th likeliest token below its parent.
 
     Args:
@@ -214,13 +215,13 @@ class _Level(NamedTuple):
     """
 
     width: int
-    slots: torch.Tensor
-    inner: torch.Tensor
-    before: torch.Tensor
+    slots: Tensor
+    inner: Tensor
+    before: Tensor
 
 
 @lru_cache(maxsize=32)
-def _plan(choices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, list[_Level]]:
+def _plan(choices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, list[_Level]]:
     """Parents [m] and levels of a shape, made once: a tensor from a list is a copy that the device waits for."""
     parents, _ = static_tree(choices)
     paths, levels = _sorted_paths(choices), list[_Level]()
@@ -238,7 +239,7 @@ def _plan(choices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[t
         return parents.to(device), levels
 
 
-def static_tree(choices: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def static_tree(choices: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """The shape that rank paths describe.
 
     Args:
@@ -265,7 +266,7 @@ def _sorted_paths(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return paths
 
 
-def choices_from_accuracies(accuracies: torch.Tensor, num_nodes: int) -> list[tuple[int, ...]]:
+def choices_from_accuracies(accuracies: Tensor, num_nodes: int) -> list[tuple[int, ...]]:
     """The tree of a given size that keeps most drafts, if every head were right independently of the others.
 
     A path is worth the product of its accuracies, and no path is worth more than its parent or its elder sibling; so

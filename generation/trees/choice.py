@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from ..call.options import CallOptions
@@ -56,11 +57,11 @@ Decode = Callable[[dict[str, int], int], "Trial"]
 
 
 def choose_tree(
-    generate: Callable[[Any, torch.Tensor, dict[str, Any]], Any],
+    generate: Callable[[Any, Tensor, dict[str, Any]], Any],
     drafter: BaseDrafter,
     options: CallOptions,
     config: GenerationConfig,
-    prompt: torch.Tensor,
+    prompt: Tensor,
     positions: int | None,
     common: dict[str, Any],
     may_try: bool = True,
@@ -241,12 +242,12 @@ class WatchedVerifier:
         self.verifier = verifier
         self.times: list[float] = []
         self.size = 0
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.verifier, name)
 
-    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
+    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
         result = self.verifier.verify(tree, scores)
         self.times.append(time.perf_counter())

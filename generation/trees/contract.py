@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...modeling.masks import cached_arange
 
@@ -42,12 +43,12 @@ class DraftTree:
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
     """
 
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    probs: torch.Tensor | None = None
+    tokens: Tensor
+    parents: Tensor
+    probs: Tensor | None = None
     replacement: bool = False
     depth: int = sys.maxsize
-    num_nodes: torch.Tensor | None = None
+    num_nodes: Tensor | None = None
     auxiliary: Any = None
     is_chain: bool = False
 
@@ -56,11 +57,7 @@ class DraftTree:
 
     @classmethod
     def chain(
-        cls,
-        draft: torch.Tensor,
-        q: torch.Tensor | None = None,
-        num_nodes: torch.Tensor | None = None,
-        auxiliary: Any = None,
+        cls, draft: Tensor, q: Tensor | None = None, num_nodes: Tensor | None = None, auxiliary: Any = None
     ) -> DraftTree:
         """One path of tokens.
 
@@ -73,28 +70,28 @@ class DraftTree:
         parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
         return cls(draft, parents, q, num_nodes=num_nodes, auxiliary=auxiliary, is_chain=True)
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """Distance of every place from b, [B, m + 1] int64."""
         if self.is_chain:
             return cached_arange(self.tokens.shape[1] + 1, self.tokens.device).expand(len(self.tokens), -1)
         return self.mask().sum(-1) - 1
 
-    def mask(self) -> torch.Tensor:
+    def mask(self) -> Tensor:
         """What every place may attend to, itself and its ancestors: [B, m + 1, m + 1] bool, column 0 True."""
         return self._ancestors
 
-    def paths(self) -> torch.Tensor:
+    def paths(self) -> Tensor:
         """The places on the way from b to every place, [B, m + 1, depth + 1]; its own place is repeated after."""
         return path_columns(self.mask(), self.depth)
 
-    def real(self) -> torch.Tensor | None:
+    def real(self) -> Tensor | None:
         """Which nodes count, [B, m] bool; None: all of them."""
         if self.num_nodes is None:
             return None
         return cached_arange(self.tokens.shape[1], self.tokens.device) < self.num_nodes[:, None]
 
     @cached_property
-    def _ancestors(self) -> torch.Tensor:
+    def _ancestors(self) -> Tensor:
         """`mask`, by jumps that double: after j of them a place knows its nearest 2^j - 1 ancestors."""
         batch, size = len(self.tokens), self.tokens.shape[1] + 1
         if self.is_chain:
@@ -119,31 +116,31 @@ class VerificationResult:
         invalid: [B] bool, rows whose added token was drawn from scores that are no distribution; None: not looked at.
     """
 
-    num_accepted: torch.Tensor
-    tokens: torch.Tensor
-    tree_path: torch.Tensor | None = None
-    invalid: torch.Tensor | None = None
+    num_accepted: Tensor
+    tokens: Tensor
+    tree_path: Tensor | None = None
+    invalid: Tensor | None = None
 
     @cached_property
-    def path(self) -> torch.Tensor:
+    def path(self) -> Tensor:
         """Places of the accepted path in the block, [B, k + 1] int64: b's is 0, and the last is repeated after."""
         if self.tree_path is not None:
             return self.tree_path
         return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.num_accepted[:, None])
 
     @property
-    def nodes(self) -> torch.Tensor:
+    def nodes(self) -> Tensor:
         """The accepted nodes in the order of their path, [B, k] int64, and -1 after them."""
         behind = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]
         return (self.path[:, 1:] - 1).masked_fill(behind, -1)
 
     @property
-    def added(self) -> torch.Tensor:
+    def added(self) -> Tensor:
         """The added token, [B] int64."""
         return self.tokens.gather(1, self.num_accepted[:, None])[:, 0]
 
 
-def path_columns(members: torch.Tensor, depth: int) -> torch.Tensor:
+def path_columns(members: Tensor, depth: int) -> Tensor:
     """The members of paths in order.
 
     Args:
@@ -159,18 +156,18 @@ def path_columns(members: torch.Tensor, depth: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _chain_parents(length: int, device: torch.device) -> torch.Tensor:
+def _chain_parents(length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(-1, length - 1, device=device)
 
 
 @lru_cache(maxsize=64)
-def _triangle(length: int, device: torch.device) -> torch.Tensor:
+def _triangle(length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
 
-def follow(tree: DraftTree, picks: torch.Tensor) -> VerificationResult:
+def follow(tree: DraftTree, picks: Tensor) -> VerificationResult:
     """Goes from b to the child that the target picks, as long as there is one, and adds the pick at the end.
 
     Args:
@@ -188,18 +185,18 @@ def follow(tree: DraftTree, picks: torch.Tensor) -> VerificationResult:
     return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
 
 
-def _of_real(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+def _of_real(tree: DraftTree, wanted: Tensor) -> Tensor:
     real = tree.real()
     return wanted if real is None else wanted & real
 
 
-def elder_siblings(tree: DraftTree) -> torch.Tensor:
+def elder_siblings(tree: DraftTree) -> Tensor:
     """[B, m, m] bool: whether node j is an elder sibling of node i."""
     nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)
     return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])
 
 
-def descend(tree: DraftTree, wanted: torch.Tensor) -> torch.Tensor:
+def descend(tree: DraftTree, wanted: Tensor) -> Tensor:
     """Goes down to the first wanted child of each place: which places [B, m + 1] are on the way, b's among them."""
     taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)
     taken = torch.nn.functional.pad(taken, (1, 0), value=True)

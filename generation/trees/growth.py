@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ..call.options import DraftOptions, draft_probs
 from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
@@ -25,14 +26,14 @@ class Growth(Protocol):
         vocab_size: V; not read where every token has a column.
     """
 
-    draft_ids: torch.Tensor | None
+    draft_ids: Tensor | None
     vocab_size: int
 
-    def first(self) -> torch.Tensor:
+    def first(self) -> Tensor:
         """Logits [B, v] of what follows b."""
         ...
 
-    def after(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Logits [B, k, v] of what follows the nodes of the next frontier.
 
         Args:
@@ -88,16 +89,12 @@ def tree_options(given: Any, longest: int | None = None) -> tuple[dict[str, Any]
         given = {"choices": given}
     if not isinstance(given, dict) or not (given.keys() <= _DEFAULTS.keys() or given.keys() == {"choices"}):
         raise ValueError(
-            f"draft_tree={given!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or a list of rank "
-            "paths, or 'auto'"
+            f"draft_tree={given!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or be 'auto'"
         )
     options, length = _fixed(given) if "choices" in given else _dynamic(given, longest)
     if longest is not None and length > longest:
         instead = "shorter paths" if "choices" in given else f"depth={longest - 1} or less"
-        raise ValueError(
-            f"draft_tree={given!r} has paths of {length} tokens, and this drafter drafts at most {longest}: "
-            f"choose {instead}"
-        )
+        raise ValueError(f"draft_tree={given!r} has paths of {length} tokens, more than {longest}: choose {instead}")
     return options, length
 
 
@@ -105,10 +102,7 @@ def _fixed(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
     choices = given["choices"]
     is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
     if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
-        raise ValueError(
-            f"draft_tree: {choices!r} must be a list of paths of at least one rank each, whole numbers from 0 on, such "
-            "as [(0,), (1,), (0, 0)]"
-        )
+        raise ValueError(f"draft_tree: {choices!r} must be paths of at least one rank, such as [(0,), (1,), (0, 0)]")
     choices = [tuple(path) for path in choices]
     static_tree(choices)  # refuses what is no tree
     return {"choices": choices}, max(map(len, choices))
@@ -128,7 +122,7 @@ def most_nodes(options: DraftOptions) -> int:
     return 1 + max(options.num_tokens, len(tree.get("choices", ())) or grown)
 
 
-def taken(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def taken(states: Tensor, places: Tensor) -> Tensor:
     """Entries of states [B, n, w] at places [B, k]: [B, k, w]."""
     return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
 
@@ -141,9 +135,9 @@ class Ancestry:
     """
 
     def __init__(self) -> None:
-        self.mask: torch.Tensor | None = None
+        self.mask: Tensor | None = None
 
-    def extend(self, parents: torch.Tensor) -> torch.Tensor:
+    def extend(self, parents: Tensor) -> Tensor:
         """The mask [B, k, n + k] of the next frontier, whose parents [B, k] are places in the one before."""
         size = parents.shape[1]
         itself = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
@@ -151,7 +145,7 @@ class Ancestry:
         return self.mask
 
 
-def _ids(growth: Growth, columns: torch.Tensor) -> torch.Tensor:
+def _ids(growth: Growth, columns: Tensor) -> Tensor:
     """Token ids of columns of logits."""
     return columns if growth.draft_ids is None else growth.draft_ids[columns]
 
@@ -161,6 +155,6 @@ def _spelled(growth: Growth, tree: DraftTree) -> DraftTree:
     return tree
 
 
-def _log_distribution(logits: torch.Tensor) -> torch.Tensor:
+def _log_distribution(logits: Tensor) -> Tensor:
     """What ranks nodes: the drafter's raw distribution, in float32 at least (in half precision ties are common)."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

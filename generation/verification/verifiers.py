@@ -14,25 +14,26 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ...modeling.sampling import draw, pick, stream_uniforms
 from ..call.sequences import Sequences
 from ..trees.contract import DraftTree, VerificationResult, follow
-from .chains import verify, verify_sampled
+from .rules import verify_sampled
 
 
 class Verifier(Protocol):
     """Verification in one call of `generate`."""
 
-    def first(self, scores: torch.Tensor, tokens: Sequences) -> torch.Tensor:
+    def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """The token after the prompt, [B], from processed scores [B, v]."""
         ...
 
-    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
+    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """What is kept of a draft, and the token that is added, from processed scores [B, m + 1, v]."""
         ...
 
-    def invalid(self, result: VerificationResult) -> torch.Tensor | None:
+    def invalid(self, result: VerificationResult) -> Tensor | None:
         """Rows [B] whose last verification result rests on scores that are no distribution (NaN, or all -inf); None
         where none can be."""
 
@@ -40,15 +41,15 @@ class Verifier(Protocol):
 class GreedyVerifier:
     """The target's argmax at every place."""
 
-    def first(self, scores: torch.Tensor, tokens: Sequences) -> torch.Tensor:
+    def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
         return scores.argmax(-1)
 
-    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
+    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
         return follow(tree, scores.argmax(-1))
 
-    def invalid(self, result: VerificationResult) -> torch.Tensor | None:
+    def invalid(self, result: VerificationResult) -> Tensor | None:
         """Plain greedy decoding does not ask either."""
         return None
 
@@ -65,25 +66,23 @@ class SampledVerifier:
     def __init__(self, rule: str | None = None, uniforms: Uniforms | None = None) -> None:
         self.rule, self.uniforms = rule or "block", uniforms
 
-    def first(self, scores: torch.Tensor, tokens: Sequences) -> torch.Tensor:
+    def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
         self.distribution = scores.softmax(-1)[:, None]
         if self.uniforms is None:
             return draw(self.distribution[:, 0])
         return pick(self.uniforms.draw(tokens, 1)[:, 0], self.distribution[:, 0])
 
-    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
+    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
         self.distribution = scores.softmax(-1)
         if self.uniforms is None:
             return verify_sampled(tree, self.distribution, self.rule)
         uniforms = self.uniforms.current[:, : scores.shape[1]]
         tests = self.uniforms.fresh(tree.tokens.shape[1])
-        accepted, added = verify(tree.tokens, tree.probs, self.distribution, self.rule, uniforms=uniforms, tests=tests)
-        new = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-        return VerificationResult(accepted, new)
+        return verify_sampled(tree, self.distribution, self.rule, uniforms=uniforms, tests=tests)
 
-    def invalid(self, result: VerificationResult) -> torch.Tensor | None:
+    def invalid(self, result: VerificationResult) -> Tensor | None:
         """See `Verifier`."""
         return _reached_faults(self.distribution, result)
 
@@ -98,27 +97,27 @@ class CoupledVerifier:
     def __init__(self, uniforms: Uniforms) -> None:
         self.uniforms = uniforms
 
-    def first(self, scores: torch.Tensor, tokens: Sequences) -> torch.Tensor:
+    def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
         self.distribution = distribution_of(scores)[:, None]
         return pick(self.uniforms.draw(tokens, 1)[:, 0], self.distribution[:, 0])
 
-    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
+    def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
         self.distribution = distribution_of(scores)
         return follow(tree, pick(self.uniforms.current[:, : scores.shape[1]], self.distribution))
 
-    def invalid(self, result: VerificationResult) -> torch.Tensor | None:
+    def invalid(self, result: VerificationResult) -> Tensor | None:
         """See `Verifier`."""
         return _reached_faults(self.distribution, result)
 
 
-def distribution_of(scores: torch.Tensor) -> torch.Tensor:
+def distribution_of(scores: Tensor) -> Tensor:
     """Probabilities in float64: cumulative sums over a large vocabulary in float32 misplace picks."""
     return scores.double().softmax(-1)
 
 
-def _reached_faults(distribution: torch.Tensor, result: VerificationResult) -> torch.Tensor:
+def _reached_faults(distribution: Tensor, result: VerificationResult) -> Tensor:
     """Rows [B] bool in which a place on the accepted path has no distribution; softmax makes NaN of all its entries
     there.
 
@@ -157,13 +156,13 @@ class Uniforms:
         current: [B, n], of the positions from the next one on, as `draw` gave them last.
     """
 
-    current: torch.Tensor
+    current: Tensor
 
     def __init__(
         self,
         rows: int,
         device: torch.device,
-        table: torch.Tensor | None = None,
+        table: Tensor | None = None,
         seed: int | Sequence[int] | None = None,
         stay: bool = True,
     ) -> None:
@@ -173,7 +172,7 @@ class Uniforms:
         self.others = _Stream(streams, _FRESH, device)
         self.used = 0
 
-    def draw(self, tokens: Sequences, count: int) -> torch.Tensor:
+    def draw(self, tokens: Sequences, count: int) -> Tensor:
         """u of the next `count` output positions of every sequence, [B, count]."""
         if not self.stay:
             self.current = self.fresh(count)
@@ -184,7 +183,7 @@ class Uniforms:
             self.current = table.gather(1, tokens.ends[:, None] - tokens.prompt_length + tokens.steps[:count])
         return self.current
 
-    def fresh(self, count: int) -> torch.Tensor:
+    def fresh(self, count: int) -> Tensor:
         """Numbers that nobody has read before, [B, count]."""
         self.used += count
         return self.others.read(self.used - count, count)
@@ -193,13 +192,11 @@ class Uniforms:
 class _Stream:
     """One stream per sequence, made in chunks on the host, each of which is copied to the device at once."""
 
-    def __init__(
-        self, streams: torch.Tensor, purpose: int, device: torch.device, table: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, streams: Tensor, purpose: int, device: torch.device, table: Tensor | None = None) -> None:
         self.streams, self.purpose, self.device = streams, purpose, device
         self.table = torch.empty(len(streams), 0, device=device) if table is None else table
 
-    def upto(self, stop: int) -> torch.Tensor:
+    def upto(self, stop: int) -> Tensor:
         """The beginning of all streams, [B, stop or more]."""
         begun = self.table.shape[1]
         if stop > begun:
@@ -208,12 +205,12 @@ class _Stream:
             self.table = torch.cat([self.table, more.to(self.device, self.table.dtype)], dim=1)
         return self.table
 
-    def read(self, start: int, count: int) -> torch.Tensor:
+    def read(self, start: int, count: int) -> Tensor:
         """Numbers from `start` on, [B, count]."""
         return self.upto(start + count)[:, start : start + count]
 
 
-def seed_streams(seed: int | Sequence[int] | None, rows: int) -> torch.Tensor:
+def seed_streams(seed: int | Sequence[int] | None, rows: int) -> Tensor:
     """The stream of every sequence.
 
     Args:

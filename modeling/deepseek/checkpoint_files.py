@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration.fields import field
@@ -46,17 +47,12 @@ def check_checkpoint(
     found = _count_stored(dtypes, family, layers)
     if not found:
         example = family.prefixes(layers, 0)[0]
-        raise ValueError(
-            f"{name}: the checkpoint has no tensors of modules (names like {example}*); "
-            "use inference_only=True to decode without them, or DeepSeekMTP.from_backbone to make new modules"
-        )
+        raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
     if wanted is None:  # as in official files of some families
         config = copy.deepcopy(config)
         set_modules(config, found)
     elif found != wanted:
-        raise ValueError(
-            f"{name}: config.json has {family.count}={wanted}, but the checkpoint {found} modules; correct one of them"
-        )
+        raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {found} modules")
     copies = {copy_: family.file_name(f"model.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies}
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
@@ -88,10 +84,7 @@ def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -
     stems = [key.removesuffix("weight") for key in codes]
     bare = [stem for stem in stems if not any(stem + scale in dtypes for scale in SCALES)]
     if bare:
-        raise ValueError(
-            f"{name}: {len(bare)} float8 weights have no scales, for example {bare[0]}weight without "
-            f"{bare[0]}weight_scale_inv; convert the checkpoint again"
-        )
+        raise ValueError(f"{name}: {len(bare)} float8 weights lack scales, such as {bare[0]}weight_scale_inv")
 
 
 def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:
@@ -114,7 +107,7 @@ def is_to_be_dequantized(config: PreTrainedConfig, given: Any = None) -> bool:
     return not capable or bool(_option(given, "dequantize"))
 
 
-def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return all tensors of safetensors files; float8 weights are multiplied by their scales and have `dtype`."""
     tensors = read_tensors(files)
     block = _option(config.quantization_config, "weight_block_size") or _BLOCK
@@ -125,7 +118,7 @@ def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch
     return {key: tensor for key, tensor in tensors.items() if not key.endswith("activation_scale")}
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = _BLOCK) -> torch.Tensor:
+def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -> Tensor:
     """Return codes [M, N] times the scale of their block, in float32.
 
     Args:

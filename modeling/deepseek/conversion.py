@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     GenerationConfig,
@@ -56,7 +56,7 @@ class StackBody(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(layers)
 
-    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
         """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a layer."""
         for layer in self.parts:
             hidden_states = layer(hidden_states, **options)
@@ -77,7 +77,7 @@ class LatentBody(nn.Module):
         self.input_layernorm: nn.Module = norm(size, eps=eps)
         self.post_attention_layernorm: nn.Module = norm(size, eps=eps)
 
-    def forward(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
         """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a decoder layer."""
         attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         hidden_states = hidden_states + attended
@@ -168,9 +168,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """
     body = model.get_decoder()
     if not isinstance(layers := dict(body.named_children()).get("layers"), nn.ModuleList):
-        raise ValueError(
-            f"DeepSeekMTP does not support model_type={model.config.model_type!r}: no `layers` in {type(body).__name__}"
-        )
+        raise ValueError(f"model_type={model.config.model_type!r} has no `layers` in {type(body).__name__}")
     return layers
 
 

@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
@@ -33,7 +33,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
     loss_options: ModuleLossOptions
     shared_copies: bool
     draft_vocabulary: DraftVocabulary | None = None
-    _loaded_so_far: dict[str, torch.Tensor] | None = None
+    _loaded_so_far: dict[str, Tensor] | None = None
 
     def set_draft_vocabulary(self, ids: Any) -> None:
         """Restrict drafts of the modules to some tokens; drafting then computes only their logits.
@@ -52,7 +52,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         self,
         save_directory: str | PathLike,
         is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
+        state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         """Save as `SavingMixin.save_pretrained` does; the draft vocabulary of an earlier save is removed."""
@@ -61,7 +61,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
             (Path(save_directory) / FILE).unlink(missing_ok=True)
 
     def _write_folder(
-        self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
+        self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write one ordinary checkpoint that transformers, vLLM and SGLang read.
 
@@ -72,16 +72,13 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
             ValueError: A quantised main model.
         """
         if vars(self.main).get("hf_quantizer") is not None:
-            raise ValueError(
-                "save_pretrained: the main model is quantised; load it in full precision (float8: "
-                "quantization_config=FineGrainedFP8Config(dequantize=True)), or save adapters"
-            )
+            raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
         state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
         self._save_main(folder, state, is_main_process, **kwargs)
         if is_main_process and self.draft_vocabulary is not None:
             self.draft_vocabulary.save(folder)
 
-    def _official_tensors(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _official_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         layers, family = num_layers(self.config), family_of(self.config)
         state = renamed(state, _names(layers, self.mtp.count), "this model", back=True)
         if self.shared_copies:
@@ -94,7 +91,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
                 state |= {f"model.layers.{layers + index}.{name}": sources[name].clone() for name in family.copies}
         return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
 
-    def _save_main(self, folder: Path, state: dict[str, torch.Tensor], is_main_process: bool, **kwargs: Any) -> None:
+    def _save_main(self, folder: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
         """Let the main model save all tensors as its own; changes of the configuration are undone afterwards."""
         config, options = self.main.config, self.loss_options.changed()
         before = {name: field(config, name) for name in ("dtype", "architectures", _OURS)}
@@ -110,7 +107,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
             for name, value in before.items():
                 setattr(config, name, value)
 
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
         """Load this model's own names, or those of a saved checkpoint, which a resuming Trainer reads file by file.
 
         Experts may be spread over several files. With `strict=False` they are collected until all are there.
@@ -140,7 +137,7 @@ def _is_official(name: str) -> bool:
     return name.startswith("mtp.") and not name.split(".")[1].isdigit()
 
 
-def _size(tensors: dict[str, torch.Tensor]) -> int:
+def _size(tensors: dict[str, Tensor]) -> int:
     copies = {name for name in tensors if name.endswith(COPIES) and name.count(".") > 2}
     return sum(tensor.numel() for name, tensor in tensors.items() if name not in copies)
 

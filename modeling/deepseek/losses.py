@@ -13,22 +13,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import BackboneParts
-from ..heads.block_loss import block_terms, text_log_probs
 from ..heads.chunks import Part, chunked_sums, term_rows
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from ..heads.teacher import ACCEPTANCES, ahead, head_and_rest, lumped, taught_terms
+from ..heads.teacher import ACCEPTANCES, ahead, block_terms, head_and_rest, lumped, taught_terms, text_log_probs
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from .modules import MTPModules, Readout
 
 
-def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Tensor:
+def depth_weights(counts: Tensor, options: ModuleLossOptions) -> Tensor:
     """Return the factor of each depth's summed cross-entropy from targets per depth, [D + 1] each; 0 counts as 1."""
     if options.normalization == "paper":
         counts = counts[:1].expand(len(counts))
@@ -42,11 +41,11 @@ def depth_weights(counts: torch.Tensor, options: ModuleLossOptions) -> torch.Ten
 
 def chain_loss(
     head: Readout,
-    states: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
+    states: Sequence[Tensor],
+    targets: Sequence[Tensor],
     vocab_size: int,
     options: ModuleLossOptions,
-    counts: torch.Tensor | int | None = None,
+    counts: Tensor | int | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> MTPOutput:
     """Return the weighted sum over depths of the summed cross-entropy (or distance from the teacher), in chunks.
@@ -69,15 +68,15 @@ def chain_loss(
         ValueError: A target that is not a token id, or counts for another number of depths.
     """
 
-    def drafted(state: torch.Tensor) -> torch.Tensor:
+    def drafted(state: Tensor) -> Tensor:
         return head(state) if vocabulary is None else head.finish(vocabulary.logits(head.head, state))
 
-    def target_probs(state: torch.Tensor) -> torch.Tensor:
+    def target_probs(state: Tensor) -> Tensor:
         if vocabulary is None or options.divergence not in ACCEPTANCES:
             return drafted(state).float().log_softmax(-1)
         return head(state).float().log_softmax(-1)[..., vocabulary.on(state.device)]
 
-    def terms(state: torch.Tensor, target: torch.Tensor, *of_module: torch.Tensor | None) -> torch.Tensor:
+    def terms(state: Tensor, target: Tensor, *of_module: Tensor | None) -> Tensor:
         is_module, taught = of_module
         logits, target = (head if is_module is None else drafted)(state).float(), target[:, 0]
         losses = nn.functional.cross_entropy(logits, target.to(logits.device), ignore_index=IGNORE, reduction="none")
@@ -126,26 +125,26 @@ def chain_loss(
 
 def _block_slopes(
     head: Readout,
-    drafted: Callable[[torch.Tensor], torch.Tensor],
-    states: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
+    drafted: Callable[[Tensor], Tensor],
+    states: Sequence[Tensor],
+    targets: Sequence[Tensor],
     vocab_size: int,
     options: ModuleLossOptions,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return for every depth the block loss's terms, their slopes in log q of the targets, and m_k, [B, R_k, 3].
 
     A term depends on all depths before its own, whose logits exist one chunk at a time. So log q of the targets is
     computed first, without gradients, and the loss is then linear in it. `drafted` makes the logits of modules.
     """
 
-    def likelihood(state: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def likelihood(state: Tensor, target: Tensor) -> Tensor:
         return -nn.functional.cross_entropy(drafted(state).float(), target[:, 0].clamp(min=0), reduction="none")[
             :, None
         ]
 
     length = states[0].shape[1]
 
-    def whole(values: torch.Tensor) -> torch.Tensor:
+    def whole(values: Tensor) -> Tensor:
         return nn.functional.pad(values, (0, length - values.shape[1]))
 
     pairs = list(zip(states, targets))[1:]
@@ -168,12 +167,12 @@ def _block_slopes(
 
 def teacher_forced(
     modules: MTPModules,
-    hidden_states: torch.Tensor,
-    inputs_embeds: torch.Tensor,
-    position_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    hidden_states: Tensor,
+    inputs_embeds: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
     depths: int,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return h^1 to h^depths; depth k has L - k positions (none where the sequence is too short).
 
     Args:
@@ -201,12 +200,12 @@ def teacher_forced(
 
 def _unrolled(
     modules: MTPModules,
-    state: torch.Tensor,
-    inputs_embeds: torch.Tensor,
-    position_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    state: Tensor,
+    inputs_embeds: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor | None,
     depths: int,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Return h^D to h^depths from h^{D-1}."""
     length, first = inputs_embeds.shape[1], modules.count
     columns = length - first
@@ -228,9 +227,7 @@ def _unrolled(
     return states
 
 
-def _causal_mask(
-    modules: MTPModules, states: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor | None
-) -> torch.Tensor:
+def _causal_mask(modules: MTPModules, states: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the mask of depth D as a tensor [B, 1, R, R], whatever form the attention prefers."""
     padding = None if attention_mask is None else attention_mask[:, : states.shape[1]]
     mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[modules.last.kind](
@@ -242,15 +239,13 @@ def _causal_mask(
         layer_idx=modules.count - 1,
         allow_is_causal_skip=False,
     )
-    if not isinstance(mask, torch.Tensor) or mask.dim() < 4:
-        raise ValueError(
-            f"attn_implementation={modules.config._attn_implementation!r} takes no explicit mask, which more steps "
-            "than modules need; use 'sdpa' or 'eager'"
-        )
+    if not isinstance(mask, Tensor) or mask.dim() < 4:
+        kind = modules.config._attn_implementation
+        raise ValueError(f"attn_implementation={kind!r}: unroll_steps above the modules needs 'sdpa' or 'eager'")
     return mask
 
 
-def _diagonals(causal: torch.Tensor, rows: int, sizes: range) -> torch.Tensor:
+def _diagonals(causal: Tensor, rows: int, sizes: range) -> Tensor:
     """Return the mask of the first `rows` positions: depth D causally, and of each further depth their own column."""
     parts = [causal[..., :rows, :]]
     for size in list(sizes)[1:]:
@@ -261,14 +256,14 @@ def _diagonals(causal: torch.Tensor, rows: int, sizes: range) -> torch.Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def router_loss(main: PreTrainedModel, outputs: Any, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+def router_loss(main: PreTrainedModel, outputs: Any, attention_mask: Tensor | None) -> Tensor | None:
     """Return the load-balancing loss of the main model's experts, as its own forward adds it.
 
     It is not yet multiplied by `router_aux_loss_coef`; None where the family has no such loss or no router was recorded
     (`output_router_logits`). transformers does not record the modules' routers, so they take no part.
     """
     module = vars(sys.modules[type(main).__module__])
-    balance: Callable[..., torch.Tensor] | None = module.get("load_balancing_loss_func")
+    balance: Callable[..., Tensor] | None = module.get("load_balancing_loss_func")
     logits, values = outputs.get("router_logits"), vars(main)
     if balance is None or logits is None or "router_aux_loss_coef" not in values:
         return None

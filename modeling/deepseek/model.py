@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
@@ -263,7 +263,7 @@ class DeepSeekMTP(
                 vars(module)["gradient_checkpointing"] = False
 
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Return the main model's inputs; teacher-forced logits are off."""
         prepare = cast(Any, self.main).prepare_inputs_for_generation
@@ -273,17 +273,17 @@ class DeepSeekMTP(
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         output_mtp_logits: bool | None = None,
-        logits_to_keep: int | torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> DeepSeekMTPOutput:
         """Return next-token logits of the main model, teacher-forced logits of the modules, and the loss of both.
@@ -322,7 +322,7 @@ class DeepSeekMTP(
         if has_labels and use_cache is None:
             use_cache = False  # with a cache, transformers ignores packed documents
         if inputs_embeds is None:
-            inputs_embeds = cast(torch.Tensor, self.get_input_embeddings()(input_ids))
+            inputs_embeds = cast(Tensor, self.get_input_embeddings()(input_ids))
         if field(self.config, "output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
         with caches_kept(self):
@@ -367,12 +367,12 @@ class DeepSeekMTP(
 
     def _chain(
         self,
-        hidden: torch.Tensor,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
+        hidden: Tensor,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
         depths: int,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Return h^0 to h^depths; all but the first are computed from states that `loss_options` may detach."""
         options = self.loss_options
         if position_ids is None:
@@ -381,7 +381,7 @@ class DeepSeekMTP(
         embeds = inputs_embeds.detach() if options.detach_embedding else inputs_embeds
         return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
 
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data from sums per depth.
 
         Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -46,12 +46,8 @@ class MTPModule(GradientCheckpointingLayer):
         self.embedding_first, self.slot, self.kind = embedding_first, 0, "full_attention"
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        inputs_embeds: torch.Tensor,
-        earlier: tuple[torch.Tensor, ...] | None = None,
-        **options: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        self, hidden_states: Tensor, inputs_embeds: Tensor, earlier: tuple[Tensor, ...] | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, ...]:
         """Run one depth.
 
         Args:
@@ -80,19 +76,15 @@ class MTPModule(GradientCheckpointingLayer):
         state = self.norm(self.run(merged, past_key_values=cache, **options))
         layer = cast(CacheLayerMixin, cache.layers[self.slot])
         indexed = [layer.indexer_keys] if isinstance(layer, DynamicIndexedLayer) else []
-        return state, *cast(list[torch.Tensor], [layer.keys, layer.values, *indexed])
+        return state, *cast(list[Tensor], [layer.keys, layer.values, *indexed])
 
-    def _check_dtype(self, states: torch.Tensor) -> None:
+    def _check_dtype(self, states: Tensor) -> None:
         dtype = self.eh_proj.weight.dtype
         is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights have their own rules
         if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
-            raise ValueError(
-                f"the modules have dtype {dtype}, but the hidden states {states.dtype}: use "
-                f"model.mtp.to({states.dtype}), "
-                "or train under autocast (bf16=True in TrainingArguments)"
-            )
+            raise ValueError(f"modules of {dtype} read {states.dtype}: use mtp.to(...), or train with bf16=True")
 
-    def run(self, states: torch.Tensor, **options: Any) -> torch.Tensor:
+    def run(self, states: Tensor, **options: Any) -> Tensor:
         """Run the block alone, [B, R, H] to [B, R, H]."""
         output = self.block(states, **options)  # layers of some families also return their index
         return output[0] if isinstance(output, tuple) else output
@@ -162,13 +154,13 @@ class MTPModules(nn.Module):
     def step(
         self,
         k: int,
-        hidden_states: torch.Tensor,
-        inputs_embeds: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         prepared: dict[str, Any] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Run one depth of the chain.
 
         Args:
@@ -191,9 +183,9 @@ class MTPModules(nn.Module):
     def options(
         self,
         index: int,
-        states: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        states: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> dict[str, Any]:
         """Return the keyword arguments of the block of module `index`, from 0; arguments as for `step`."""
@@ -202,9 +194,7 @@ class MTPModules(nn.Module):
             self.config, self.rotary_emb, states, attention_mask, position_ids, past_key_values, kind, index
         )
 
-    def rotary(
-        self, states: torch.Tensor, position_ids: torch.Tensor, index: int = -1
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def rotary(self, states: Tensor, position_ids: Tensor, index: int = -1) -> tuple[Tensor, Tensor] | None:
         """Return the rotary embedding of position_ids [B or 1, R] for module `index`."""
         if self.rotary_emb is None:
             return None
@@ -235,11 +225,11 @@ class Readout:
         """Return the head's modules."""
         return self.head.modules()
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+    def __call__(self, states: Tensor) -> Tensor:
         """Return logits [..., V] of normed states [..., H]."""
         return self.finish(call(self.head, states))
 
-    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+    def finish(self, logits: Tensor) -> Tensor:
         """Apply the family's changes to logits of the head, of all tokens or of some."""
         return finished_logits(logits, self.main.config)
 

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
@@ -45,10 +45,7 @@ def retrofit(
     """
     loads = isinstance(model_or_path, (str, PathLike))
     if options and not loads:
-        raise TypeError(
-            f"DeepSeekMTP.from_backbone takes num_modules and eh_init, and with a path options of from_pretrained; "
-            f"with a model it has no option {', '.join(map(repr, options))}"
-        )
+        raise TypeError(f"DeepSeekMTP.from_backbone with a model has no option {', '.join(map(repr, options))}")
     if num_modules < 1:
         raise ValueError(f"num_modules={num_modules} must be at least 1")
     if eh_init not in _SHARES:
@@ -62,10 +59,8 @@ def retrofit(
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
     if not family.retrofit and count_modules(main.config):
-        raise ValueError(
-            f"{main.config.model_type} has modules of its own ({family.count}={count_modules(main.config)}): load them "
-            f"with DeepSeekMTP.from_pretrained, or set config.{family.count}=0 first"
-        )
+        own = f"{family.count}={count_modules(main.config)}"
+        raise ValueError(f"{main.config.model_type} has {own} of its own: use from_pretrained, or set it to 0")
     twin = _twin(main.config)
     set_modules(main.config, num_modules)
     try:
@@ -162,7 +157,7 @@ def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding
     mask[1, :padding] = 0
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     inputs = {"attention_mask": mask, "position_ids": position_ids, "use_cache": False}
-    seen: dict[str, torch.Tensor] = {}
+    seen: dict[str, Tensor] = {}
     hook = layer.register_forward_hook(_remember(seen), with_kwargs=True)
     try:
         want = main(input_ids=ids, **inputs).logits
@@ -175,7 +170,7 @@ def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding
     _compare(main, "its layer, called apart, gives other states", copied, seen["output"], mask)
 
 
-def _remember(seen: dict[str, torch.Tensor]) -> Any:
+def _remember(seen: dict[str, Tensor]) -> Any:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen["input"] = args[0] if args else kwargs["hidden_states"]
         seen["output"] = output[0] if isinstance(output, tuple) else output
@@ -183,7 +178,7 @@ def _remember(seen: dict[str, torch.Tensor]) -> Any:
     return hook
 
 
-def _compare(main: PreTrainedModel, what: str, got: torch.Tensor, want: torch.Tensor, mask: torch.Tensor) -> None:
+def _compare(main: PreTrainedModel, what: str, got: Tensor, want: Tensor, mask: Tensor) -> None:
     difference = (got - want).abs()[mask.bool()].max().item()
     largest = want.abs()[mask.bool()].max().item()
     if not difference <= largest * (1e-5 if want.dtype == torch.float32 else 0.05):

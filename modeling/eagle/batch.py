@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..heads.losses import IGNORE
 
@@ -23,21 +23,16 @@ class TrainingBatch:
         is_whole: Every sequence is one document without padding.
     """
 
-    input_ids: torch.Tensor
-    labels: torch.Tensor
-    positions: torch.Tensor
-    documents: torch.Tensor
-    states: torch.Tensor
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor
+    states: Tensor
     is_whole: bool
 
     @classmethod
     def of(
-        cls,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        states: torch.Tensor,
+        cls, input_ids: Tensor, labels: Tensor, mask: Tensor | None, positions: Tensor | None, states: Tensor
     ) -> TrainingBatch:
         """Return a batch from the arguments of a model's forward."""
         real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -55,19 +50,19 @@ class TrainingBatch:
         """Rows of step 0; the last two tokens have none, because no token follows their pair."""
         return max(self.input_ids.shape[1] - 2, 0)
 
-    def ahead(self, values: torch.Tensor, start: int, stop: int, by: int) -> torch.Tensor:
+    def ahead(self, values: Tensor, start: int, stop: int, by: int) -> Tensor:
         """Return `values` [B, L, ..] `by` tokens after rows start .. stop - 1; the last one repeats beyond the end."""
         last = values.shape[1] - 1
         return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
 
     @property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         """Length of every token's document, [B, L]; of padding any number above 0."""
         numbers = self.documents.clamp(min=0)
         sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
         return sizes.gather(1, numbers).clamp(min=1)
 
-    def counted(self, step: int) -> torch.Tensor:
+    def counted(self, step: int) -> Tensor:
         """Return which rows of a step have a target, [B, num_rows] bool."""
         rows = self.num_rows
         own = self.documents[:, :rows]
@@ -75,7 +70,7 @@ class TrainingBatch:
         label = nn.functional.pad(self.labels, (0, step), value=IGNORE)[:, 2 + step : 2 + step + rows]
         return (own >= 0) & (own == reach) & (label != IGNORE)
 
-    def visible(self, start: int, stop: int) -> torch.Tensor:
+    def visible(self, start: int, stop: int) -> Tensor:
         """Return which columns 0 .. stop - 1 of step 0 rows start .. stop - 1 see, [B, 1, rows, stop] bool."""
         columns = torch.arange(stop, device=self.documents.device)
         same = self.documents[:, start:stop, None] == self.documents[:, None, :stop]

@@ -12,6 +12,7 @@ from inspect import get_annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
@@ -35,15 +36,10 @@ def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
         return []
     if config.aux_layers is None:
         if num_layers < _DEFAULT_LAYERS:
-            raise ValueError(
-                f"aux_layers=None: a head with the default hidden states needs a backbone with at least "
-                f"{_DEFAULT_LAYERS} layers, not {num_layers}; pass aux_layers= if you know them"
-            )
+            raise ValueError(f"aux_layers=None needs {_DEFAULT_LAYERS} layers, not {num_layers}; pass aux_layers=")
         return [2, num_layers // 2, num_layers - 3]
     if not all(0 <= index <= num_layers for index in config.aux_layers):
-        raise ValueError(
-            f"aux_layers={config.aux_layers}: a backbone of {num_layers} layers has hidden states 0..{num_layers}"
-        )
+        raise ValueError(f"aux_layers={config.aux_layers}: {num_layers} layers have hidden states 0..{num_layers}")
     return list(config.aux_layers)
 
 
@@ -88,16 +84,11 @@ def check_kind(backbone: PreTrainedModel) -> None:
     """
     text, name = backbone.config.get_text_config(), type(backbone).__name__
     if field(text, "altup_num_inputs", default=1) > 1:
-        raise ValueError(
-            f"{name}: altup_num_inputs={text.altup_num_inputs}; an EAGLE head reads one state per layer (MTPHeads read "
-            "the last one)"
-        )
+        several = f"altup_num_inputs={text.altup_num_inputs}"
+        raise ValueError(f"{name}: {several}; an EAGLE head reads one state per layer (MTPHeads read the last one)")
     needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
     if missing := [each for each in needed if field(text, each) is None]:
-        raise ValueError(
-            f"{name}: its configuration has no {', '.join(missing)}; an EAGLE head is an attention layer with rotary "
-            "positions, as those of its backbone (MTPHeads fit any causal language model)"
-        )
+        raise ValueError(f"{name}: its config has no {', '.join(missing)}, as EAGLE heads need; MTPHeads fit any")
 
 
 def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
@@ -108,11 +99,8 @@ def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> 
     kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
     # several kinds may share a class, and the text model of a multimodal model has its own kind
     if _class_of(config.base_model_type) not in map(_class_of, kinds):
-        logger.warning_once(
-            f"This EAGLE head was made for a backbone of model_type {config.base_model_type!r}, and is attached to a "
-            f"{type(backbone).__name__} of model_type {backbone.config.model_type!r}: output remains exact, but few "
-            "drafts may be accepted."
-        )
+        found = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
+        logger.warning_once(f"This EAGLE head was made for {found}: output remains exact, with fewer accepted drafts.")
 
 
 def _class_of(kind: str) -> str:
@@ -162,7 +150,7 @@ _OWN = {own.name for own in fields(EagleHeadConfig)}
 _NOT_TAKEN = {"version", "layout", "tie_word_embeddings", "num_hidden_layers", "architectures"}
 
 
-def own_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def own_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors of any layout to the names of `EagleHead`."""
     return {_own_name(name): tensor for name, tensor in state.items()}
 
@@ -176,8 +164,8 @@ def _own_name(name: str) -> str:
 
 
 def foreign_head(
-    name: Any, raw: dict[str, Any], state: dict[str, torch.Tensor], **overrides: Any
-) -> tuple[EagleHeadConfig, dict[str, torch.Tensor]]:
+    name: Any, raw: dict[str, Any], state: dict[str, Tensor], **overrides: Any
+) -> tuple[EagleHeadConfig, dict[str, Tensor]]:
     """Return configuration and tensors of a checkpoint from another library, from its config.json and its tensors.
 
     `overrides` are fields of the configuration that replace the checkpoint's, where they are not None.
@@ -213,10 +201,7 @@ def _version(name: Any, raw: dict[str, Any], shapes: dict[str, tuple[int, ...]])
         return 3
     fc, first = shapes.get("fc.weight"), shapes.get("layers.0.self_attn.q_proj.weight")
     if fc is None or first is None or fc[1] != 2 * fc[0]:
-        raise ValueError(
-            f"{name} is no EAGLE head: neither midlayer.hidden_norm.weight (EAGLE-3) nor fc.weight [d, 2 d] with "
-            f"layers.0.* (EAGLE-1) is among its tensors: {', '.join(sorted(shapes)[:5])}, ..."
-        )
+        raise ValueError(f"{name} is no EAGLE head: no hidden_norm.weight (EAGLE-3) and no fc.weight [d, 2 d]")
     return 1
 
 
@@ -278,10 +263,7 @@ def _aux_layers(name: Any, raw: dict[str, Any]) -> list[int] | None:
     if nested is not None:
         nested = [index + 1 for index in nested] if nested and nested[0] == 1 else list(nested)
     if top is not None and nested is not None and list(top) != nested:
-        raise ValueError(
-            f"{name}: {AUX_IDS} is {list(top)} at the top level of config.json, but means {nested} in eagle_config; "
-            "pass aux_layers= with indices into hidden_states"
-        )
+        raise ValueError(f"{name}: {AUX_IDS} is {list(top)}, but means {nested} in eagle_config; pass aux_layers=")
     return nested if top is None else list(top)
 
 
@@ -291,13 +273,11 @@ def _check_fc(name: Any, values: dict[str, Any], shapes: dict[str, tuple[int, ..
     width = values.get("target_hidden_size") or values["hidden_size"]
     named = 3 if values["aux_layers"] is None else len(values["aux_layers"])
     if columns != named * width:
-        raise ValueError(
-            f"{name}: fc.weight has {columns} columns, but {named} hidden states of {width} (aux_layers="
-            f"{values['aux_layers']}, by default three) have {named * width}; pass aux_layers= with one index per state"
-        )
+        given = f"{named} states of {width} (aux_layers={values['aux_layers']})"
+        raise ValueError(f"{name}: fc.weight has {columns} columns, but {given} have {named * width}; pass aux_layers=")
 
 
-def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.Tensor]) -> None:
+def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, Tensor]) -> None:
     """Check that `d2t` holds offsets and agrees with `t2d`; where all tokens are drafted, `d2t` is removed.
 
     Raises:
@@ -312,10 +292,8 @@ def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, torch.
         raise ValueError(f"{name}: d2t has dtype {state['d2t'].dtype}; it must hold integers, token id - draft id")
     ids = state["d2t"] + torch.arange(size)
     if not bool(((ids >= 0) & (ids < vocab)).all()):
-        raise ValueError(
-            f"{name}: d2t maps draft ids to {int(ids.min())}..{int(ids.max())}, outside the vocabulary 0..{vocab - 1}; "
-            "it must hold offsets (token id - draft id)"
-        )
+        low, high = int(ids.min()), int(ids.max())
+        raise ValueError(f"{name}: d2t maps draft ids to {low}..{high}, outside the vocabulary 0..{vocab - 1}")
     drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     if int(drafted.sum()) != size:
         raise ValueError(f"{name}: d2t maps {size} draft ids to {int(drafted.sum())} tokens; it must be one to one")

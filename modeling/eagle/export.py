@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
@@ -25,7 +25,7 @@ _LLAMA_FIELDS = (
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, torch.Tensor] | None = None) -> None:
+def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
     """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
     embeddings = cast(Any, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
     tensors = folder_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
@@ -103,8 +103,8 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
 
 
 def folder_tensors(
-    config: EagleHeadConfig, layout: str, state: dict[str, torch.Tensor], embeddings: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+    config: EagleHeadConfig, layout: str, state: dict[str, Tensor], embeddings: Tensor | None = None
+) -> dict[str, Tensor]:
     """Return a head's tensors under the layout's names; `embeddings` are the backbone's, which some layouts repeat."""
     state = dict(state)
     if layout == "speculators" and embeddings is not None:
@@ -122,7 +122,7 @@ def folder_tensors(
     return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}
 
 
-def _vocabulary(config: EagleHeadConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _vocabulary(config: EagleHeadConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
     size = config.draft_vocab_size or config.vocab_size
     offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
     ids = offsets + torch.arange(len(offsets))
@@ -135,74 +135,55 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
     Raises:
         ValueError: An unknown layout, or an option that its reader does not support.
     """
-    readers: dict[str, Callable[[EagleHeadConfig], list[tuple[bool, str]]]] = {
-        "official": _official,
-        "specforge": lambda config: [*_sglang(config), (config.version == 1, "it is a layout of version 3")],
-        "speculators": _speculators,
-        "vllm": _vllm,
-        "sglang": _sglang,
+    readers = {
+        "official": _official(config),
+        "specforge": [*_sglang(config), (config.version == 1, "it is a layout of version 3")],
+        "speculators": [
+            (config.version == 1, "it is a layout of version 3"),
+            (not config.use_aux_hidden_state, "speculators always reads auxiliary states (use_aux_hidden_state)"),
+        ],
+        "vllm": _vllm(config),
+        "sglang": _sglang(config),
     }
     if layout not in readers:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(readers)}")
-    refuse(
-        (refused, f"layout={layout!r} cannot hold this head: {reason}") for refused, reason in readers[layout](config)
-    )
+    refuse((refused, f"layout={layout!r} cannot hold this head: {reason}") for refused, reason in readers[layout])
 
 
 def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:
     values, rope = config.to_dict(), cast(dict[str, Any], config.rope_parameters)
     used = [name for name in _OPTIONS_OF_3 if values[name]]
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    narrow, kind = config.hidden_size != (config.head_dim or 0) * config.num_attention_heads, rope["rope_type"]
     return [
         (bool(used), f"the official code has no {', '.join(used)}"),
         (config.qk_norm, "the official code has no norms of queries and keys (qk_norm)"),
         (not config.use_aux_hidden_state, "the official code always reads auxiliary states (use_aux_hidden_state)"),
         (config.num_hidden_layers > 1, f"the official code has one layer, not {config.num_hidden_layers}"),
-        (
-            head_dim * config.num_attention_heads != config.hidden_size,
-            f"the official code takes hidden_size / num_attention_heads for head_dim, not {head_dim}",
-        ),
-        (
-            rope["rope_type"] not in ("default", "linear", "dynamic"),
-            f"the official code has rope_type 'linear' and 'dynamic', not {rope['rope_type']!r}",
-        ),
-        (
-            rope["rope_type"] != "default" and rope["rope_theta"] != 10_000,
-            f"the official code takes base 10000 for a scaled rope, not {rope['rope_theta']:g}",
-        ),
-    ]
-
-
-def _speculators(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    return [
-        (config.version == 1, "it is a layout of version 3"),
-        (not config.use_aux_hidden_state, "speculators always reads auxiliary states (use_aux_hidden_state)"),
+        (bool(config.head_dim) and narrow, f"the official code derives head_dim, which is not {config.head_dim}"),
+        (kind not in ("default", "linear", "dynamic"), f"the official code has no rope_type {kind!r}"),
+        (kind != "default" and rope["rope_theta"] != 10_000, "the official code takes base 10000 for a scaled rope"),
     ]
 
 
 def _vllm(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    first = config.version == 1
+    first, layers = config.version == 1, config.aux_layers
+    unordered = not first and layers is not None and layers != sorted(set(layers))
     return [
         (first and config.fc_bias, "vLLM builds fc without a bias for version 1, and would draft wrongly"),
         (first and config.attention_bias, "vLLM's reader of version 1 would also want a bias of o_proj"),
-        (
-            not first and config.aux_layers is not None and config.aux_layers != sorted(set(config.aux_layers)),
-            f"vLLM passes every state once and in order, not as in aux_layers={config.aux_layers}",
-        ),
+        (unordered, f"vLLM passes every state once and in order, not as in aux_layers={layers}"),
         (not first and config.qk_norm, "vLLM reads norms of queries and keys from the layout 'speculators' only"),
     ]
 
 
 def _sglang(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    third = config.version == 3
+    third, layers = config.version == 3, config.aux_layers
+    begins_with_one = third and layers is not None and layers[0] == 1
     return [
         (config.qk_norm, "SGLang has no norms of queries and keys (qk_norm)"),
         (third and config.attention_bias, "SGLang builds q, k and v without biases (attention_bias)"),
         (third and config.norm_before_residual, "SGLang's residual is not normed (norm_before_residual)"),
         (third and config.norm_before_fc, "SGLang has no norm over all states (norm_before_fc)"),
         (third and config.num_hidden_layers > 1, "SGLang has other names for further layers (num_hidden_layers)"),
-        (
-            third and config.aux_layers is not None and config.aux_layers[0] == 1,
-            f"SGLang adds one to ids that begin with 1, so aux_layers={config.aux_layers} cannot be written",
-        ),
+        (begins_with_one, f"SGLang adds one to ids that begin with 1, so that it reads no aux_layers={layers}"),
     ]

@@ -16,22 +16,21 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..heads.backbone_parts import BackboneParts
-from ..heads.block_loss import block_terms, text_log_probs
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
-from ..heads.teacher import acceptance, divergence, of_logits
+from ..heads.teacher import acceptance, block_terms, divergence, of_logits, text_log_probs
 from ..loss_options import ResolvedEagleOptions
 from ..outputs import EagleOutput
 from .batch import TrainingBatch
 from .modules import EagleNetwork
 
-Read = Callable[[torch.Tensor, int, int], torch.Tensor]
+Read = Callable[[Tensor, int, int], Tensor]
 _BLOCK = 128
 """Rows of a sequence in one block of the later steps."""
 _DISTRIBUTION_WEIGHT = 0.1
@@ -40,10 +39,10 @@ _DISTRIBUTION_WEIGHT = 0.1
 
 def eagle_loss(
     head: EagleNetwork,
-    features: torch.Tensor,
+    features: Tensor,
     batch: TrainingBatch,
     options: ResolvedEagleOptions,
-    num_items: torch.Tensor | int | None = None,
+    num_items: Tensor | int | None = None,
 ) -> EagleOutput:
     """Return the loss of a head, and the losses of its steps.
 
@@ -70,22 +69,20 @@ def eagle_loss(
     return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
 
 
-def pooled_loss(sums: torch.Tensor, counts: torch.Tensor | int, options: ResolvedEagleOptions) -> torch.Tensor:
+def pooled_loss(sums: Tensor, counts: Tensor | int, options: ResolvedEagleOptions) -> Tensor:
     """Return the loss of data from summed terms [steps] and rows with targets, [steps] or one number."""
     is_block = options.divergence == "block"
     discounts = options.objective == "ttt" and not is_block
     weights = options.decay ** torch.arange(options.steps, device=sums.device) if discounts else 1.0
     counts = torch.as_tensor(counts, device=sums.device).flatten().float()
     if len(counts) not in (1, options.steps):
-        raise ValueError(
-            f"num_items_in_batch has {len(counts)} entries; give one number, or one for each of {options.steps}"
-        )
+        raise ValueError(f"num_items_in_batch has {len(counts)} entries; give one number, or {options.steps}")
     if is_block:  # a mean over places of what all steps accept
         counts = counts[:1]
     return (sums / counts.clamp(min=1) * weights).sum()
 
 
-def counts_per_step(batch: TrainingBatch, options: ResolvedEagleOptions) -> torch.Tensor:
+def counts_per_step(batch: TrainingBatch, options: ResolvedEagleOptions) -> Tensor:
     """Return the number of rows with a target per step, [steps] int64; all steps of HASS have those of the first."""
     counts = torch.stack([batch.counted(step).sum() for step in range(options.steps)])
     return counts[:1].expand(len(counts)) if options.objective == "hass" else counts
@@ -104,16 +101,16 @@ class _Unrolled:
         self.taught = _hidden_by_part(head, batch.states, options)
 
     @property
-    def counts(self) -> torch.Tensor:
+    def counts(self) -> Tensor:
         """Rows with targets per step, [steps]."""
         return counts_per_step(self.batch, self.options)
 
-    def sums(self, features: torch.Tensor) -> torch.Tensor:
+    def sums(self, features: Tensor) -> Tensor:
         """Return sums over rows of [loss, shown loss, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
         first, later = self._steps(features, self._terms)
         return self._with_first_rows(torch.cat([first[None], torch.stack(later).sum(0)]) if later else first[None])
 
-    def block_sums(self, features: torch.Tensor) -> torch.Tensor:
+    def block_sums(self, features: Tensor) -> Tensor:
         """Return `sums` of the block loss, which reads all steps of a row together; the acceptance is then m_k."""
         batch, rows, steps = self.batch, self.batch.num_rows, range(self.options.steps)
         first, later = self._steps(features, self._likelihoods)
@@ -134,12 +131,12 @@ class _Unrolled:
         learned = (chosen[:, 0] * terms).sum((-2, -1))
         return torch.stack([others + weight * learned, learned, (chosen[:, 0] * accepted).sum((-2, -1))], -1)
 
-    def _with_first_rows(self, sums: torch.Tensor) -> torch.Tensor:
+    def _with_first_rows(self, sums: Tensor) -> Tensor:
         """Return sums [steps, n] of sums everywhere and over first rows, [steps, 2, n]: HASS adds the latter again."""
         everywhere, at_first = sums.unbind(1)
         return everywhere + at_first.cumsum(0) - at_first if self.is_hass else everywhere
 
-    def _steps(self, features: torch.Tensor, read: Read) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _steps(self, features: Tensor, read: Read) -> tuple[Tensor, list[Tensor]]:
         """Return what `read` makes of the rows of step 0, and of later steps block by block."""
         batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
         mask = None if batch.is_whole else batch.visible(0, rows)
@@ -148,16 +145,16 @@ class _Unrolled:
         if self.options.steps == 1:
             return first, []
         layers = cast(list[CacheLayerMixin], cache.layers)
-        columns = [cast(torch.Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
+        columns = [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
         later = []
         for start in range(0, rows, _BLOCK):
             stop = min(start + _BLOCK, rows)
             seen = [states[:, :, :stop] for states in columns]
             block = features[:, start:stop]
             later.append(checkpoint(self._later_steps, read, block, start, *seen, use_reentrant=False))
-        return first, cast(list[torch.Tensor], later)
+        return first, cast(list[Tensor], later)
 
-    def _later_steps(self, read: Read, features: torch.Tensor, start: int, *columns: torch.Tensor) -> torch.Tensor:
+    def _later_steps(self, read: Read, features: Tensor, start: int, *columns: Tensor) -> Tensor:
         """Return what `read` makes of steps 1 on of a block of rows, [steps - 1, ...].
 
         Args:
@@ -179,33 +176,31 @@ class _Unrolled:
             found.append(read(features, start, step))
         return torch.stack(found)
 
-    def _rows(
-        self, features: torch.Tensor, start: int, step: int, mask: torch.Tensor | None, cache: DynamicCache
-    ) -> torch.Tensor:
+    def _rows(self, features: Tensor, start: int, step: int, mask: Tensor | None, cache: DynamicCache) -> Tensor:
         batch, stop = self.batch, start + features.shape[1]
         ids = batch.ahead(batch.input_ids, start, stop, 1 + step)
         return self.head.rows(features, ids, batch.positions[:, start:stop] + step, mask, cache)
 
-    def _terms(self, features: torch.Tensor, start: int, step: int) -> torch.Tensor:
+    def _terms(self, features: Tensor, start: int, step: int) -> Tensor:
         """Return sums of a step's terms over a block's rows with targets, and over first rows of documents, [2, 3]."""
         counted = self.counted[step][:, start : start + features.shape[1]]
         chosen = torch.stack([counted, counted & self.first[:, start : start + features.shape[1]]]).flatten(1).float()
         parts = zip(self._chunks(features, start, step), chosen.split(self._size, dim=1))
         sums = [checkpoint(self._summed, *part, weights, use_reentrant=False) for part, weights in parts]
-        return torch.stack(cast(list[torch.Tensor], sums)).sum(0)
+        return torch.stack(cast(list[Tensor], sums)).sum(0)
 
-    def _likelihoods(self, features: torch.Tensor, start: int, step: int) -> torch.Tensor:
+    def _likelihoods(self, features: Tensor, start: int, step: int) -> Tensor:
         """Return log q of a block's targets, 0 for tokens that are not drafted, and its terms besides, [2, B, R]."""
         parts = self._chunks(features, start, step)
         found = [checkpoint(row_likelihoods, self.head, *part, self.options, use_reentrant=False) for part in parts]
-        return torch.cat(cast(list[torch.Tensor], found), -1).view(2, *features.shape[:2])
+        return torch.cat(cast(list[Tensor], found), -1).view(2, *features.shape[:2])
 
     @property
     def _size(self) -> int:
         columns = self.head.draft_size if self.taught.shape[-1] else self.head.config.vocab_size
         return max(1, LOGITS_PER_CHUNK // columns)
 
-    def _chunks(self, features: torch.Tensor, start: int, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    def _chunks(self, features: Tensor, start: int, step: int) -> Iterator[tuple[Tensor, ...]]:
         """Yield features, states, labels and what `_hidden_by_part` says of some rows at a time, [N, ..] each."""
         stop = start + features.shape[1]
         states, taught = (
@@ -216,18 +211,11 @@ class _Unrolled:
         given = (features, states, labels.to(features.device), taught)
         yield from zip(*(values.flatten(0, 1).split(self._size) for values in given))
 
-    def _summed(
-        self,
-        features: torch.Tensor,
-        states: torch.Tensor,
-        labels: torch.Tensor,
-        taught: torch.Tensor,
-        chosen: torch.Tensor,
-    ) -> torch.Tensor:
+    def _summed(self, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, chosen: Tensor) -> Tensor:
         return chosen @ row_terms(self.head, features, states, labels, taught, self.options)
 
 
-def _hidden_by_part(head: EagleNetwork, states: torch.Tensor, options: ResolvedEagleOptions) -> torch.Tensor:
+def _hidden_by_part(head: EagleNetwork, states: Tensor, options: ResolvedEagleOptions) -> Tensor:
     """Return what the logits of a draft vocabulary alone do not say of the backbone's distributions.
 
     All steps of a row's targets share it, so that the whole unembedding is computed once.
@@ -240,7 +228,7 @@ def _hidden_by_part(head: EagleNetwork, states: torch.Tensor, options: ResolvedE
     if options.objective != "ttt" or head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
         return states.new_zeros(*states.shape[:2], 0)
 
-    def read(logits: torch.Tensor) -> tuple[torch.Tensor]:
+    def read(logits: Tensor) -> tuple[Tensor]:
         drafted = torch.isin(logits.argmax(-1), ids.to(logits.device))
         return (torch.stack([logits.logsumexp(-1), drafted.float()], dim=-1),)
 
@@ -248,13 +236,8 @@ def _hidden_by_part(head: EagleNetwork, states: torch.Tensor, options: ResolvedE
 
 
 def row_terms(
-    head: EagleNetwork,
-    features: torch.Tensor,
-    states: torch.Tensor,
-    labels: torch.Tensor,
-    taught: torch.Tensor,
-    options: ResolvedEagleOptions,
-) -> torch.Tensor:
+    head: EagleNetwork, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, options: ResolvedEagleOptions
+) -> Tensor:
     """Return the terms of rows: the loss, what is shown of it, and the detached acceptance.
 
     `"ttt"` (EAGLE-3): -sum_x p(x) log q(x), with p renormalised over the draft vocabulary; 0 where the backbone's
@@ -300,13 +283,8 @@ def row_terms(
 
 
 def row_likelihoods(
-    head: EagleNetwork,
-    features: torch.Tensor,
-    states: torch.Tensor,
-    labels: torch.Tensor,
-    taught: torch.Tensor,
-    options: ResolvedEagleOptions,
-) -> torch.Tensor:
+    head: EagleNetwork, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, options: ResolvedEagleOptions
+) -> Tensor:
     """Return log q of the labels of rows, 0 where they are not drafted, and what the loss has besides, [2, N] float32.
 
     Arguments as for `row_terms`. That is the regression of version 1, and of HASS the likeliest tokens.
@@ -323,18 +301,16 @@ def row_likelihoods(
     return torch.stack([likelihood, others])
 
 
-def _likeliest_again(log_p: torch.Tensor, log_q: torch.Tensor, options: ResolvedEagleOptions) -> torch.Tensor:
+def _likeliest_again(log_p: Tensor, log_q: Tensor, options: ResolvedEagleOptions) -> Tensor:
     best, likeliest = log_p.exp().topk(min(options.topk, log_p.shape[-1]), dim=-1)
     return options.topk_weight * (best * log_q.gather(-1, likeliest)).sum(-1)
 
 
-def _of_labels(log_q: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _of_labels(log_q: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
     return torch.where(labels[:, None] == ids, log_q, 0.0).sum(-1)
 
 
-def _mixed(
-    apart: torch.Tensor, head: EagleNetwork, log_q: torch.Tensor, labels: torch.Tensor, options: ResolvedEagleOptions
-) -> torch.Tensor:
+def _mixed(apart: Tensor, head: EagleNetwork, log_q: Tensor, labels: Tensor, options: ResolvedEagleOptions) -> Tensor:
     """Return (1 - w) D(p, q) - w log q(label), [N]; the second part is 0 for a label outside the draft vocabulary."""
     share = options.label_weight
     if not share:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
@@ -81,7 +81,7 @@ class EagleHead(
         backbone: PreTrainedModel,
         version: int = 3,
         draft_vocab_size: int | None = None,
-        draft_ids: torch.Tensor | None = None,
+        draft_ids: Tensor | None = None,
         **options: Any,
     ) -> EagleHead:
         """Return a new head that is attached to `backbone`.
@@ -200,7 +200,7 @@ class EagleHead(
         return (head, info) if wants_info else head
 
     def _write_folder(
-        self, folder: Path, is_main_process: bool, state_dict: dict[str, torch.Tensor] | None, **kwargs: Any
+        self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write a checkpoint in the layout that the head was loaded from; a new head's is ours."""
         self.config.loss_options = self.loss_options.changed() or None
@@ -229,7 +229,7 @@ class EagleHead(
         check_layout(self.config, layout)
         write_layout(self, Path(folder), layout)
 
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
         """Load tensors under this head's names, or those of a saved checkpoint, which a resuming Trainer reads."""
         state = own_names(state_dict)
         held = set(self.state_dict())
@@ -249,17 +249,17 @@ class EagleHead(
 
     def loss_counts(
         self,
-        labels: torch.Tensor | None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
         """Return the number of rows with a target per step, [steps] int64; arguments as for `forward`."""
-        labels = cast(torch.Tensor, _labels(labels, shift_labels))
+        labels = cast(Tensor, _labels(labels, shift_labels))
         batch = TrainingBatch.of(labels, labels, attention_mask, position_ids, labels)
         return counts_per_step(batch, self._loss_options())
 
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data from sums per step, [steps] each."""
         return pooled_loss(sums, counts, self._loss_options())
 
@@ -269,13 +269,13 @@ class EagleHead(
     def learn(
         self,
         states: States,
-        logits: torch.Tensor | None,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        labels: torch.Tensor | None,
-        counts: torch.Tensor | int | None,
-        shift_labels: torch.Tensor | None = None,
+        logits: Tensor | None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        counts: Tensor | int | None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> EagleOutput:
         """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, D] each; see `forward`.
@@ -289,17 +289,13 @@ class EagleHead(
         if labels is None:
             return EagleOutput(logits=logits)
         labels = check_targets(labels, self.config.vocab_size)
-        batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(torch.Tensor, states[-1]))
+        batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(Tensor, states[-1]))
         found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
         found.logits = logits
         return found
 
     def _run_backbone(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        logits_to_keep: int = 1,
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, logits_to_keep: int = 1
     ) -> Any:
         """Return the backbone's outputs, with the logits of the last position alone."""
         if position_ids is None and attention_mask is not None:
@@ -308,5 +304,5 @@ class EagleHead(
             return run_backbone(self.backbone, input_ids, attention_mask, position_ids, self.learning_layers)
 
 
-def _labels(labels: torch.Tensor | None, shift_labels: torch.Tensor | None) -> torch.Tensor | None:
+def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
     return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)

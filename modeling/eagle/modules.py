@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
@@ -67,7 +67,7 @@ class FusingLayer(EagleLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, features: torch.Tensor, embeddings: torch.Tensor, **options: Any) -> torch.Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, **options: Any) -> Tensor:
         """Map g [B, R, d] and e [B, R, d] to [B, R, d]; `options` are keyword arguments of the attention."""
         normed = self.hidden_norm(features)
         both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
@@ -131,7 +131,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         """Return the head's own embeddings, or None where it reads the backbone's."""
         return self.embed_tokens if self.config.own_embeddings else None
 
-    def fuse(self, hidden_states: States) -> torch.Tensor:
+    def fuse(self, hidden_states: States) -> Tensor:
         """Return the features that `step` reads.
 
         Args:
@@ -141,11 +141,11 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
             [B, T, d], on the head's device and in its dtype.
         """
         if not self.config.num_aux:
-            return cast(torch.Tensor, hidden_states[-1]).to(self.device, self.dtype)
+            return cast(Tensor, hidden_states[-1]).to(self.device, self.dtype)
         is_mapping = isinstance(hidden_states, Mapping)
         layers = self.backbone.config.get_text_config().num_hidden_layers if is_mapping else len(hidden_states) - 1
         chosen = resolved_aux_layers(self.config, layers)
-        states = [cast(torch.Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen]
+        states = [cast(Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen]
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states)]
         fused = torch.cat(states, dim=-1)
@@ -153,13 +153,13 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
 
     def step(
         self,
-        features: torch.Tensor,
-        next_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        features: Tensor,
+        next_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         logits_to_keep: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Run rows of the head and return their logits.
 
         Args:
@@ -183,12 +183,12 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
 
     def rows(
         self,
-        features: torch.Tensor,
-        next_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        features: Tensor,
+        next_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Run rows as `step` does, and return the features of the next rows, [B, R, d]."""
         embeddings = self._embed(next_ids).to(features)
         if position_ids is None:
@@ -207,21 +207,21 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
             hidden = layer(hidden, **options)
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def draft_logits(self, features: torch.Tensor) -> torch.Tensor:
+    def draft_logits(self, features: Tensor) -> Tensor:
         """Return logits [.., Vd] over the draft vocabulary from the output of rows [.., d]."""
         if self.config.version == 1:  # the unembedding alone, without the backbone's further changes to its logits
             unembedding = cast(nn.Module, self.backbone.get_output_embeddings())
             return frozen(unembedding, features.to(dtype_of(unembedding, features)))
         return self.lm_head(features if self.config.norm_output else self.norm(features))
 
-    def backbone_logits(self, states: torch.Tensor, only_drafted: bool = False) -> torch.Tensor:
+    def backbone_logits(self, states: Tensor, only_drafted: bool = False) -> Tensor:
         """Return the backbone's logits of its last hidden states [.., D]; its parameters get no gradient.
 
         They are [.., V], or those of the drafted tokens alone, [.., Vd].
         """
         return BackboneParts(self.backbone, self.draft_vocabulary if only_drafted else None).unembed(states)
 
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def _embed(self, ids: Tensor) -> Tensor:
         """Return rows of the embedding table without a family's scale, with which heads are not trained."""
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
         if type(table) is nn.Embedding:
@@ -229,8 +229,8 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         return nn.functional.embedding(ids, cast(Any, table).weight.detach())
 
     def _mask(
-        self, embeddings: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None
-    ) -> torch.Tensor | None:
+        self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor | None:
         if mask is not None and mask.dim() == 4:
             return given_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
         return create_causal_mask(
@@ -242,7 +242,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         )
 
 
-def _counted_positions(mask: torch.Tensor | None, rows: int, cache: Cache | None) -> torch.Tensor:
+def _counted_positions(mask: Tensor | None, rows: int, cache: Cache | None) -> Tensor:
     """Return positions [B or 1, R], the number of real columns before each row."""
     if mask is None:
         past = 0 if cache is None else cache.get_seq_length()

@@ -6,7 +6,7 @@ The geometry comes from `EvaBlock`, and the past from `EvaCacheLayer`.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
@@ -49,8 +49,8 @@ class EvaAttention(nn.Module):
         self.adaptive_phi = nn.Parameter(torch.empty(landmark))
 
     def forward(
-        self, hidden_states: torch.Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None = None
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None = None
+    ) -> Tensor:
         """Attend from the new tokens: [R, M, D] to [R, M, D], every row starting in column 0.
 
         `rotary` is cos and sin, [R or 1, M, d]; this layer's cache, if any, is updated.
@@ -63,13 +63,8 @@ class EvaAttention(nn.Module):
         return self.o_proj(self._attend(query, key, value, block, cache).flatten(2))
 
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        block: EvaBlock,
-        cache: EvaCacheLayer | None,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, block: EvaBlock, cache: EvaCacheLayer | None
+    ) -> Tensor:
         """Return [R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
         memory = (key, value)
         if cache is not None:
@@ -81,7 +76,7 @@ class EvaAttention(nn.Module):
             cache.settle(block, self.summarise)
         return output
 
-    def summarise(self, keys: torch.Tensor, values: torch.Tensor) -> States:
+    def summarise(self, keys: Tensor, values: Tensor) -> States:
         """Return summaries [..., H, T / C, d] of rotated keys and values [..., H, T, d]; C divides T."""
         keys, values = (x.unflatten(-2, (-1, self.chunk_size)) for x in (keys, values))
         mu, phi = self.adaptive_mu_k[0], self.adaptive_phi[0]
@@ -90,9 +85,7 @@ class EvaAttention(nn.Module):
         key_weights, value_weights = (x.softmax(-1)[..., None] for x in (key_logits, value_logits))
         return (key_weights.to(keys.dtype) * keys).sum(-2), (value_weights.to(values.dtype) * values).sum(-2)
 
-    def _attend_block(
-        self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
-    ) -> torch.Tensor:
+    def _attend_block(self, query: Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None) -> Tensor:
         """Return the output of dense attention over [cached summaries | raw tokens | provisional summaries]."""
         keys, values = memory
         if cache is not None and block.provisional:
@@ -100,9 +93,7 @@ class EvaAttention(nn.Module):
             keys, values = torch.cat([keys, more_keys], dim=2), torch.cat([values, more_values], dim=2)
         return self._attention(query, keys, values, block.mask)
 
-    def _attend_windows(
-        self, query: torch.Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None
-    ) -> torch.Tensor:
+    def _attend_windows(self, query: Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None) -> Tensor:
         """Attend window by window, each to itself and to summaries, so that no L x L scores are made."""
         count, window = block.provisional + 1, block.window
         if cache is None or block.is_fresh:
@@ -117,15 +108,13 @@ class EvaAttention(nn.Module):
         output = self._attention(query, keys, values, block.mask)
         return block.take(output.unflatten(0, (-1, count)).flatten(1, 2))
 
-    def _attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         name = self.config._attn_implementation or "eager"
         function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         return function(self, query, key, value, mask, scaling=self.scaling, dropout=0.0)[0]
 
 
-def _per_window(past: torch.Tensor, new: torch.Tensor, raw: torch.Tensor, count: int) -> torch.Tensor:
+def _per_window(past: Tensor, new: Tensor, raw: Tensor, count: int) -> Tensor:
     """Return the keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
     summaries = torch.cat([past, new], dim=2)[:, None].expand(-1, count, -1, -1, -1)
     windows = raw.unflatten(2, (count, -1)).transpose(1, 2)

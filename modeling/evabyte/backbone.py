@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -27,11 +27,11 @@ from .attention import EvaAttention, States
 from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths
 from .geometry import EvaBlock, Rows
 
-Layer = Callable[..., torch.Tensor]
+Layer = Callable[..., Tensor]
 """Called as `EvaByteDecoderLayer` is."""
-KeptStates = tuple[torch.Tensor | None, ...]
+KeptStates = tuple[Tensor | None, ...]
 """Hidden states by layer; None where they were not requested."""
-Run = Callable[..., tuple[torch.Tensor, KeptStates | None]]
+Run = Callable[..., tuple[Tensor, KeptStates | None]]
 
 
 class EvaByteRMSNorm(nn.Module):
@@ -42,7 +42,7 @@ class EvaByteRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width) if unit_offset else torch.ones(width))
         self.eps, self.unit_offset = eps, unit_offset
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Map [..., D] to [..., D], same dtype."""
         gain = 1 + self.weight if self.unit_offset else self.weight
         normed = nn.functional.rms_norm(hidden_states.float(), (hidden_states.shape[-1],), None, self.eps)
@@ -59,9 +59,7 @@ class EvaByteDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = _norm(config)
         self.post_attention_layernorm = _norm(config)
 
-    def forward(
-        self, hidden_states: torch.Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None) -> Tensor:
         """Map [R, M, D] to [R, M, D]; `cache` is this layer's and is updated."""
         attended = self.self_attn(self.input_layernorm(hidden_states), rotary, block, cache)
         hidden_states = hidden_states + attended
@@ -112,11 +110,11 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: EvaByteCache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         **kwargs: Any,
@@ -147,12 +145,12 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
 
     def continue_from(
         self,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         layers: Iterable[Layer],
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         cache: EvaByteCache | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the last hidden states [B, L, D], after the final norm, of other `layers` on `hidden` [B, L, D].
 
         The layers are called like the backbone's own; `cache` holds their keys and values alone, and is extended.
@@ -165,13 +163,13 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
 
     def _run(
         self,
-        hidden: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
         cache: EvaByteCache | None,
         output_hidden_states: bool | int | list[int] | None,
         layers: Iterable[Layer] | None = None,
-    ) -> tuple[torch.Tensor, KeptStates | None]:
+    ) -> tuple[Tensor, KeptStates | None]:
         """Return the last states of the forward from embeddings [B, L, D] on, and those that were requested."""
         rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
         hidden = hidden if rows is None else rows.gather(hidden)
@@ -191,9 +189,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> EvaByteCache | None:
         if cache is not None and not isinstance(cache, EvaByteCache):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; EvaByte needs an EvaByteCache(model.config)"
-            )
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; give an EvaByteCache(model.config)")
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return None
         wanted = self.config.use_cache if use_cache is None else use_cache
@@ -213,7 +209,7 @@ def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:
     return EvaByteRMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_add_unit_offset)
 
 
-def _rows(hidden: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> Rows | None:
+def _rows(hidden: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Rows | None:
     """Return how the batch maps to rows; None where every row already starts in column 0 and is full."""
     batch, length = hidden.shape[:2]
     real = None if mask is None else mask[:, -length:].bool()
@@ -225,6 +221,6 @@ def _rows(hidden: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.T
     return Rows.from_mask(real)
 
 
-def _restored(states: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+def _restored(states: Tensor, rows: Rows | None) -> Tensor:
     """Return states in the columns of the batch."""
     return states if rows is None else rows.restore(states)

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
 from ...generation.call.sequences import NewTokens
 from .geometry import EvaBlock
 
-States = tuple[torch.Tensor, torch.Tensor]
+States = tuple[Tensor, Tensor]
 """Keys and values, or what else comes in pairs."""
-Summarise = Callable[[torch.Tensor, torch.Tensor], States]
+Summarise = Callable[[Tensor, Tensor], States]
 _CAPACITY_STEP = 64
 
 
@@ -44,7 +45,7 @@ class SequenceLengths:
         self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
         self._mirror: States | None = None
 
-    def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the offsets and summaries [R] of the next block."""
         if self._mirror is None:
             both = torch.tensor([self.lengths, self.starts], device=device)
@@ -102,14 +103,9 @@ class SequenceLengths:
         """
         for index, (n, start, count) in enumerate(zip(self.lengths, self.starts, removed)):
             if count < 0:
-                raise ValueError(
-                    f"crop: sequence {index} would grow by {-count}; pass 0 or a negative number of tokens"
-                )
+                raise ValueError(f"crop: sequence {index} would grow by {-count}; pass 0 or a negative number")
             if count > n - start:
-                raise ValueError(
-                    f"crop: cannot remove {count} tokens of sequence {index}: it holds {n}, and those before {start} "
-                    f"are summarised; crop before the next forward, by at most {n - start}"
-                )
+                raise ValueError(f"crop: cannot remove {count} tokens of sequence {index}, but at most {n - start}")
         self.lengths = [n - count for n, count in zip(self.lengths, removed)]
         self.settled, self._mirror = list(self.lengths), None
 
@@ -133,8 +129,8 @@ class SequenceLengths:
 class EvaCacheLayer(CacheLayerMixin):
     """Buffers of one layer: `keys` and `values` [R, H, capacity, d]."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
     is_compileable = False
     is_croppable = True
     supports_early_init = False
@@ -143,15 +139,15 @@ class EvaCacheLayer(CacheLayerMixin):
         super().__init__()
         self.sequences = sequences
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate empty buffers of the dtype and on the device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0].detach(), value_states[:, :, :0].detach()
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, block: EvaBlock, summarise: Summarise
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, block: EvaBlock, summarise: Summarise
+    ) -> tuple[Tensor, Tensor]:
         """Fold what the block allows, write its keys and values [R, H, M, d], and return all that it may read."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -166,7 +162,7 @@ class EvaCacheLayer(CacheLayerMixin):
             _write(buffer, states.detach(), block)
         return self.keys[:, :, : block.used], self.values[:, :, : block.used]
 
-    def raw(self, block: EvaBlock, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def raw(self, block: EvaBlock, total: int) -> tuple[Tensor, Tensor]:
         """Return raw slots 0 .. total - 1 of all sequences, [R, H, total, d]; unwritten ones hold anything."""
         self._reserve(max(block.summaries) + total)
         if block.is_uniform:
@@ -202,7 +198,7 @@ class EvaCacheLayer(CacheLayerMixin):
         self.keys = self.values = torch.empty(0)
         self.is_initialized = False
 
-    def select(self, indices: torch.Tensor) -> None:
+    def select(self, indices: Tensor) -> None:
         """Make sequence `indices[r]` of the buffers the new sequence r."""
         if self.is_initialized:
             self.keys, self.values = (b.index_select(0, indices.to(b.device)) for b in (self.keys, self.values))
@@ -264,7 +260,7 @@ class EvaByteCache(Cache):
         """Number of sequences, or -1 before the first forward."""
         return len(self.sequences.lengths) or -1
 
-    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Roll back the last tokens.
 
         Args:
@@ -283,7 +279,7 @@ class EvaByteCache(Cache):
         """Keep the first `kept.counts[r]` of the last `fed` tokens of sequence r."""
         self.sequences.keep_last(fed, kept)
 
-    def drop_padding(self, mask: torch.Tensor) -> None:
+    def drop_padding(self, mask: Tensor) -> None:
         """Roll back the tokens that plain decoding added to finished sequences, which the mask marks as padding.
 
         Args:
@@ -299,10 +295,7 @@ class EvaByteCache(Cache):
             try:
                 sequences.crop(surplus)
             except ValueError as error:
-                raise ValueError(
-                    "past_key_values: a sequence of this cache ended more than a window before the others, and what "
-                    "came after its end is folded into summaries; leave past_key_values out"
-                ) from error
+                raise ValueError("past_key_values: padding is folded into summaries; leave it out") from error
             sequences.gaps = [gap + extra for gap, extra in zip(sequences.gaps, surplus)]
 
     def activate_past_recording(self) -> None:
@@ -314,11 +307,11 @@ class EvaByteCache(Cache):
         super().reset()
         self.sequences.clear()
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence `beam_idx[r]` the new sequence r."""
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices`, in that order; a boolean mask works too."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
@@ -331,7 +324,7 @@ class EvaByteCache(Cache):
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
 
-def _write(buffer: torch.Tensor, states: torch.Tensor, block: EvaBlock) -> None:
+def _write(buffer: Tensor, states: Tensor, block: EvaBlock) -> None:
     """Write states [R, H, M, d] after each sequence's past, in place."""
     if block.is_uniform:
         start = block.summaries[0] + block.offsets[0]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from ..masks import cached_arange, cached_range
 
@@ -43,8 +44,8 @@ class EvaBlock:
     fold: list[int]
     settle: list[int]
     device: torch.device
-    on_device: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    mask: torch.Tensor | None = None
+    on_device: Callable[[], tuple[Tensor, Tensor]]
+    mask: Tensor | None = None
 
     @cached_property
     def is_fresh(self) -> bool:
@@ -72,10 +73,10 @@ class EvaBlock:
         return max(map(int.__add__, self.summaries, self.offsets)) + self.length
 
     @cached_property
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self) -> tuple[Tensor, Tensor]:
         return self.on_device()
 
-    def count_from(self, summaries: int, offsets: int, length: int) -> torch.Tensor:
+    def count_from(self, summaries: int, offsets: int, length: int) -> Tensor:
         """Return s, s + 1, ... per row, with s = `summaries` * (summaries of the row) + `offsets` * (its raw tokens).
 
         [R, length], or [1, length] where all rows agree.
@@ -88,15 +89,15 @@ class EvaBlock:
         return start[:, None] + cached_arange(length, self.device)
 
     @cached_property
-    def new_slots(self) -> torch.Tensor:
+    def new_slots(self) -> Tensor:
         """Slots of the buffers that the new tokens go to, [R, M] or [1, M]."""
         return self.count_from(1, 1, self.length)
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """Return the true positions of the new tokens, [R, M] or [1, M]."""
         return self.count_from(self.chunk, 1, self.length)
 
-    def place(self, states: torch.Tensor, total: int) -> torch.Tensor:
+    def place(self, states: Tensor, total: int) -> Tensor:
         """Put per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
         placed = states.new_zeros(*states.shape[:2], total, states.shape[3])
         if self.is_uniform:
@@ -104,7 +105,7 @@ class EvaBlock:
             return placed
         return placed.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)
 
-    def take(self, placed: torch.Tensor) -> torch.Tensor:
+    def take(self, placed: Tensor) -> Tensor:
         """Return the inverse of `place`, for outputs [R, total, ...]: [R, M, ...]."""
         if self.is_uniform:
             return placed[:, self.offsets[0] : self.offsets[0] + self.length]
@@ -119,10 +120,10 @@ class EvaBlock:
             self.mask = _additive(self._visible(), dtype)[:, None]
         return self
 
-    def _slots(self) -> torch.Tensor:
+    def _slots(self) -> Tensor:
         return self.count_from(0, 1, self.length)
 
-    def _visible(self) -> torch.Tensor:
+    def _visible(self) -> Tensor:
         """Return visibility [R or 1, M, used + provisional summaries]."""
         query = self._slots()[:, :, None]
         key = self.count_from(-1, 0, self.used)[:, None, :]
@@ -133,7 +134,7 @@ class EvaBlock:
         earlier = chunks // (self.window // self.chunk) < query // self.window
         return torch.cat([(key < 0) | same_window, earlier], dim=-1)
 
-    def _visible_by_window(self) -> torch.Tensor:
+    def _visible_by_window(self) -> Tensor:
         """Return visibility window by window, [R * windows, 1, W, cached + new summaries + W]."""
         per_window = self.window // self.chunk
         windows = torch.arange(self.provisional + 1, device=self.device)
@@ -146,7 +147,7 @@ class EvaBlock:
         return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], dim=-1).flatten(0, 1)[:, None]
 
 
-def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return visible.to(dtype).log_()  # 0 where visible, -inf elsewhere
 
 
@@ -160,12 +161,12 @@ class Rows:
         counts: [R] int64, real tokens per row.
     """
 
-    source: torch.Tensor
-    target: torch.Tensor
-    counts: torch.Tensor
+    source: Tensor
+    target: Tensor
+    counts: Tensor
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor) -> Rows:
+    def from_mask(cls, mask: Tensor) -> Rows:
         """Return one row per sequence of `mask` [B, L] (True: a real token; padding may be anywhere)."""
         batch, length = mask.shape
         order = (~mask).long().argsort(dim=1, stable=True)
@@ -173,7 +174,7 @@ class Rows:
         return cls(source=order + first, target=order.argsort(dim=1) + first, counts=mask.sum(1))
 
     @classmethod
-    def from_documents(cls, mask: torch.Tensor, position_ids: torch.Tensor) -> Rows:
+    def from_documents(cls, mask: Tensor, position_ids: Tensor) -> Rows:
         """Return one row per packed document, which starts with a sequence or where `position_ids` [B, L] is 0."""
         batch, length = mask.shape
         starts = mask & ((position_ids.expand(batch, length) == 0) | (mask.cumsum(1) == 1))
@@ -190,10 +191,10 @@ class Rows:
         target[real] = document * source.shape[1] + column
         return cls(source=source, target=target.view(batch, length), counts=counts)
 
-    def gather(self, batch: torch.Tensor) -> torch.Tensor:
+    def gather(self, batch: Tensor) -> Tensor:
         """Map [B, L, ...] to [R, M, ...]."""
         return batch.flatten(0, 1)[self.source]
 
-    def restore(self, rows: torch.Tensor) -> torch.Tensor:
+    def restore(self, rows: Tensor) -> Tensor:
         """Map [R, M, ...] to [B, L, ...]; padding columns hold arbitrary finite values."""
         return rows.flatten(0, 1)[self.target]

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
@@ -18,24 +18,20 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
 from ..heads.backbone_parts import BackboneParts
 from ..heads.ff import FFHead
-from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, depth_weights, head_loss
-from ..heads.registry import build_head, distribution_after, init_head, window_distribution
-from ..heads.window_distribution import FactorisedDistribution, WindowDistribution, exact
+from ..heads.learning import WindowHeadMixin
+from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
+from ..heads.registry import build_head, init_head
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
-from ..loss_options import DepthCountsMixin
 from ..masks import selected_positions
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
-from .draft_layers import DraftLayersMixin, EvaDraftLayers, with_layer
-from .own_head import OwnAndDraftHeads, split_state_dict
+from .heads import DraftLayersMixin, EvaDraftLayers, OwnAndDraftHeads, split_state_dict, with_layer
 
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
 
-class EvaByteForMTPC(
-    DepthCountsMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel
-):
+class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
     """EvaByte that predicts several bytes per call and emits exactly what one byte at a time would give.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.
@@ -46,8 +42,6 @@ class EvaByteForMTPC(
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
 
-    mtp_loss_weight: float = 1.0
-    """lambda: the weight of the drafter's depths relative to the next-byte head's."""
     silent_part = "_silent_head"
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
     reads_prompt = False
@@ -90,10 +84,7 @@ class EvaByteForMTPC(
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
         if not wanted.same_parameters(stored) and not stored.family.rows_of_lm_head:
-            raise ValueError(
-                f"{name}: the checkpoint holds mtp_head={stored.options()}, not {wanted.options()}; load that, "
-                "or start a new head from its FF heads with set_head(...)"
-            )
+            raise ValueError(f"{name} holds mtp_head={stored.options()}, not {wanted.options()}; load that one")
         in_rows = wanted.family.rows_of_lm_head
         is_stored = not in_rows and wanted.same_parameters(stored)
         adds_layers = is_stored and wanted.draft_options() != stored.draft_options()
@@ -123,6 +114,19 @@ class EvaByteForMTPC(
     def _silent_head(self) -> nn.Module:
         """The head; nothing, where the own head is the only one."""
         return self.mtp_head or self.draft_heads or nn.Module()
+
+    @property
+    def head_config(self) -> MTPHeadConfig:
+        """Options of the head."""
+        return self.config.mtp_head
+
+    @property
+    def whole_head(self) -> nn.Module:
+        """The module that gives the distribution of the whole window: the circuit, or all FF heads."""
+        return self.mtp_head or self._all_heads
+
+    def _parts(self) -> BackboneParts:
+        return BackboneParts(self)
 
     @property
     def _all_heads(self) -> OwnAndDraftHeads:
@@ -185,10 +189,7 @@ class EvaByteForMTPC(
         return build_head(config, self.config.hidden_size, self.config.vocab_size)
 
     def resize_token_embeddings(
-        self,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        mean_resizing: bool = True,
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
         """Resize embeddings and all heads; every head keeps its own rows, new ones are means, or drawn.
 
@@ -228,45 +229,19 @@ class EvaByteForMTPC(
             self.model.requires_grad_(False)
             self.lm_head.requires_grad_(False)
 
-    def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given `features` [..., D]."""
-        head = self.mtp_head or self._all_heads
-        return window_distribution(head, self.config.mtp_head, features, BackboneParts(self))
-
-    def distribution_after(self, features: torch.Tensor, last: torch.Tensor, length: int) -> WindowDistribution:
-        """Return the distribution of the next `length` tokens given `features` [..., F] and the next token [...]."""
-        if self.mtp_head is None:  # positions are independent: neither the own head nor `last` is read
-            drafts = cast(FFHead, self.draft_heads)
-            logits = drafts(features.to(drafts.weight.dtype), length)
-            return FactorisedDistribution(exact(logits.unsqueeze(-2)))
-        return distribution_after(self.mtp_head, self.config.mtp_head, features, last, length, BackboneParts(self))
-
-    def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given last hidden states [..., D].
-
-        Raises:
-            ValueError: A model with draft layers, whose distribution reads other states; use `features` and
-                `distribution_of_features`.
-        """
-        if self.draft_layers is not None:
-            raise ValueError(
-                "window_distribution: draft layers read other states; use distribution_of_features(features(...))"
-            )
-        return self.distribution_of_features(hidden_states)
-
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: EvaByteCache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         return_all_pred_logits: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
         """Return next-byte logits and, with labels, the discounted loss over all depths of the window.
@@ -319,26 +294,20 @@ class EvaByteForMTPC(
             **found,
         )
 
-    @property
-    def normalization(self) -> str:
-        """See `DepthCountsMixin`."""
-        return self.config.mtp_head.loss_normalization
-
     def _loss(
         self,
-        features: torch.Tensor,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        input_ids: torch.Tensor | None,
-        counts: torch.Tensor | int | None,
-        balance: torch.Tensor | None,
+        features: Tensor,
+        hidden: Tensor,
+        targets: Tensor,
+        input_ids: Tensor | None,
+        counts: Tensor | int | None,
+        balance: Tensor | None,
     ) -> dict[str, Any]:
         """Return the loss of the head and its means; a drafter without depth 1 adds the next byte's to it."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
-        head = self.mtp_head or self._all_heads
-        parts, config, scored = BackboneParts(self), self.config.mtp_head, targets != IGNORE
+        head, parts, config, scored = self.whole_head, self._parts(), self.head_config, targets != IGNORE
         resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
-        scale = self._loss_scale(hidden)
+        scale = self.loss_scale().to(hidden.device)
         found = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
         has_own = self.mtp_head is None and config.loss_divergence != "block"  # which leaves depth 1 out
         if has_own or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
@@ -347,25 +316,12 @@ class EvaByteForMTPC(
         own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
         return dict(found) | dict(loss=found["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
-    def _loss_scale(self, like: torch.Tensor) -> torch.Tensor:
-        """Return factors of the depths besides their weights, [n]; depth 1 of FF heads is the next-byte head."""
-        scale = torch.full((self.window,), float(self.mtp_loss_weight), device=like.device)
+    def loss_scale(self, first: float = 1.0) -> Tensor:
+        """See `WindowHeadMixin`; depth 1 of FF heads is the next-byte head, which has the weight 1."""
+        scale = super().loss_scale(first)
         if self.mtp_head is None:
             scale[0] = float(self.config.mtp_head.loss_divergence != "block")
         return scale
-
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the head from sums per depth.
-
-        Args:
-            sums: [n], summed terms in nats.
-            counts: [n], targets.
-
-        Returns:
-            Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
-        """
-        scale = self._loss_scale(sums).to(sums)
-        return (sums * scale * depth_weights(self.config.mtp_head, counts.to(sums))).sum()
 
     def start(self, options: DraftOptions) -> HeadSession:
         """Return the draft session of one call of `generate`."""

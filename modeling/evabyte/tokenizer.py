@@ -216,9 +216,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         try:
             return b"".join(map(self._bytes_of.__getitem__, tokens)).decode("utf-8", errors="ignore")
         except KeyError as error:
-            raise ValueError(
-                f"{error.args[0]!r} is no token: tokens are single Latin-1 characters and the literals of specials"
-            ) from None
+            raise ValueError(f"{error.args[0]!r} is no token: give Latin-1 characters or special tokens") from None
 
     def apply_chat_template(
         self,
@@ -307,9 +305,7 @@ def _complete_added_tokens(given: dict[int, AddedToken]) -> dict[int, AddedToken
     added = {index: AddedToken(literal, special=True, normalized=False) for index, literal in enumerate(SPECIAL_TOKENS)}
     for index, token in given.items():
         if index < len(_BASE_TOKENS) and str(token) != _BASE_TOKENS[index]:
-            raise ValueError(
-                f"added_tokens_decoder gives id {index} to {str(token)!r}, but EvaByte's is {_BASE_TOKENS[index]!r}"
-            )
+            raise ValueError(f"added_tokens_decoder: id {index} is {_BASE_TOKENS[index]!r}, not {str(token)!r}")
         if index >= BYTE_OFFSET:
             added[index] = token
     return added
@@ -318,10 +314,7 @@ def _complete_added_tokens(given: dict[int, AddedToken]) -> dict[int, AddedToken
 def _check_named_tokens(named: Mapping[str, str | AddedToken | None], known: set[str]) -> None:
     for name, token in named.items():
         if token is not None and str(token) not in known:
-            raise ValueError(
-                f"{name}={str(token)!r} is not in EvaByte's vocabulary; take one of its 64 special tokens,"
-                " such as '<eos>' or '<|eot_id|>'"
-            )
+            raise ValueError(f"{name}={str(token)!r} is not in the vocabulary; take one of the 64 special tokens")
 
 
 def _marked_template(template: str | dict[str, str] | list[dict[str, str]] | None) -> Any:

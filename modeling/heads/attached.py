@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,10 +27,10 @@ from ..wrapped_models import OfBackboneMixin, unwrap
 from .backbone_parts import BackboneParts, compute_device
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
-from .family import HeadFamily, last_state
+from .family import FAMILIES, HeadFamily, last_state
 from .learning import LearningMixin, counted_positions
-from .registry import build_head, distribution_after, family_of, init_head, window_distribution
-from .window_distribution import WindowDistribution
+from .registry import build_head, init_head
+from .window_distribution import WindowDistribution, distribution_after
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
@@ -88,12 +88,7 @@ class MTPHeads(
 
     @classmethod
     def from_backbone(
-        cls,
-        backbone: PreTrainedModel,
-        window: int = 4,
-        leaf: str | None = None,
-        draft_ids: Any = None,
-        **options: Any,
+        cls, backbone: PreTrainedModel, window: int = 4, leaf: str | None = None, draft_ids: Any = None, **options: Any
     ) -> MTPHeads:
         """New heads for `backbone`, attached; where they share or copy its unembedding, they start as its own head.
 
@@ -129,7 +124,7 @@ class MTPHeads(
             **options,
         )
         if config.backbone_config is None:
-            own_layers = family_of(config).layer_config(config, text)
+            own_layers = FAMILIES[config.head_type].layer_config(config, text)
             config.backbone_config = text.to_dict() if config.draft_layers else own_layers
         heads = cls(config)
         if draft_ids is not None:
@@ -193,7 +188,7 @@ class MTPHeads(
     @property
     def family(self) -> HeadFamily:
         """What the registry says of heads of this type."""
-        return family_of(self.config)
+        return FAMILIES[self.config.head_type]
 
     @property
     def attends(self) -> bool:
@@ -219,13 +214,9 @@ class MTPHeads(
             ValueError: The heads have draft layers, or decoder layers of their own.
         """
         if self.draft_layers is not None:
-            raise ValueError(
-                f"the heads have {self.config.draft_layers} draft layers; make new heads for another number"
-            )
+            raise ValueError(f"draft_layers={self.config.draft_layers} are there; make new heads for another number")
         if self.attends:
-            raise ValueError(
-                f"head_type={self.config.head_type!r} has decoder layers of its own: no draft layers go below"
-            )
+            raise ValueError(f"head_type={self.config.head_type!r} has decoder layers: no draft layers go below")
         changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
         described = (
             self.config.to_dict() | changes | {"backbone_config": self.backbone.config.get_text_config().to_dict()}
@@ -240,7 +231,7 @@ class MTPHeads(
             setattr(self.config, name, described[name])
         return self
 
-    def features_of_call(self) -> Callable[..., torch.Tensor]:
+    def features_of_call(self) -> Callable[..., Tensor]:
         """`features` for one call of `generate`, in which no weight changes."""
         if self.draft_layers is None:
             return self.features
@@ -248,12 +239,12 @@ class MTPHeads(
 
     def features(
         self,
-        hidden_states: Sequence[torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        hidden_states: Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         cache: Cache | None = None,
         layers: BoundLayers | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return what the distribution of every position is made from, [B, T, F].
 
         Args:
@@ -275,10 +266,7 @@ class MTPHeads(
         return self.family.features(self.head, states, attention_mask, position_ids, self._parts(), cache)
 
     def distribution(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> WindowDistribution:
         """Return the distributions of the next `window` tokens after every position; runs the backbone.
 
@@ -295,33 +283,6 @@ class MTPHeads(
         outputs = self._run_backbone(input_ids, attention_mask, position_ids)
         features = self.features(outputs.hidden_states, attention_mask, position_ids)
         return self.distribution_of_features(features)
-
-    def distribution_of_features(self, features: torch.Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given `features` [..., F]."""
-        return window_distribution(self.head, self.config, features, self._parts(), self.draft_vocabulary)
-
-    def distribution_after(
-        self, features: torch.Tensor, last: torch.Tensor, length: int, parts: BackboneParts | None = None
-    ) -> WindowDistribution:
-        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows.
-
-        `parts` are those of the backbone, where they are looked up already.
-        """
-        parts, part = parts or self._parts(), self.draft_vocabulary
-        return distribution_after(self.head, self.config, features, last, length, parts, part)
-
-    def window_distribution(self, hidden_states: torch.Tensor) -> WindowDistribution:
-        """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
-
-        Raises:
-            ValueError: Heads that read more than one state; use `distribution`.
-        """
-        if self.attends or set(self.hidden_layers) != {-1}:
-            raise ValueError(
-                f"head_type={self.config.head_type!r} reads more than the last state of one position: use "
-                "distribution(input_ids, attention_mask)"
-            )
-        return self.distribution_of_features(hidden_states)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

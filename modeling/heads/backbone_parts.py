@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
@@ -28,7 +28,7 @@ from ..wrapped_models import call_frozen, is_unit, weights_there
 if TYPE_CHECKING:
     from ..draft_vocabulary import DraftVocabulary
 
-Map = Callable[[torch.Tensor], torch.Tensor]
+Map = Callable[[Tensor], Tensor]
 
 
 class BackboneParts:
@@ -84,9 +84,7 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
     return cast(nn.Linear, unembedding)
 
 
-def _unembed(
-    unembedding: nn.Module, config: PreTrainedConfig, part: DraftVocabulary | None, states: torch.Tensor
-) -> torch.Tensor:
+def _unembed(unembedding: nn.Module, config: PreTrainedConfig, part: DraftVocabulary | None, states: Tensor) -> Tensor:
     states = states.to(dtype_of(unembedding, states))
     if part is not None:
         return finished_logits(part.logits(unembedding, states), config)
@@ -110,7 +108,7 @@ def frozen(module: nn.Module, *args: Any) -> Any:
     return functional_call(module, trained, args)
 
 
-def dtype_of(module: nn.Module, states: torch.Tensor) -> torch.dtype:
+def dtype_of(module: nn.Module, states: Tensor) -> torch.dtype:
     """Return the floating dtype that a module computes in; that of the states where its weights are integers."""
     weight = next(module.parameters(), states)
     return weight.dtype if weight.is_floating_point() else states.dtype
@@ -124,7 +122,7 @@ def compute_device(model: PreTrainedModel) -> torch.device:
 
 
 @torch.no_grad()
-def weight_of(linear: nn.Module, like: torch.Tensor) -> torch.Tensor:
+def weight_of(linear: nn.Module, like: Tensor) -> Tensor:
     """Return the matrix [out, in] of a linear map, [out, in] as `like`, whose dtype and device the map can read.
 
     Of a map that is quantised, offloaded or adapted, it is what the map makes of unit vectors.
@@ -211,9 +209,9 @@ class LayerSource:
 def layer_options(
     config: PreTrainedConfig,
     rotary: nn.Module | None,
-    states: torch.Tensor,
-    attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
-    position_ids: torch.Tensor,
+    states: Tensor,
+    attention_mask: Tensor | dict[str, Tensor] | None,
+    position_ids: Tensor,
     past_key_values: Cache | None = None,
     kind: str = "full_attention",
     slot: int = 0,
@@ -251,6 +249,18 @@ def layer_kind(config: PreTrainedConfig, index: int) -> str:
     if layer_types := field(config, "layer_types"):
         return layer_types[index]
     return "full_attention" if field(config, "sliding_window") is None else "sliding_attention"
+
+
+def attention_kind(config: PreTrainedConfig, index: int) -> str:
+    """Return `layer_kind` of a layer that can be run by itself.
+
+    Raises:
+        ValueError: It keeps a recurrent state, or attends by the index of another layer.
+    """
+    kind = layer_kind(config, index)
+    if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+        raise _refusal(config, f"its layer {index} is of layer_types {kind!r}, and not of plain attention")
+    return kind
 
 
 @cache
@@ -309,7 +319,7 @@ def final_norm(body: nn.Module) -> nn.Module:
 _LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
-def finished_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
+def finished_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """Return logits [..., V] with what a family does after its unembedding: cap tanh(factor W h / divisor / cap).
 
     These changes keep the order of logits, but not losses, confidences and draft distributions.

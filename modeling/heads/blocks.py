@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
@@ -21,7 +21,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """[..., d] to [..., d]."""
         return states + nn.functional.silu(self.linear(states))
 
@@ -38,7 +38,7 @@ class ConcatBlock(nn.Module):
         super().__init__()
         self.linear, self.res_connection = nn.Linear(inputs, width), nn.Linear(inputs, width)
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """[..., inputs] to [..., d]."""
         return self.res_connection(states) + nn.functional.silu(self.linear(states))
 
@@ -57,7 +57,7 @@ class FeedForwardBlock(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """[..., d] to [..., d]."""
         return states + self.down(nn.functional.relu(self.up(states)))
 
@@ -75,7 +75,7 @@ class Repeated(nn.ModuleList):
         super().__init__(blocks)
         self.count = count
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         """[..., d] to [..., d]."""
         for index in range(self.count):
             states = self[min(index, len(self) - 1)](states)
@@ -95,7 +95,7 @@ class OwnUnembeddings(nn.Module):
         self.heads = nn.ModuleList(FFHead(hidden_size, vocab_size, 1) for _ in range(count))
         self.bias = nn.Parameter(torch.zeros(count, vocab_size)) if bias else None
 
-    def forward(self, states: torch.Tensor, index: int) -> torch.Tensor:
+    def forward(self, states: Tensor, index: int) -> Tensor:
         """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
         logits = self.heads[index](states)[..., 0, :]
         return logits if self.bias is None else logits + self.bias[index]
@@ -104,7 +104,7 @@ class OwnUnembeddings(nn.Module):
     def start_from(self, backbone: BackboneParts) -> None:
         """Copy the backbone's unembedding, whatever form it has: what it makes of the unit vectors."""
         for head in self.heads.children():
-            weight = cast(torch.Tensor, head.weight)
+            weight = cast(Tensor, head.weight)
             unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
             weight.copy_(backbone.unembed(unit).T)
 
@@ -124,7 +124,7 @@ class BlockHead(nn.Module):
         self.vocab_size, owns, count = vocab_size, config.unembed == "own", config.num_drafts
         self.unembeddings = OwnUnembeddings(count, hidden_size, vocab_size, bias) if owns else None
 
-    def unembed(self, states: torch.Tensor, index: int, backbone: BackboneParts | None) -> torch.Tensor:
+    def unembed(self, states: Tensor, index: int, backbone: BackboneParts | None) -> Tensor:
         """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
         return required(backbone).unembed(states) if self.unembeddings is None else self.unembeddings(states, index)
 

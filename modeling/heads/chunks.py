@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..wrapped_models import gather
 
@@ -25,10 +25,10 @@ _LOGITS_ON_PROCESSOR = 2**22
 """The same, where the processor computes: above 32 MiB malloc hands memory back, and every operation gets new pages."""
 _ROWS_ON_PROCESSOR = 32
 """Fewer positions are not worth it, because every chunk passes over all weights."""
-Terms = Callable[..., torch.Tensor]
+Terms = Callable[..., Tensor]
 """From hidden states [N, D] and a part's arguments to terms [N, n], 0 where nothing is scored."""
 _GRADIENTS_PER_BLOCK = 2**20
-Chunk = tuple[torch.Tensor, list[torch.Tensor | None]]
+Chunk = tuple[Tensor, list[Tensor | None]]
 """Hidden states [rows, D] of some positions, and their arguments, [rows, n] each."""
 
 
@@ -43,9 +43,9 @@ class Part:
         trains_module: Whether the module's parameters learn from these positions.
     """
 
-    hidden_states: torch.Tensor
-    arguments: Sequence[torch.Tensor | None]
-    weights: torch.Tensor
+    hidden_states: Tensor
+    arguments: Sequence[Tensor | None]
+    weights: Tensor
     trains_module: bool = True
 
     def chunks(self, rows: int) -> Iterator[Chunk]:
@@ -65,8 +65,8 @@ class WeightTotal:
         anchor: A scalar that requires a gradient, so that backward visits the weight where nothing else asks it to.
     """
 
-    total: torch.Tensor
-    anchor: torch.Tensor
+    total: Tensor
+    anchor: Tensor
 
 
 class SummingModule(nn.Module):
@@ -85,9 +85,7 @@ class SummedLinear(torch.autograd.Function):
     """x W^T whose gradient for W is added to a tensor in place, block by block."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, anchor: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
         """Return [..., R] of inputs [..., D] and a weight [R, D], whose gradient goes to `total`.
 
         `anchor`: see `WeightTotal`.
@@ -97,7 +95,7 @@ class SummedLinear(torch.autograd.Function):
         return nn.functional.linear(inputs, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the inputs, where one is wanted, and 0 for the anchor."""
         inputs, weight = ctx.saved_tensors
         flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)
@@ -112,7 +110,7 @@ class SummedLinear(torch.autograd.Function):
 
 def chunked_sums(
     terms: Terms, module: nn.Module, parts: Sequence[Part], logits_per_position: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[Tensor, list[Tensor]]:
     """Return the sums of the terms of all positions, part by part, and their weighted total.
 
     Gradients are made together with the sums, unless they are off, and wait for backward: it can go through once.
@@ -136,7 +134,7 @@ def chunked_sums(
 
 
 @torch.no_grad()
-def term_rows(terms: Terms, part: Part, logits_per_position: int) -> torch.Tensor:
+def term_rows(terms: Terms, part: Part, logits_per_position: int) -> Tensor:
     """Return the terms of all positions of a part one by one, [positions, n], without gradients."""
     rows = _rows(logits_per_position, part.hidden_states.device.type == "cpu")
     return torch.cat([terms(states, *arguments) for states, arguments in part.chunks(rows)])
@@ -159,7 +157,7 @@ class _Task:
 
 class _ChunkedSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, task: _Task, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, task: _Task, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         wanted = [task.learns and needed for needed in ctx.needs_input_grad[2 : 2 + count]]
         learning = tensors[count:] if task.learns else ()
         totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning}
@@ -174,7 +172,7 @@ class _ChunkedSums(torch.autograd.Function):
         return reduce(torch.add, [part.sum().to(device) for part in weighted]), *sums
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that the forward made, scaled in place: a copy would be n r V d more."""
         if ctx.gradients is None:
             raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
@@ -184,8 +182,8 @@ class _ChunkedSums(torch.autograd.Function):
 
 
 def _pass(
-    task: _Task, part: Part, totals: dict[torch.Tensor, torch.Tensor], scale: torch.Tensor, wanted: bool
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+    task: _Task, part: Part, totals: dict[Tensor, Tensor], scale: Tensor, wanted: bool
+) -> tuple[Tensor | None, Tensor]:
     """Return the gradient of a part's hidden states, where it is wanted, and its sums [n]; adds to the totals."""
     shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
     sums, into_states = [], []
@@ -202,12 +200,8 @@ def _pass(
 
 
 def _chunk(
-    terms: Terms,
-    chunk: Chunk,
-    shares: torch.Tensor,
-    wanted: bool,
-    others: list[torch.Tensor],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    terms: Terms, chunk: Chunk, shares: Tensor, wanted: bool, others: list[Tensor]
+) -> tuple[Tensor, list[Tensor | None]]:
     """Sums of one chunk, [n], and gradients of their weighted sum: of the hidden states, if wanted, then `others`."""
     states, arguments = chunk
     with torch.set_grad_enabled(wanted or bool(others)):
@@ -221,7 +215,7 @@ def _chunk(
 
 
 @contextmanager
-def _summed(module: nn.Module, totals: dict[torch.Tensor, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _summed(module: nn.Module, totals: dict[Tensor, Tensor]) -> Iterator[list[Tensor]]:
     """Make the leaves of a module sum up their own gradients; yield the tensors that autograd is left with."""
     leaves = [inner for inner in module.modules() if isinstance(inner, SummingModule) and inner.weight in totals]
     anchors = [torch.zeros((), device=leaf.weight.device, requires_grad=True) for leaf in leaves]
@@ -234,5 +228,5 @@ def _summed(module: nn.Module, totals: dict[torch.Tensor, torch.Tensor]) -> Iter
             leaf.weight_total = None
 
 
-def _split(argument: torch.Tensor | None, rows: int, count: int) -> Sequence[torch.Tensor | None]:
+def _split(argument: Tensor | None, rows: int, count: int) -> Sequence[Tensor | None]:
     return [None] * count if argument is None else argument.flatten(0, -2).split(rows)

@@ -6,17 +6,16 @@ import os
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
 from ..wrapped_models import call
 from .backbone_parts import BackboneParts
-from .circuits import ChainDistribution, MixtureDistribution
+from .circuits import ChainDistribution, MixtureDistribution, TreeDistribution
 from .family import FAMILIES, Circuit, HeadFamily, register
 from .ff import FFHead, SharedHead
-from .tree_circuit import TreeDistribution
 from .window_distribution import WindowDistribution, exact
 
 
@@ -58,8 +57,8 @@ class CircuitHead(nn.Module):
         return counts[-1] if self.config.homogeneous else counts[0]
 
     def forward(
-        self, hidden_states: torch.Tensor, backbone: BackboneParts | None = None, stop: int | None = None
-    ) -> dict[str, torch.Tensor]:
+        self, hidden_states: Tensor, backbone: BackboneParts | None = None, stop: int | None = None
+    ) -> dict[str, Tensor]:
         """Return the parameters of the distribution given hidden states [..., d].
 
         With `stop`, only the leaves of so many first positions are computed, and the others are uniform, on which no
@@ -103,7 +102,7 @@ class CircuitHead(nn.Module):
         self.vocab_size = vocab_size
 
     @torch.no_grad()
-    def copy_leaves(self, rows: torch.Tensor) -> None:
+    def copy_leaves(self, rows: Tensor) -> None:
         """Give all states of position i the rows of FF head i (of the last head, beyond it): then q is FF's
         distribution. `rows` is [heads, V, d]."""
         source = [min(i, len(rows) - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
@@ -114,20 +113,18 @@ def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> N
     needed = 4 * config.num_depths * config.rank * hidden_size * vocab_size
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
-        raise ValueError(
-            f"leaf='full' with window={config.window}, rank={config.rank}, hidden_size={hidden_size} and "
-            f"vocab_size={vocab_size} needs {needed / 2**30:.0f} GiB in float32, and this machine has "
-            f"{available / 2**30:.0f} GiB; use leaf='shared', or a smaller rank or window"
-        )
+        sizes = f"window={config.window}, rank={config.rank}, hidden_size={hidden_size} and vocab_size={vocab_size}"
+        size = f"{needed / 2**30:.0f} GiB of {available / 2**30:.0f}"
+        raise ValueError(f"leaf='full' with {sizes} needs {size}; use leaf='shared', or a smaller rank or window")
 
 
 def circuit_from_logits(
     head_type: str,
     *,
-    leaf_logits: torch.Tensor,
-    root_logits: torch.Tensor | None = None,
-    trans_logits: torch.Tensor | None = None,
-    node_logits: torch.Tensor | None = None,
+    leaf_logits: Tensor,
+    root_logits: Tensor | None = None,
+    trans_logits: Tensor | None = None,
+    node_logits: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> WindowDistribution:
     """Build the distribution of a head family from unnormalised parameters; layouts in the docstring of `circuits`.
@@ -160,7 +157,7 @@ def circuit_from_logits(
     return family.distribution(*cast, leaf_logits.to(dtype))
 
 
-def _check(head_type: str, name: str, value: torch.Tensor | None, shapes: list[tuple[int, ...]] | None) -> None:
+def _check(head_type: str, name: str, value: Tensor | None, shapes: list[tuple[int, ...]] | None) -> None:
     if not shapes:
         if value is not None:
             raise ValueError(f"{name}: head_type={head_type!r} has none for this window")
@@ -181,7 +178,7 @@ def _circuit(head_type: str) -> Circuit:
 def _distribution(
     head: nn.Module,
     config: MTPHeadConfig,
-    features: torch.Tensor,
+    features: Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
@@ -24,7 +24,7 @@ class OfficialLayoutsMixin:
     config: MTPHeadConfig
     head: nn.Module
     backbone: PreTrainedModel
-    _expected_embedding: torch.Tensor | None = None  # until heads that came with one are attached
+    _expected_embedding: Tensor | None = None  # until heads that came with one are attached
 
     @classmethod
     def from_official(cls, folder: str | PathLike, **options: Any) -> Any:
@@ -114,13 +114,11 @@ class OfficialLayoutsMixin:
             ValueError: Another embedding.
         """
         expected = self._expected_embedding
-        weight = cast(torch.Tensor, backbone.get_input_embeddings().weight)
+        weight = cast(Tensor, backbone.get_input_embeddings().weight)
         if expected is None or weight.is_meta:
             return
         if expected.shape != weight.shape or not torch.allclose(expected.to(weight), weight, atol=1e-3):
-            raise ValueError(
-                f"{type(backbone).__name__} has other embeddings than the backbone that these heads were trained on"
-            )
+            raise ValueError(f"{type(backbone).__name__} has other embeddings than these heads were trained on")
 
 
 def _layout_of(folder: Path) -> HeadLayout:
@@ -135,7 +133,4 @@ def _layout_of(folder: Path) -> HeadLayout:
     for layout in (layout for family in FAMILIES.values() for layout in family.layouts):
         if layout.recognises(folder, fields):
             return layout
-    raise ValueError(
-        f"{folder}: no known layout of heads: neither medusa_lm_head.*, model_type 'medusa', medusa_num_heads, "
-        "hydra_lm_head.* nor params.json with consolidated.pth"
-    )
+    raise ValueError(f"{folder}: no known layout of heads (medusa_lm_head.*, hydra_lm_head.*, params.json, ...)")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
@@ -22,9 +22,9 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration import MTPHeadConfig
-from .backbone_parts import BackboneParts, LayerSource, layer_kind, layer_options, read_config
+from .backbone_parts import BackboneParts, LayerSource, attention_kind, layer_options, read_config
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, Tensor]
 
 
 class Adapter(nn.Module):
@@ -36,7 +36,7 @@ class Adapter(nn.Module):
         self.lora_A = nn.Parameter(torch.zeros(rank, shape[1]))
         self.lora_B = nn.Parameter(torch.zeros(shape[0], rank))
 
-    def added_to(self, weight: torch.Tensor) -> torch.Tensor:
+    def added_to(self, weight: Tensor) -> Tensor:
         """Return the changed weight, [out, in], in the weight's dtype; no gradient reaches the weight itself."""
         return weight.detach() + (self.scale * self.lora_B @ self.lora_A).to(weight)
 
@@ -81,18 +81,15 @@ class LayerAdapters(nn.Module):
             shape = (adapter.lora_B.shape[0], adapter.lora_A.shape[1])
             weight = weights.get(name)
             if weight is None or weight.is_meta or weight.shape != shape or not weight.is_floating_point():
-                raise ValueError(
-                    f"draft_layers need the backbone's {name} as a matrix of {shape}, and it is quantised, offloaded "
-                    "or wrapped by peft; load it plainly, or merge its adapters first"
-                )
+                raise ValueError(f"draft_layers need {name} as a matrix {shape}: load it plainly, merge adapters")
             weights[name] = adapter.added_to(weight)
         return weights
 
-    def run(self, slot: int, weights: Weights, states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def run(self, slot: int, weights: Weights, states: Tensor, *args: Any, **options: Any) -> Tensor:
         """One layer on states [B, T, d]; without a cache its activations may be computed again in backward."""
         shell = self.shells[0][slot]
 
-        def layer(states: torch.Tensor) -> torch.Tensor:
+        def layer(states: Tensor) -> Tensor:
             output = functional_call(shell, weights, (states, *args), options)
             return output[0] if isinstance(output, tuple) else output
 
@@ -117,7 +114,7 @@ class DraftLayers(LayerAdapters):
             raise ValueError(f"draft_layers={count}: the backbone has {len(source.layers)} layers")
         super().__init__(source.last_layers(count), config)
         self.config, self.cache_name = source.config, source.cache_name
-        self.kinds = [layer_kind(source.config, index) for index in range(-count, 0)]
+        self.kinds = [attention_kind(source.config, index) for index in range(-count, 0)]
         self.rotary = source.rotary()
 
     def bind(self, backbone: PreTrainedModel) -> BoundLayers:
@@ -137,12 +134,8 @@ class BoundLayers:
         self.layers, self.weights, self.norm = layers, weights, BackboneParts(backbone).norm
 
     def __call__(
-        self,
-        states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
+        self, states: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None = None
+    ) -> Tensor:
         """Run over z, [B, T, d], the input of the first layer: [B, T, d], after the final norm.
 
         `attention_mask` is [B, past + T], `position_ids` [B or 1, T]; `cache`, the drafter's own, is extended.

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from ..tensor_files import Tensors
-from .backbone_parts import BackboneParts
-from .window_distribution import WindowDistribution
+
+if TYPE_CHECKING:
+    from .backbone_parts import BackboneParts
+    from .window_distribution import WindowDistribution
 
 Directory = tuple[dict[str, Any], Tensors]
 """Fields and tensors of a directory."""
@@ -70,7 +71,7 @@ class Circuit:
         return dict(zip(self.parameters, ([(rank,)], sums if any(counts) else [])))
 
 
-def last_state(head: nn.Module, states: Sequence[torch.Tensor], *context: Any) -> torch.Tensor:
+def last_state(head: nn.Module, states: Sequence[Tensor], *context: Any) -> Tensor:
     """Return the last of some states, whatever the head."""
     return states[-1]
 
@@ -100,7 +101,7 @@ class HeadFamily:
     facts: HeadFamilyFacts
     build: Callable[[MTPHeadConfig, int, int], nn.Module]
     distribution: Callable[..., WindowDistribution]
-    features: Callable[..., torch.Tensor] = last_state
+    features: Callable[..., Tensor] = last_state
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
     layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], dict[str, Any] | None] = lambda config, text: None
     fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None

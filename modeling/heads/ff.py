@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
@@ -39,12 +39,8 @@ class FFHead(SummingModule):
         self.vocab_size, self.num_heads = vocab_size, num_heads
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        num_heads: int | None = None,
-        backbone: BackboneParts | None = None,
-        start: int = 0,
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
+    ) -> Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., D], in the dtype of the weights.
 
         The first `num_heads` heads are evaluated (all by default), without the first `start` (not in training). The
@@ -95,12 +91,8 @@ class SharedHead(nn.Module):
         self.maps = nn.Parameter(torch.eye(hidden_size).repeat(num_heads, 1, 1))
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        num_heads: int | None = None,
-        backbone: BackboneParts | None = None,
-        start: int = 0,
-    ) -> torch.Tensor:
+        self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
+    ) -> Tensor:
         """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`.
 
         Raises:
@@ -134,7 +126,7 @@ def vllm_fields(config: MTPHeadConfig, **values: Any) -> dict[str, Any]:
     }
 
 
-def check_vllm_unembedding(backbone: PreTrainedModel) -> torch.Tensor:
+def check_vllm_unembedding(backbone: PreTrainedModel) -> Tensor:
     """Return the backbone's unembedding [V, d], for vLLM's heads.
 
     Raises:
@@ -142,9 +134,7 @@ def check_vllm_unembedding(backbone: PreTrainedModel) -> torch.Tensor:
     """
     unembedding = output_embeddings(backbone)
     if unembedding.bias is not None:
-        raise ValueError(
-            f"layout='vllm': the unembedding of {type(backbone).__name__} has a bias, which vLLM's heads lack"
-        )
+        raise ValueError(f"layout='vllm' has no bias, which the unembedding of {type(backbone).__name__} has")
     return unembedding.weight
 
 
@@ -166,7 +156,7 @@ def _read_vllm(folder: Path) -> Directory:
 def _distribution(
     head: nn.Module,
     config: MTPHeadConfig,
-    features: torch.Tensor,
+    features: Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,
@@ -179,7 +169,7 @@ def _distribution(
 def factorised_distribution(
     head: nn.Module,
     config: MTPHeadConfig,
-    features: torch.Tensor,
+    features: Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,

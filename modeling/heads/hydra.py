@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -55,33 +55,33 @@ class HydraHead(BlockHead):
 
     def features(
         self,
-        states: Sequence[torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
+        states: Sequence[Tensor],
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
         backbone: BackboneParts | None = None,
         cache: Cache | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """h and s of every position, [B, T, 2 d], from the states that `hidden_layers` names, [B, T, d] each."""
         state = states[0]
         if self.prefix is not None:
             state = self.prefix(state, attention_mask, position_ids, cache)
         return torch.cat([states[-1].to(state.dtype), state], -1)
 
-    def first(self, features: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
+    def first(self, features: Tensor, backbone: BackboneParts | None) -> Tensor:
         """Return the logits [..., V] of position 1, the backbone's, at features [..., 2 d]; at [..., d], s is h."""
         return required(backbone).unembed(features[..., : self._width(features)])
 
-    def state(self, features: torch.Tensor) -> torch.Tensor:
+    def state(self, features: Tensor) -> Tensor:
         """s, [..., d]."""
         return features[..., -self._width(features) :]
 
-    def _width(self, features: torch.Tensor) -> int:
+    def _width(self, features: Tensor) -> int:
         return self._first(0).linear.out_features if len(self.firsts) else features.shape[-1]
 
     def _first(self, k: int) -> ConcatBlock | ResidualBlock:
         return cast(ConcatBlock | ResidualBlock, self.firsts[k])
 
-    def logits(self, k: int, state: torch.Tensor, known: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
+    def logits(self, k: int, state: Tensor, known: Tensor, backbone: BackboneParts | None) -> Tensor:
         """Logits [..., V] of head k (from 0) given s [..., d] and the embeddings of k + 1 tokens [..., k + 1, d]."""
         block = self._first(k)
         inputs = (
@@ -100,12 +100,8 @@ class PrefixLayer(nn.Module):
         self.layers, self.rotary, self.norm = DecoderLayers(source, 1), source.rotary(), source.norm()
 
     def forward(
-        self,
-        states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
-        cache: Cache | None = None,
-    ) -> torch.Tensor:
+        self, states: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None = None
+    ) -> Tensor:
         """[B, T, d] to [B, T, d]; see `layer_options`."""
         states = states.to(next(self.layers.parameters()).dtype)
         return self.layers.run([states], self.norm, self.rotary, attention_mask, position_ids, cache)[0]
@@ -155,7 +151,7 @@ def _take_epsilon(head: HydraHead, config: MTPHeadConfig, backbone: PreTrainedMo
 def _distribution(
     head: nn.Module,
     config: MTPHeadConfig,
-    features: torch.Tensor,
+    features: Tensor,
     backbone: BackboneParts | None,
     start: int = 0,
     stop: int | None = None,
@@ -165,7 +161,7 @@ def _distribution(
     state = head.state(features)
     known = state[..., None, :][..., :0, :]
 
-    def next_logits(prefix: torch.Tensor) -> torch.Tensor:
+    def next_logits(prefix: Tensor) -> Tensor:
         count = prefix.shape[-2]
         return head.first(features, backbone) if count == 0 else head.logits(count - 1, state, prefix, backbone)
 
@@ -225,7 +221,7 @@ def _read(folder: Path) -> Directory:
 
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields of config.json and tensors of `hydra_lm_head.pt`."""
-    prefix, embedding = config.arch == "prefix-mlp", cast(torch.Tensor, backbone.get_input_embeddings().weight)
+    prefix, embedding = config.arch == "prefix-mlp", cast(Tensor, backbone.get_input_embeddings().weight)
     every = with_copies(tensors, config.num_drafts, config.num_blocks - 1)
     biases = enumerate(every.pop("unembeddings.bias"))
     every |= {f"unembeddings.heads.{k}.bias": bias for k, bias in biases}

@@ -6,8 +6,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
@@ -66,12 +66,12 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        logits_to_keep: int | torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
         """Return the joint loss; arguments as in `MTPHeads.forward`.
@@ -94,12 +94,12 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
         counts = counts_of_update(own, num_items_in_batch)[:1]
         readout, options = Readout(self.backbone), ModuleLossOptions()
         first = chain_loss(readout, [states[-1]], [targets[..., 0]], self.config.vocab_size, options, counts)
-        loss, own_loss = cast(torch.Tensor, found.loss), cast(torch.Tensor, first.loss)
-        found.loss, found.backbone_loss = loss + own_loss.to(loss), cast(torch.Tensor, first.head_losses)[0]
+        loss, own_loss = cast(Tensor, found.loss), cast(Tensor, first.loss)
+        found.loss, found.backbone_loss = loss + own_loss.to(loss), cast(Tensor, first.head_losses)[0]
         found.hidden_states = states if kwargs.get("output_hidden_states") else None
         return found
 
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """As `MTPHeads.pooled_loss`, without the backbone's own loss."""
         return self.heads.pooled_loss(sums, counts, self._first)
 
@@ -107,7 +107,7 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
         self,
         save_directory: str | PathLike,
         is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
+        state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         """Write the heads' directory and, in it, the backbone's; `state_dict` holds tensors that had to be

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
@@ -22,7 +22,15 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
 from ..tensor_files import Tensors, read_json, read_tensors, renamed
 from ..wrapped_models import is_unit
-from .backbone_parts import BackboneParts, LayerSource, copy_weights, layer_kind, layer_options, read_config, required
+from .backbone_parts import (
+    BackboneParts,
+    LayerSource,
+    attention_kind,
+    copy_weights,
+    layer_options,
+    read_config,
+    required,
+)
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
 
@@ -57,23 +65,23 @@ class DecoderLayers(nn.ModuleList):
 
     def run(
         self,
-        inputs: Sequence[torch.Tensor],
-        norm: Callable[[torch.Tensor], torch.Tensor],
+        inputs: Sequence[Tensor],
+        norm: Callable[[Tensor], Tensor],
         rotary: nn.Module,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
         cache: Cache | None = None,
-    ) -> list[torch.Tensor]:
+    ) -> list[Tensor]:
         """Return every layer's normed output [B, T, d] for its own input; arguments as for `layer_options`.
 
         In training, several layers are recomputed in backward: the activations of one exist at a time.
         """
-        kind = layer_kind(self.config, -1)
+        kind = attention_kind(self.config, -1)
         options = layer_options(
             self.config, rotary, inputs[0], attention_mask, position_ids, cache, kind, cache_name=self.cache_name
         )
 
-        def run(layer: nn.Module, part: torch.Tensor) -> torch.Tensor:
+        def run(layer: nn.Module, part: Tensor) -> Tensor:
             return norm(layer(part, **options))
 
         recomputes = self.training and torch.is_grad_enabled() and len(self) > 1 and not any(map(is_unit, self))
@@ -99,18 +107,19 @@ class LayerHead(nn.Module):
         self.config, self.vocab_size = config, vocab_size
         count = config.num_depths - (config.first == "backbone")
         source = LayerSource(read_config(config.backbone_config))
+        attention_kind(source.config, -1)
         self.layers, self.rotary = DecoderLayers(source, count), source.rotary()
         mixed = len(_hidden_layers(config)) - 1
         self.mix = nn.Parameter(torch.zeros(count, mixed)) if config.mix == "weighted" else None
 
     def features(
         self,
-        states: Sequence[torch.Tensor],
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor,
+        states: Sequence[Tensor],
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
         backbone: BackboneParts,
         cache: Cache | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return what the unembedding reads for every position of the window, [B, T, n d].
 
         `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
@@ -120,7 +129,7 @@ class LayerHead(nn.Module):
         normed = self.layers.run(inputs, norm, self.rotary, attention_mask, position_ids, cache)
         return torch.cat(normed if self.config.first == "own" else [last.to(normed[0].dtype), *normed], -1)
 
-    def _inputs(self, below: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _inputs(self, below: Sequence[Tensor]) -> list[Tensor]:
         dtype = next(self.layers.parameters()).dtype
         if self.mix is None:
             return [below[-1].to(dtype)] * len(self.layers)
@@ -128,8 +137,8 @@ class LayerHead(nn.Module):
         return list(torch.einsum("kl,l...d->k...d", shares, torch.stack(list(below)).to(dtype)))
 
     def forward(
-        self, features: torch.Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
-    ) -> dict[str, torch.Tensor]:
+        self, features: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
+    ) -> dict[str, Tensor]:
         """`leaf_logits` [..., n, 1, V] from features [..., n d], or those of the positions start .. stop - 1."""
         states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]
         return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}
@@ -167,9 +176,7 @@ def _read(folder: Path) -> Directory:
     """
     config, tensors, count = _read_model(folder)
     if count < 2:
-        raise ValueError(
-            f"{folder}: n_future_tokens={count}: a plain Llama without heads; MTPHeads.backbone_from_official loads it"
-        )
+        raise ValueError(f"{folder}: n_future_tokens={count}: no heads; MTPHeads.backbone_from_official loads it")
     heads = {name.replace("extra_heads", "layers"): part for name, part in tensors.items() if "extra_heads" in name}
     options = {
         "head_type": "layer",

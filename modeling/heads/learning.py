@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -18,8 +18,9 @@ from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
 from .losses import depth_targets, depth_weights, head_loss
+from .window_distribution import WindowDistribution, distribution_after, window_distribution
 
-States = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
+States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
 
@@ -34,13 +35,13 @@ class FrozenBackboneMixin:
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        logits_to_keep: int | torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        cached_states: torch.Tensor | None = None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        cached_states: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the loss of the drafter on the frozen backbone (`learn`), and the backbone's own logits.
@@ -79,28 +80,92 @@ class FrozenBackboneMixin:
         return found
 
 
-class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
-    """How `MTPHeads` learn.
+class WindowHeadMixin(DepthCountsMixin):
+    """What a model with a window head offers, whether the backbone belongs to it or not.
 
     Attributes:
         mtp_loss_weight: lambda, what the heads' loss is multiplied with.
+        head_config: Options of the head.
+        whole_head: The module that gives the distribution of the whole window.
     """
 
     mtp_loss_weight: float = 1.0
-    config: MTPHeadConfig
-    head: nn.Module
-    draft_layers: DraftLayers | None
-    backbone: PreTrainedModel
+    head_config: MTPHeadConfig
+    whole_head: nn.Module
     hidden_layers: list[int]
-    features: Callable[..., torch.Tensor]
-    draft_vocabulary: DraftVocabulary | None
+    draft_vocabulary: DraftVocabulary | None = None
     _parts: Callable[[], BackboneParts | None]
     device: torch.device
 
     @property
     def normalization(self) -> str:
         """See `DepthCountsMixin`."""
-        return self.config.loss_normalization
+        return self.head_config.loss_normalization
+
+    def distribution_of_features(self, features: Tensor) -> WindowDistribution:
+        """Return the distribution of the next `window` tokens given `features` [..., F]."""
+        return window_distribution(self.whole_head, self.head_config, features, self._parts(), self.draft_vocabulary)
+
+    def distribution_after(
+        self, features: Tensor, last: Tensor, length: int, parts: BackboneParts | None = None
+    ) -> WindowDistribution:
+        """Return the distribution of `length` tokens given `features` [..., F] and the token [...] that follows.
+
+        `parts` are those of the backbone, where they are looked up already.
+        """
+        given = features, last, length, parts or self._parts(), self.draft_vocabulary
+        return distribution_after(self.whole_head, self.head_config, *given)
+
+    def window_distribution(self, hidden_states: Tensor) -> WindowDistribution:
+        """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
+
+        Raises:
+            ValueError: Heads (or draft layers) that read more than one state; use `distribution`.
+        """
+        config = self.head_config
+        if set(self.hidden_layers) != {-1} or config.family.attends(config):
+            raise ValueError(f"head_type={config.head_type!r} reads several states here: use distribution(input_ids)")
+        return self.distribution_of_features(hidden_states)
+
+    def loss_scale(self, first: float = 1.0) -> Tensor:
+        """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
+        scale = torch.full((self.head_config.num_depths,), float(self.mtp_loss_weight), device=self.device)
+        scale[0] *= first
+        return scale
+
+    def pooled_loss(self, sums: Tensor, counts: Tensor, first: float = 1.0) -> Tensor:
+        """Return the loss of the head on data of which only sums per depth are known.
+
+        Args:
+            sums: [n], summed terms in nats.
+            counts: [n], targets.
+            first: Weight of depth 1, 0 where the backbone learns it itself.
+
+        Returns:
+            Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
+        """
+        scale = self.loss_scale(first).to(sums)
+        return (sums * scale * depth_weights(self.head_config, counts.to(sums))).sum()
+
+
+class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
+    """How `MTPHeads` learn."""
+
+    config: MTPHeadConfig
+    head: nn.Module
+    draft_layers: DraftLayers | None
+    backbone: PreTrainedModel
+    features: Callable[..., Tensor]
+
+    @property
+    def head_config(self) -> MTPHeadConfig:
+        """The whole configuration."""
+        return self.config
+
+    @property
+    def whole_head(self) -> nn.Module:
+        """The head."""
+        return self.head
 
     @property
     def learning_layers(self) -> list[int]:
@@ -111,10 +176,10 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
 
     def _run_backbone(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        logits_to_keep: int | torch.Tensor = 1,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor = 1,
     ) -> Any:
         """Return the backbone's outputs, with the states that the heads read."""
         layers = self.hidden_layers
@@ -124,14 +189,14 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
     def learn(
         self,
         states: States,
-        logits: torch.Tensor | None,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        labels: torch.Tensor | None,
-        counts: torch.Tensor | int | None,
-        shift_labels: torch.Tensor | None = None,
-        balance: torch.Tensor | None = None,
+        logits: Tensor | None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        counts: Tensor | int | None,
+        shift_labels: Tensor | None = None,
+        balance: Tensor | None = None,
         first: float = 1.0,
         **kwargs: Any,
     ) -> MTPOutput:
@@ -158,34 +223,14 @@ class LearningMixin(FrozenBackboneMixin, DepthCountsMixin):
         found.logits = logits
         return found
 
-    def loss_scale(self, first: float = 1.0) -> torch.Tensor:
-        """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
-        scale = torch.full((self.config.num_depths,), float(self.mtp_loss_weight), device=self.device)
-        scale[0] *= first
-        return scale
-
-    def pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor, first: float = 1.0) -> torch.Tensor:
-        """Return the loss on data of which only sums per depth are known.
-
-        Args:
-            sums: [n], summed terms in nats.
-            counts: [n], targets.
-            first: See `learn`.
-
-        Returns:
-            Scalar: what `forward` would return for all of the data in one batch.
-        """
-        scale = self.loss_scale(first).to(sums)
-        return (sums * scale * depth_weights(self.config, counts.to(sums))).sum()
-
 
 def run_backbone(
     backbone: PreTrainedModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
     layers: list[int],
-    logits_to_keep: int | torch.Tensor = 1,
+    logits_to_keep: int | Tensor = 1,
 ) -> Any:
     """Return the backbone's outputs for whole sequences, with the hidden states that `layers` names."""
     return backbone(
@@ -199,21 +244,19 @@ def run_backbone(
     )
 
 
-def split_states(cached: torch.Tensor, layers: list[int]) -> dict[int, torch.Tensor]:
+def split_states(cached: Tensor, layers: list[int]) -> dict[int, Tensor]:
     """Return cached states [B, L, S, d] by the indices of their layers.
 
     Raises:
         ValueError: Another number of layers.
     """
     if cached.dim() != 4 or cached.shape[2] != len(layers):
-        raise ValueError(
-            f"cached_states has shape {tuple(cached.shape)}; this drafter needs [B, L, {len(layers)}, d], the hidden "
-            f"states {layers}"
-        )
+        wanted = f"[B, L, {len(layers)}, d], the hidden states {layers}"
+        raise ValueError(f"cached_states has shape {tuple(cached.shape)}, but this drafter needs {wanted}")
     return dict(zip(layers, cached.unbind(2)))
 
 
-def counted_positions(states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def counted_positions(states: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the position ids [B or 1, T] of states [B, T, d]; padding has 0."""
     if attention_mask is None:
         return torch.arange(states.shape[1], device=states.device)[None]

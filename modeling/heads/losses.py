@@ -6,27 +6,26 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...configuration import MTPHeadConfig
 from ..draft_vocabulary import DraftVocabulary
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
-from .block_loss import BlockTarget
 from .chunks import Part, chunked_sums, term_rows
-from .registry import window_distribution
-from .teacher import Teacher
+from .teacher import BlockTarget, Teacher
+from .window_distribution import window_distribution
 
 IGNORE = -100
 
 
 def depth_targets(
-    labels: torch.Tensor | None,
+    labels: Tensor | None,
     window: int,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    shift_labels: torch.Tensor | None = None,
-) -> torch.Tensor:
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+) -> Tensor:
     """Return the targets of every depth from labels in any form that models take.
 
     Args:
@@ -55,11 +54,8 @@ def depth_targets(
 
 
 def _targets_of_shifted(
-    shift_labels: torch.Tensor,
-    window: int,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-) -> torch.Tensor:
+    shift_labels: Tensor, window: int, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Tensor:
     """Shifted back, labels are one column longer: the last position may have a target, too."""
     if attention_mask is not None:
         attention_mask = nn.functional.pad(attention_mask[:, -shift_labels.shape[1] :], (0, 1), value=1)
@@ -69,7 +65,7 @@ def _targets_of_shifted(
     return window_targets(labels, window, attention_mask, position_ids)[:, :-1]
 
 
-def check_targets(targets: torch.Tensor, vocab_size: int, name: str = "labels") -> torch.Tensor:
+def check_targets(targets: Tensor, vocab_size: int, name: str = "labels") -> Tensor:
     """Return the targets [...] int64, if every one is a token id or -100.
 
     On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
@@ -82,19 +78,14 @@ def check_targets(targets: torch.Tensor, vocab_size: int, name: str = "labels") 
         ignored = (targets == IGNORE) & (name != "input_ids")
         wrong = targets[~ignored & ((targets < 0) | (targets >= vocab_size))]
         if len(wrong):
-            raise ValueError(
-                f"{name} hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: ids go from 0 to "
-                f"{vocab_size - 1}, and labels may be {IGNORE} where nothing is scored; another tokenizer?"
-            )
+            allowed = f"0 to {vocab_size - 1}, or {IGNORE} in labels; another tokenizer?"
+            raise ValueError(f"{name} hold {int(wrong[0])}, but the vocabulary has {vocab_size} tokens: {allowed}")
     return targets
 
 
 def window_targets(
-    labels: torch.Tensor,
-    window: int,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+    labels: Tensor, window: int, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> Tensor:
     """Return the targets of overlapping windows: the label j tokens ahead, for depths j = 1..n.
 
     Args:
@@ -116,19 +107,15 @@ def window_targets(
     return ahead
 
 
-def tokens_ahead(tokens: torch.Tensor, window: int, fill: int) -> torch.Tensor:
+def tokens_ahead(tokens: Tensor, window: int, fill: int) -> Tensor:
     """Return the next `window` entries after every position of tokens [B, L]: [B, L, n], `fill` beyond the end."""
     padded = torch.nn.functional.pad(tokens, (0, window), value=fill)
     return padded.unfold(1, tokens.shape[1], 1)[:, 1:].transpose(1, 2)
 
 
 def discounted_mtp_loss(
-    terms: torch.Tensor,
-    valid: torch.Tensor,
-    gamma: float = 0.9,
-    normalization: str = "paper",
-    counts: torch.Tensor | int | None = None,
-) -> torch.Tensor:
+    terms: Tensor, valid: Tensor, gamma: float = 0.9, normalization: str = "paper", counts: Tensor | int | None = None
+) -> Tensor:
     """Return the composite likelihood of overlapping windows, discounted by depth (MtPC paper, section 3, Eq. 4).
 
     With L_ij the sum of the valid terms of sequence i at depth j and c_ij their number:
@@ -160,18 +147,18 @@ def discounted_mtp_loss(
     return (terms.sum((0, 1)) * discounted_weights(per_depth.expand(terms.shape[-1]).to(terms), gamma)).sum()
 
 
-def discounted_weights(counts: torch.Tensor, gamma: float) -> torch.Tensor:
+def discounted_weights(counts: Tensor, gamma: float) -> Tensor:
     """Return gamma^(j-1) / c_j, over the sum of all gamma^(j-1), for targets per depth c_j [n]; 0 counts as 1."""
     discounts = _discounts(counts, gamma)
     return discounts / discounts.sum() / counts.clamp(min=1)
 
 
-def _discounts(like: torch.Tensor, gamma: float) -> torch.Tensor:
+def _discounts(like: Tensor, gamma: float) -> Tensor:
     """gamma^(j-1) for j = 1..n, for a vector of n."""
     return gamma ** torch.arange(len(like), device=like.device, dtype=like.dtype)
 
 
-def counted(scored: torch.Tensor, normalization: str = "tokens") -> torch.Tensor:
+def counted(scored: Tensor, normalization: str = "tokens") -> Tensor:
     """Return what the summed terms of each depth are divided by, [n] int64: targets, or sequences (`"paper"`).
 
     Args:
@@ -183,9 +170,7 @@ def counted(scored: torch.Tensor, normalization: str = "tokens") -> torch.Tensor
     return scored.sum((0, 1))
 
 
-def counts_of_update(
-    own: torch.Tensor, given: torch.Tensor | int | None, first: torch.Tensor | None = None
-) -> torch.Tensor:
+def counts_of_update(own: Tensor, given: Tensor | int | None, first: Tensor | None = None) -> Tensor:
     """Return the targets per depth of a whole update, of which a micro-batch has `own`.
 
     Args:
@@ -210,7 +195,7 @@ def counts_of_update(
     return given
 
 
-def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def depth_means(terms: Tensor, valid: Tensor) -> Tensor:
     """Return the detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
     terms = torch.where(valid.bool(), terms.detach(), torch.zeros_like(terms))
     return terms.sum((0, 1)) / valid.sum((0, 1))
@@ -219,14 +204,14 @@ def depth_means(terms: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 def head_loss(
     head: nn.Module,
     config: MTPHeadConfig,
-    features: torch.Tensor,
-    targets: torch.Tensor,
-    input_ids: torch.Tensor | None,
-    counts: torch.Tensor | int | None = None,
+    features: Tensor,
+    targets: Tensor,
+    input_ids: Tensor | None,
+    counts: Tensor | int | None = None,
     backbone: BackboneParts | None = None,
-    last_states: torch.Tensor | None = None,
-    scale: torch.Tensor | float = 1.0,
-    balance: torch.Tensor | None = None,
+    last_states: Tensor | None = None,
+    scale: Tensor | float = 1.0,
+    balance: Tensor | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> MTPOutput:
     """Return the loss of a head over all windows of a batch, in chunks.
@@ -279,13 +264,8 @@ def head_loss(
     balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(
-        part: torch.Tensor,
-        tokens: torch.Tensor,
-        scored: torch.Tensor,
-        unknown: torch.Tensor | None,
-        shares: torch.Tensor | None,
-        *taught: torch.Tensor,
-    ) -> torch.Tensor:
+        part: Tensor, tokens: Tensor, scored: Tensor, unknown: Tensor | None, shares: Tensor | None, *taught: Tensor
+    ) -> Tensor:
         distribution = window_distribution(head, config, part, backbone)
         distribution.reads_codes = vocabulary is not None
         if teacher is None:
@@ -323,7 +303,7 @@ def head_loss(
     )
 
 
-def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
+def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
     """Return what the summed terms of each depth are multiplied with, [n], from targets per depth [n]; 0 counts as 1.
 
     `loss_weights`, or the family's own recipe with `gamma` for its discount, are divided by the counts; where there are
@@ -348,9 +328,7 @@ def depth_weights(config: MTPHeadConfig, counts: torch.Tensor) -> torch.Tensor:
     return discounted_weights(counts, gamma)
 
 
-def _rms_balance(
-    terms: Callable[..., torch.Tensor], head: nn.Module, part: Part, size: int, counts: torch.Tensor
-) -> torch.Tensor:
+def _rms_balance(terms: Callable[..., Tensor], head: nn.Module, part: Part, size: int, counts: Tensor) -> Tensor:
     """Root mean square of the terms of depth 1 over that of each depth, [n] (Mehra et al. 2025); it takes a pass."""
     window = len(counts)
     with torch.no_grad():
@@ -358,6 +336,6 @@ def _rms_balance(
     return balance_factors(squares / counts.clamp(min=1))
 
 
-def balance_factors(squares: torch.Tensor) -> torch.Tensor:
+def balance_factors(squares: Tensor) -> Tensor:
     """Return the root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n]."""
     return (squares[:1] / squares.clamp(min=torch.finfo(squares.dtype).tiny)).sqrt()

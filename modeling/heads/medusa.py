@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...configuration import MTPHeadConfig
@@ -39,12 +39,8 @@ class MedusaHead(BlockHead):
         self.blocks = nn.ModuleList(_blocks(config, hidden_size) for _ in range(config.num_drafts))
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        backbone: BackboneParts | None = None,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> dict[str, torch.Tensor]:
+        self, hidden_states: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
+    ) -> dict[str, Tensor]:
         """`leaf_logits` [..., n, 1, V] of last hidden states [..., d], or those of the positions start .. stop - 1.
 
         Raises:
@@ -54,7 +50,7 @@ class MedusaHead(BlockHead):
         logits = [self._logits(position, hidden_states, backbone) for position in positions]
         return {"leaf_logits": torch.stack([exact(part) for part in logits], -2).unsqueeze(-2)}
 
-    def _logits(self, position: int, hidden_states: torch.Tensor, backbone: BackboneParts | None) -> torch.Tensor:
+    def _logits(self, position: int, hidden_states: Tensor, backbone: BackboneParts | None) -> Tensor:
         if position == 0:
             return required(backbone).unembed(hidden_states)
         return self.unembed(self.blocks[position - 1](hidden_states), position - 1, backbone)
@@ -139,10 +135,7 @@ def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Directory:
     indices = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
     if not indices:
         if "unembeddings.heads.0.weight" in ours:
-            raise ValueError(
-                f"{folder}: heads without blocks are independent ('ff') heads written for vLLM, which lack the first "
-                "one; load the directory that they were written from"
-            )
+            raise ValueError(f"{folder}: 'ff' heads for vLLM lack the first one; load where they were written from")
         raise ValueError(f"{folder}: no Medusa heads among its tensors")
     heads, blocks = (1 + max(numbers) for numbers in zip(*indices))
     unembedding = ours.get("unembeddings.heads.0.weight")

@@ -1,22 +1,18 @@
-"""What is done with a head of any family: build it, make features and distributions, initialise it."""
+"""What is done with a head of any family: build it, initialise it."""
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import nn
 
 from ...configuration import MTPHeadConfig
-from ..draft_vocabulary import DraftVocabulary
-from .backbone_parts import BackboneParts
 from .circuit_head import CircuitHead as CircuitHead
-from .family import FAMILIES, HeadFamily
+from .family import FAMILIES
 from .ff import FFHead as FFHead
 from .hydra import HydraHead as HydraHead
 from .layer import LayerHead as LayerHead
 from .medusa import MedusaHead as MedusaHead
-from .window_distribution import PartialDistribution, WindowDistribution
 
 
 @runtime_checkable
@@ -27,58 +23,9 @@ class Resettable(Protocol):
         """Initialise; tensors that were loaded stay. `std` is `initializer_range` of the model."""
 
 
-def family_of(config: MTPHeadConfig) -> HeadFamily:
-    """Return the record of a config's family."""
-    return FAMILIES[config.head_type]
-
-
 def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
     """Return the head module that `config` describes."""
-    return family_of(config).build(config, hidden_size, vocab_size)
-
-
-def window_distribution(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    features: torch.Tensor,
-    backbone: BackboneParts | None = None,
-    vocabulary: DraftVocabulary | None = None,
-) -> WindowDistribution:
-    """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
-
-    The head computes in its own dtype, whatever that of the features is. A draft vocabulary is that of its columns.
-    """
-    return _over_ids(family_of(config).distribution(head, config, _in_dtype(features, head), backbone), vocabulary)
-
-
-def distribution_after(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    features: torch.Tensor,
-    last: torch.Tensor,
-    length: int,
-    backbone: BackboneParts | None = None,
-    vocabulary: DraftVocabulary | None = None,
-) -> WindowDistribution:
-    """Return `window_distribution` given its first token `last` [...] int64; only what `length` drafts read is made.
-
-    `length` is at least 1, at most `config.window` - 1. The distribution may have more tokens; the first `length` are
-    exact.
-    """
-    family, features = family_of(config), _in_dtype(features, head)
-    if family.is_independent:
-        return _over_ids(family.distribution(head, config, features, backbone, 1, length + 1), vocabulary)
-    whole = family.distribution(head, config, features, backbone, 0, length + 1)
-    return _over_ids(whole, vocabulary).condition(last)
-
-
-def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | None) -> WindowDistribution:
-    return distribution if vocabulary is None else PartialDistribution(distribution, vocabulary)
-
-
-def _in_dtype(features: torch.Tensor, head: nn.Module) -> torch.Tensor:
-    own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
-    return features.to(next(own, features.dtype))
+    return FAMILIES[config.head_type].build(config, hidden_size, vocab_size)
 
 
 def init_head(module: nn.Module, std: float = 0.02) -> None:

@@ -1,9 +1,18 @@
-"""The backbone as a teacher: its own distribution at every position that a head predicts, given the true tokens.
+"""What heads learn from depth 2 on: the backbone's own distributions, or the drafts that block verification accepts.
 
-The distribution of x_{t+j} is that of the backbone's state at t + j - 1, so it costs no further forward. Divergences
+The backbone's distribution of x_{t+j} is that of its state at t + j - 1, so it costs no further forward. Divergences
 between the drafter's distribution q and the verifier's p are computed from log-probabilities, and are finite and
 differentiable where q is. The acceptance of a drafted token is alpha = sum_x min(p(x), q(x)) (Leviathan et al. 2023),
 so total variation is 1 - alpha, and LK is -log alpha.
+
+The loss "block" is what is paid. Along a text x that was drawn from p, a cycle that begins with x_t accepts at least k
+drafts with the probability m_k(t) = min over j <= k of min(1, Q_j / P_j), Q and P the products of q and p over the
+drafts' tokens (`training.evaluation.expected`). The loss is - sum_k m_k, averaged over places. It reads log p of the
+text's own tokens alone, and that text must be the verifier's own, drawn at temperature 1 from its whole distribution.
+
+Cycles begin more often where drafts are rejected. The expected number of calls W = sum_t w_t, with C(t) those that are
+left at t, has the derivative dW / dm_k(t) = - w_t (C(t+k) - C(t+k+1)), so that these weights of m_k, without gradient,
+make the loss that of the calls (`loss_places="calls"`).
 """
 
 from __future__ import annotations
@@ -12,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ...configuration import MTPHeadConfig
 from .backbone_parts import BackboneParts
@@ -22,7 +32,7 @@ from .window_distribution import WindowDistribution, at_tokens
 DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
 """Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
 LOSSES = (*DIVERGENCES, "block")
-"""And the drafts that block verification is expected to accept (`block_loss`), which is no distance."""
+"""And the drafts that block verification is expected to accept, which is no distance."""
 ACCEPTANCES = ("tv", "lk", "lk_kl")
 """Those that are made of the acceptance itself."""
 _KL_SCALE, _KL_DECAY = 1.0, 3.0
@@ -43,16 +53,12 @@ class Teacher:
 
     config: MTPHeadConfig
     backbone: BackboneParts
-    arguments: tuple[torch.Tensor, ...]
-    missing: torch.Tensor | None = None
+    arguments: tuple[Tensor, ...]
+    missing: Tensor | None = None
 
     @classmethod
     def of(
-        cls,
-        config: MTPHeadConfig,
-        backbone: BackboneParts | None,
-        last_states: torch.Tensor | None,
-        scored: torch.Tensor,
+        cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, scored: Tensor
     ) -> Teacher:
         """Return a teacher for a batch: last hidden states [B, L, d], and where something is scored, [B, L, n] bool.
 
@@ -75,8 +81,8 @@ class Teacher:
         return cls(config, backbone, (ahead(ids, window), ahead(log_probs, window)), missing)
 
     def terms(
-        self, distribution: WindowDistribution, tokens: torch.Tensor, taught: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return the terms of some positions and the acceptances there, [N, n] each; at depth 1 of the tokens, and 0.
 
         `tokens` are [N, n] int64; `taught` are pieces of `arguments`.
@@ -96,22 +102,20 @@ class Teacher:
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
 
 
-def likeliest(
-    backbone: BackboneParts, states: torch.Tensor, k: int, norms: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def likeliest(backbone: BackboneParts, states: Tensor, k: int, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `head_and_rest` of the distribution at every state [B, L, d].
 
     `norms` [B, L, 1] is the log of what all logits sum to, where the backbone's unembedding makes only some.
     """
 
-    def best(logits: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def best(logits: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         return head_and_rest(logits - given[0] if given else logits.log_softmax(-1), k)
 
     ids, log_probs = of_logits(backbone, states, best, *(() if norms is None else (norms,)))
     return ids, log_probs
 
 
-def log_norms(backbone: BackboneParts, states: torch.Tensor) -> torch.Tensor:
+def log_norms(backbone: BackboneParts, states: Tensor) -> Tensor:
     """Return the log of what the logits of all tokens sum to at every state [B, L, d], [B, L, 1]."""
     whole = BackboneParts(backbone.model)
     return of_logits(whole, states, lambda logits: (logits.logsumexp(-1, keepdim=True),))[0]
@@ -119,11 +123,8 @@ def log_norms(backbone: BackboneParts, states: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def of_logits(
-    backbone: BackboneParts,
-    states: torch.Tensor,
-    read: Callable[..., tuple[torch.Tensor, ...]],
-    *arguments: torch.Tensor,
-) -> list[torch.Tensor]:
+    backbone: BackboneParts, states: Tensor, read: Callable[..., tuple[Tensor, ...]], *arguments: Tensor
+) -> list[Tensor]:
     """Return what `read` makes of the logits at states [B, L, d] and of arguments [B, L, ..], a chunk at a time."""
     flat = states.flatten(0, -2)
     rows = max(1, LOGITS_PER_CHUNK // backbone.unembed(flat[:1]).shape[-1])
@@ -132,15 +133,13 @@ def of_logits(
     return [torch.cat(piece).unflatten(0, states.shape[:-1]) for piece in zip(*pieces)]
 
 
-def ahead(values: torch.Tensor, window: int) -> torch.Tensor:
+def ahead(values: Tensor, window: int) -> Tensor:
     """For every position the values [B, L, (n - 1) c] of the n - 1 following positions; 0 beyond the end."""
     padded = nn.functional.pad(values, (0, 0, 0, window - 1))
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)
 
 
-def taught_terms(
-    kind: str, share: float, log_p: torch.Tensor, log_q: torch.Tensor, likelihood: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def taught_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
     """Return (1 - share) D(p, q) - share log q(label), and the detached acceptance, [...] each.
 
     Args:
@@ -155,7 +154,7 @@ def taught_terms(
     return mixed, acceptance(log_p, log_q.detach())
 
 
-def divergence(kind: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return how far q is from p, in nats (total variation: a probability).
 
     Args:
@@ -184,17 +183,17 @@ def divergence(kind: str, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Ten
     return lk + _KL_SCALE * fading * divergence("kl", log_p, log_q)
 
 
-def acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     """alpha = sum_x min(p(x), q(x)), [...]: the probability that a token drawn from q is kept."""
     return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
-def log_acceptance(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     """log alpha, [...], without underflow where p and q hardly meet."""
     return torch.minimum(log_p, log_q).logsumexp(-1)
 
 
-def head_and_rest(log_p: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def head_and_rest(log_p: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k likeliest tokens of a distribution, and all others as one.
 
     Lumping tokens together never makes two distributions look further apart: every KL is a lower bound of the true one,
@@ -211,13 +210,174 @@ def head_and_rest(log_p: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
     return ids, torch.cat([best, _log_rest(best)], -1)
 
 
-def lumped(log_q: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def lumped(log_q: Tensor, ids: Tensor) -> Tensor:
     """Return a distribution [..., V] at the tokens `ids` [..., k], and all others as one: [..., k + 1]."""
     chosen = log_q.gather(-1, ids)
     return torch.cat([chosen, _log_rest(chosen)], -1)
 
 
-def _log_rest(chosen: torch.Tensor) -> torch.Tensor:
+def _log_rest(chosen: Tensor) -> Tensor:
     """log(1 - sum), kept away from -inf, where gradients end."""
     tiny = torch.finfo(chosen.dtype).eps ** 2
     return (1 - chosen.exp().sum(-1, keepdim=True)).clamp(min=tiny).log()
+
+
+PLACES = ("all", "calls")
+"""Which places count how much: all alike, or by what a rejection there costs."""
+
+
+def accepted_along(log_q: Tensor, log_p: Tensor, drafted: Tensor) -> Tensor:
+    """Return m_k, the probability that block verification accepts at least k drafts given the text, for k = 1 .. m.
+
+    Args:
+        log_q: [..., m], of the text's tokens after a cycle's first one, each given those before it.
+        log_p: [..., m], the verifier's.
+        drafted: [..., m] bool, False where the text ends or a token is never drafted; from there on m_k is 0.
+    """
+    ratios = torch.where(drafted, log_q - log_p, 0.0)
+    accepted = ratios.cumsum(-1).cummin(-1).values.clamp(max=0).exp()
+    return torch.where(drafted.long().cumprod(-1).bool(), accepted, 0.0)
+
+
+def cycle_starts(accepted: Tensor, places: Tensor) -> Tensor:
+    """Return w, the probability that a cycle begins at each position, [B, L] float64.
+
+    Args:
+        accepted: [B, L, m], m_k of the drafts at each position; 0 where they would reach beyond the text.
+        places: [B, L] bool, True where a cycle may begin; every run of them is a text of its own.
+    """
+    jumps = _jumps(accepted, places)
+    length, reach = jumps.shape[1:]
+    starts = pad((places & ~pad(places, (1, -1))).double(), (0, reach))
+    for position in range(length):
+        starts[:, position + 1 : position + 1 + reach] += starts[:, position, None] * jumps[:, position]
+    return starts[:, :length] * places
+
+
+def _jumps(accepted: Tensor, places: Tensor) -> Tensor:
+    """Return the probability that exactly 0 .. m drafts are accepted, [B, L, m + 1]; 0 where no cycle begins."""
+    return (pad(accepted, (1, 0), value=1.0) - pad(accepted, (0, 1))) * places[..., None]
+
+
+def call_weights(accepted: Tensor, places: Tensor) -> Tensor:
+    """Return w_t (C(t+k) - C(t+k+1)), what a greater m_k(t) saves in expected calls, [B, L, m] float64.
+
+    Arguments as for `cycle_starts`.
+    """
+    accepted = accepted.detach().double()
+    jumps = _jumps(accepted, places)
+    length, reach = jumps.shape[1:]
+    left = jumps.new_zeros(len(jumps), length + reach + 1)
+    for position in reversed(range(length)):
+        later = (jumps[:, position] * left[:, position + 1 : position + 1 + reach]).sum(-1)
+        left[:, position] = (1 + later) * places[:, position]
+    after = left[:, 1:].unfold(1, reach, 1)[:, :length]
+    return cycle_starts(accepted, places)[..., None] * (after[..., :-1] - after[..., 1:])
+
+
+def place_weights(kind: str, accepted: Tensor, places: Tensor) -> Tensor:
+    """Return the weights of m_k, [B, L, m], like `accepted`: 0 where no cycle begins.
+
+    Args:
+        kind: One of `PLACES`.
+        accepted: [B, L, m]; read for `"calls"` alone, on the processor.
+        places: [B, L] bool, see `cycle_starts`.
+    """
+    if kind == "all":
+        return places[..., None].to(accepted).expand_as(accepted)
+    return call_weights(accepted.cpu(), places.cpu()).to(accepted)
+
+
+@torch.no_grad()
+def text_log_probs(backbone: BackboneParts, states: Tensor, following: Tensor) -> Tensor:
+    """Return log p of the token `following` [B, L] every state [B, L, d], given all tokens before: [B, L] float32."""
+
+    def read(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
+        return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
+
+    return of_logits(BackboneParts(backbone.model), states.detach(), read, following[..., None])[0][..., 0]
+
+
+def block_terms(
+    log_q: Tensor, log_p: Tensor, drafted: Tensor, places: Tensor, kind: str = "all", label_weight: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return the terms of all depths of a whole text, and m_k, [B, L, m] each.
+
+    Args:
+        log_q: [B, L, m], see `accepted_along`.
+        log_p: [B, L, m].
+        drafted: [B, L, m] bool.
+        places: [B, L] bool, see `cycle_starts`.
+        kind: One of `PLACES`.
+        label_weight: Share of the likelihood of drafted tokens that is mixed in.
+    """
+    drafted = drafted & places[..., None]
+    accepted = accepted_along(log_q, log_p, drafted)
+    terms = -(1 - label_weight) * place_weights(kind, accepted.detach(), places) * accepted
+    if label_weight:
+        terms = terms - label_weight * torch.where(drafted, log_q, 0.0)
+    return terms, accepted.detach()
+
+
+@dataclass
+class BlockTarget:
+    """What heads learn from depth 2 on, in place of a `Teacher`.
+
+    Attributes:
+        label_weight: Share of the labels' likelihood that is mixed in.
+        arguments: Per position, log p of the drafts' tokens, whether they are drafted, and the places' weights,
+            [B, L, n - 1] each.
+        missing: None, as of a teacher whose whole distribution is read.
+    """
+
+    label_weight: float
+    arguments: tuple[Tensor, ...]
+    missing: None = None
+
+    @classmethod
+    def of(
+        cls,
+        label_weight: float,
+        backbone: BackboneParts | None,
+        last_states: Tensor | None,
+        tokens: Tensor,
+        scored: Tensor,
+        drafted: Tensor,
+    ) -> BlockTarget:
+        """Return the target of a batch, all places alike.
+
+        Args:
+            label_weight: See the class.
+            backbone: The verifier.
+            last_states: [B, L, d], its last hidden states.
+            tokens: [B, L, n] int64, the window after every position.
+            scored: [B, L, n] bool, where something is scored.
+            drafted: [B, L, n] bool, where such a token may be drafted, too.
+
+        Raises:
+            ValueError: There is no verifier.
+        """
+        if last_states is None or backbone is None:
+            raise ValueError("loss_divergence='block' needs the backbone's last hidden states, and none were given")
+        log_p = text_log_probs(backbone, last_states, tokens[..., 0])
+        places = scored[..., :2].all(-1)[..., None]
+        drafted = drafted[..., 1:] & places
+        arguments = ahead(log_p[..., None], scored.shape[-1]), drafted, places.to(log_p).expand(drafted.shape)
+        return cls(label_weight, arguments)
+
+    def terms(
+        self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the terms of some positions, and m_k there, [N, n] each; see `Teacher.terms`."""
+        log_p, drafted, weights = taught
+        log_q, share = distribution.token_log_probs(tokens), self.label_weight
+        accepted = accepted_along(log_q[..., 1:], log_p.to(log_q.dtype), drafted)
+        terms = -(1 - share) * weights.to(log_q.dtype) * accepted
+        if share:
+            terms = terms - share * torch.where(drafted, log_q[..., 1:], 0.0)
+        return torch.cat([-log_q[..., :1], terms], -1), pad(accepted.detach(), (1, 0))
+
+    def by_calls(self, accepted: Tensor) -> None:
+        """Weigh places by what a rejection there costs, from m_k at all of them, [B, L, n - 1]."""
+        log_p, drafted, weights = self.arguments
+        self.arguments = log_p, drafted, place_weights("calls", accepted, weights[..., 0].bool())

@@ -1,7 +1,7 @@
 """Distributions over a window of n tokens: the contract, independent positions, and products of conditionals (Hydra).
 
 A distribution computes in the dtype of the logits it is built from: float32 from models, whatever their own dtype,
-float64 for exact work. -inf logits are legal: they are safe in value and in gradient.
+float64 for exact work. -inf logits are legal: they are safe in value and in gradient. A head of any family makes one.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
+from ...configuration import MTPHeadConfig
 from ..sampling import draw
+from .family import FAMILIES
 
 if TYPE_CHECKING:
     from ..draft_vocabulary import DraftVocabulary
+    from .backbone_parts import BackboneParts
 
-Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
 
 
-NextLogits = Callable[[torch.Tensor], torch.Tensor]
+NextLogits = Callable[[Tensor], Tensor]
 """From the embeddings [..., k, d] of the first k tokens of the window to the logits [..., V] of the next one."""
 
 
@@ -30,32 +34,32 @@ class WindowDistribution(ABC):
 
     window: int
     """n, the number of positions that are still free."""
-    leaf_logits: torch.Tensor
+    leaf_logits: Tensor
     """[..., n, r, v], unnormalised."""
     reads_codes: bool = False
     """Tokens are codes of a `DraftVocabulary`: those from v on have no column and say nothing of latent states."""
 
     @abstractmethod
-    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+    def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """log q(x_1..x_i) for every i and tokens [..., n]: [..., n]; tokens that are `unknown` are summed out."""
 
     @abstractmethod
-    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """log q(X_i = . | x_1..x_{i-1}) for tokens [..., n]: [..., n, v]."""
 
     @abstractmethod
-    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+    def next_log_probs(self, prefix: Tensor) -> Tensor:
         """log q(X_{j+1} = . | x_1..x_j) for prefixes [..., j], j < n: [..., v], up to a constant of each prefix.
 
         Many prefixes of one distribution broadcast: a distribution with axes [B, 1] takes prefixes [B, k, j].
         """
 
     @abstractmethod
-    def condition(self, first: torch.Tensor) -> WindowDistribution:
+    def condition(self, first: Tensor) -> WindowDistribution:
         """Return the distribution of x_2..x_n given x_1 = `first` [...], in the same family."""
 
     @abstractmethod
-    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Let `choose` pick from each exact conditional in turn.
 
         Args:
@@ -66,7 +70,7 @@ class WindowDistribution(ABC):
             tokens [..., length], and the distributions they were drawn from [..., length, v].
         """
 
-    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+    def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n].
 
         Args:
@@ -77,19 +81,19 @@ class WindowDistribution(ABC):
         before = torch.nn.functional.pad(prefix[..., :-1], (1, 0))
         return prefix - torch.where(before.isfinite(), before, torch.zeros_like(before))
 
-    def log_prob(self, tokens: torch.Tensor) -> torch.Tensor:
+    def log_prob(self, tokens: Tensor) -> Tensor:
         """log q(x) for tokens [..., n]: [...]."""
         return self.prefix_log_prob(tokens)[..., -1]
 
-    def greedy(self, length: int | None = None) -> torch.Tensor:
+    def greedy(self, length: int | None = None) -> Tensor:
         """Return the argmax of each exact conditional in turn, [..., n] or the first `length` of them."""
         return self.draft(lambda probs: (probs.argmax(-1), probs), length)[0]
 
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """One window per batch element by ancestral sampling, [..., n]."""
         return self.draft(lambda probs: (draw(probs, generator), probs))[0]
 
-    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """An ancestral sample and the distributions that its tokens follow, [..., length] and [..., length, v]."""
         return self.draft(lambda probs: (draw(probs), probs), length)
 
@@ -97,12 +101,12 @@ class WindowDistribution(ABC):
 class _GivenConditionals(WindowDistribution):
     """A distribution whose conditionals are given: none is computed from a joint distribution."""
 
-    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+    def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return the conditionals at the tokens."""
         chosen = at_tokens(self.conditional_log_probs(tokens), tokens)
         return chosen if unknown is None else chosen.masked_fill(unknown, 0)
 
-    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+    def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Cumulated conditionals."""
         return self.token_log_probs(tokens, unknown).cumsum(-1)
 
@@ -114,28 +118,28 @@ class FactorisedDistribution(_GivenConditionals):
         leaf_logits: [..., n, 1, v].
     """
 
-    def __init__(self, leaf_logits: torch.Tensor) -> None:
+    def __init__(self, leaf_logits: Tensor) -> None:
         self.leaf_logits = leaf_logits
         self.window = leaf_logits.shape[-3]
 
-    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """log leaf_i, whatever the tokens."""
         return normalised_logits(self.leaf_logits[..., 0, :]).expand(*tokens.shape, -1)
 
-    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+    def next_log_probs(self, prefix: Tensor) -> Tensor:
         """Return the logits of leaf_{j+1}, whatever the prefix."""
         leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]
         return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
-    def condition(self, first: torch.Tensor) -> FactorisedDistribution:
+    def condition(self, first: Tensor) -> FactorisedDistribution:
         """Independence: the other positions as they are."""
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
-    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Return every position at once."""
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
 
-    def greedy(self, length: int | None = None) -> torch.Tensor:
+    def greedy(self, length: int | None = None) -> Tensor:
         """Return the argmax of every leaf; no normalisation needed."""
         return self.leaf_logits[..., :length, 0, :].argmax(-1)
 
@@ -154,32 +158,26 @@ class SequentialDistribution(_GivenConditionals):
         known: Embeddings [..., j, d] of the tokens that are bound already.
     """
 
-    def __init__(
-        self,
-        next_logits: NextLogits,
-        embed: Callable[[torch.Tensor], torch.Tensor],
-        window: int,
-        known: torch.Tensor,
-    ) -> None:
+    def __init__(self, next_logits: NextLogits, embed: Callable[[Tensor], Tensor], window: int, known: Tensor) -> None:
         self.next_logits, self.embed, self.window, self.known = next_logits, embed, window, known
 
     @property
-    def leaf_logits(self) -> torch.Tensor:
+    def leaf_logits(self) -> Tensor:
         """Logits of the first free position, [..., 1, 1, V]."""
         return self._logits(self.known)[..., None, None, :]
 
-    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Teacher-forced: every conditional sees the given tokens before it."""
         prefix = self._extended(tokens[..., :-1])
         bound = self.known.shape[-2]
         steps = [self._logits(prefix[..., : bound + i, :]) for i in range(self.window)]
         return normalised_logits(torch.stack(torch.broadcast_tensors(*steps), -2))
 
-    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+    def next_log_probs(self, prefix: Tensor) -> Tensor:
         """Return the logits of the next conditional."""
         return self._logits(self._extended(prefix))
 
-    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+    def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return the conditionals at the tokens.
 
         Raises:
@@ -189,11 +187,11 @@ class SequentialDistribution(_GivenConditionals):
             raise ValueError("unknown: a sequential distribution can sum tokens out at the end of the window only")
         return super().token_log_probs(tokens, unknown)
 
-    def condition(self, first: torch.Tensor) -> SequentialDistribution:
+    def condition(self, first: Tensor) -> SequentialDistribution:
         """Bind the embedding of `first`."""
         return SequentialDistribution(self.next_logits, self.embed, self.window - 1, self._extended(first[..., None]))
 
-    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """One token after the other."""
         distribution, tokens, draft_probs = self, [], []
         for _ in range(self.window if length is None else min(length, self.window)):
@@ -203,10 +201,10 @@ class SequentialDistribution(_GivenConditionals):
             distribution = distribution.condition(token)
         return torch.stack(tokens, -1), torch.stack(draft_probs, -2)
 
-    def _logits(self, prefix: torch.Tensor) -> torch.Tensor:
+    def _logits(self, prefix: Tensor) -> Tensor:
         return exact(self.next_logits(prefix))
 
-    def _extended(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _extended(self, tokens: Tensor) -> Tensor:
         new = self.embed(tokens).to(self.known.dtype)
         batch = torch.broadcast_shapes(new.shape[:-2], self.known.shape[:-2])
         return torch.cat([self.known.expand(*batch, -1, -1), new.expand(*batch, -1, -1)], -2)
@@ -227,56 +225,56 @@ class PartialDistribution(WindowDistribution):
         self.inner, self.vocabulary, self.window = inner, vocabulary, inner.window
 
     @property
-    def leaf_logits(self) -> torch.Tensor:
+    def leaf_logits(self) -> Tensor:
         """Those of the columns."""
         return self.inner.leaf_logits
 
-    def prefix_log_prob(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+    def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return -inf from the first known token on that is never drafted."""
         return self._without_others(self.inner.prefix_log_prob, tokens, unknown, True)
 
-    def token_log_probs(self, tokens: torch.Tensor, unknown: torch.Tensor | None = None) -> torch.Tensor:
+    def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return -inf at known tokens that are never drafted."""
         return self._without_others(self.inner.token_log_probs, tokens, unknown, False)
 
-    def conditional_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+    def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return the columns at their ids, and -inf elsewhere."""
         return self.vocabulary.spread(self.inner.conditional_log_probs(self.vocabulary.codes(tokens)), -torch.inf)
 
-    def next_log_probs(self, prefix: torch.Tensor) -> torch.Tensor:
+    def next_log_probs(self, prefix: Tensor) -> Tensor:
         """Return the columns at their ids, and -inf elsewhere."""
         return self.vocabulary.spread(self.next_columns(prefix), -torch.inf)
 
-    def next_columns(self, prefix: torch.Tensor) -> torch.Tensor:
+    def next_columns(self, prefix: Tensor) -> Tensor:
         """Return `next_log_probs` of the columns alone."""
         return self.inner.next_log_probs(self.vocabulary.codes(prefix))
 
-    def condition(self, first: torch.Tensor) -> PartialDistribution:
+    def condition(self, first: Tensor) -> PartialDistribution:
         """Bind a token; circuits learn nothing from one without a column."""
         return PartialDistribution(self.inner.condition(self.vocabulary.codes(first)), self.vocabulary)
 
-    def draft(self, choose: Choose, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Let `choose` pick token ids of distributions over all ids."""
 
-        def column(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def column(probs: Tensor) -> tuple[Tensor, Tensor]:
             token, chosen = choose(self.vocabulary.spread(probs))
             return self.vocabulary.codes(token), chosen
 
         codes, probs = self.inner.draft(column, length)
         return self.vocabulary.tokens(codes), probs
 
-    def greedy(self, length: int | None = None) -> torch.Tensor:
+    def greedy(self, length: int | None = None) -> Tensor:
         """Return the ids of the likeliest columns."""
         return self.vocabulary.tokens(self.inner.greedy(length))
 
-    def sample_with_probs(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """Return ids, and the distributions over all ids."""
         codes, probs = self.inner.sample_with_probs(length)
         return self.vocabulary.tokens(codes), self.vocabulary.spread(probs)
 
     def _without_others(
-        self, read: Callable[..., torch.Tensor], tokens: torch.Tensor, unknown: torch.Tensor | None, is_prefix: bool
-    ) -> torch.Tensor:
+        self, read: Callable[..., Tensor], tokens: Tensor, unknown: Tensor | None, is_prefix: bool
+    ) -> Tensor:
         codes = self.vocabulary.codes(tokens)
         others = codes >= len(self.vocabulary)
         others = others if unknown is None else others & ~unknown
@@ -284,17 +282,17 @@ class PartialDistribution(WindowDistribution):
         return values.masked_fill(others.long().cumsum(-1).bool() if is_prefix else others, -torch.inf)
 
 
-def at_tokens(log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def at_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
     """Return the entries [...] of log-probabilities [..., v] at tokens [...]; any at codes from v on."""
     return log_probs.gather(-1, tokens[..., None].clamp(max=log_probs.shape[-1] - 1))[..., 0]
 
 
-def normalised_logits(logits: torch.Tensor) -> torch.Tensor:
+def normalised_logits(logits: Tensor) -> Tensor:
     """log_softmax over the last axis."""
     return logits.log_softmax(-1)
 
 
-def logsumexp(values: torch.Tensor, dim: int) -> torch.Tensor:
+def logsumexp(values: Tensor, dim: int) -> Tensor:
     """log sum exp over one axis; where all values are -inf, the result is -inf and the gradient 0 (torch's is NaN)."""
     if not (torch.is_grad_enabled() and values.requires_grad):
         return values.logsumexp(dim)
@@ -305,6 +303,52 @@ def logsumexp(values: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.where(empty, float("-inf"), torch.where(empty, 1.0, total).log() + top.squeeze(dim))
 
 
-def exact(logits: torch.Tensor) -> torch.Tensor:
+def exact(logits: Tensor) -> Tensor:
     """Return the logits in float32 (float64 stays)."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def window_distribution(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: Tensor,
+    backbone: BackboneParts | None = None,
+    vocabulary: DraftVocabulary | None = None,
+) -> WindowDistribution:
+    """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
+
+    The head computes in its own dtype, whatever that of the features is. A draft vocabulary is that of its columns.
+    """
+    return _over_ids(
+        FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone), vocabulary
+    )
+
+
+def distribution_after(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: Tensor,
+    last: Tensor,
+    length: int,
+    backbone: BackboneParts | None = None,
+    vocabulary: DraftVocabulary | None = None,
+) -> WindowDistribution:
+    """Return `window_distribution` given its first token `last` [...] int64; only what `length` drafts read is made.
+
+    `length` is at least 1, at most `config.window` - 1. The distribution may have more tokens; the first `length` are
+    exact.
+    """
+    family, features = FAMILIES[config.head_type], _in_dtype(features, head)
+    if family.is_independent:
+        return _over_ids(family.distribution(head, config, features, backbone, 1, length + 1), vocabulary)
+    whole = family.distribution(head, config, features, backbone, 0, length + 1)
+    return _over_ids(whole, vocabulary).condition(last)
+
+
+def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | None) -> WindowDistribution:
+    return distribution if vocabulary is None else PartialDistribution(distribution, vocabulary)
+
+
+def _in_dtype(features: Tensor, head: nn.Module) -> Tensor:
+    own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
+    return features.to(next(own, features.dtype))

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from ...configuration.ptp import PTPConfig
@@ -17,7 +17,7 @@ _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate",
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
 
 
-def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, torch.Tensor]]:
+def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, Tensor]]:
     """Return the configuration and the tensors, in this library's names.
 
     Raises:
@@ -54,7 +54,7 @@ def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
     )
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _tensors(folder: Path) -> dict[str, Tensor]:
     """Return all tensors of a directory; pickles are read with `weights_only=True`."""
     for patterns in (["*.safetensors"], ["weights.npz"], ["*.ckpt", "*.pt", "*.bin"]):
         if files := sorted(file for pattern in patterns for file in folder.glob(pattern)):
@@ -62,7 +62,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     raise FileNotFoundError(f"{folder}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
 
 
-def _renamed(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+def _renamed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     if name.startswith("u_embed."):
         own = name.rsplit(".", 1)
         if own[0].endswith("embedding"):  # anchors [3, H]

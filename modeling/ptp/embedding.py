@@ -1,9 +1,9 @@
-"""Inputs of slots: embeddings of uniforms, of requests for the most likely token and of the last state, or masks."""
+"""Inputs of slots: embeddings of uniforms and of requests for the most likely token, or masks."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...configuration.ptp import PTPConfig
 from ..uniforms import uniform_features
@@ -17,7 +17,7 @@ GREEDY = -1.0
 class _WideLinear(nn.Linear):
     """A linear layer that computes in float32 at least: in bfloat16, features would lose their digits."""
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         return nn.functional.linear(features.to(dtype), self.weight.to(dtype), bias).to(self.weight.dtype)
@@ -29,7 +29,7 @@ class _GreedyEmbedding(nn.Embedding):
     Its own forward reads the row: where weights are offloaded, they arrive with the call of the module that has them.
     """
 
-    def forward(self, uniforms: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    def forward(self, uniforms: Tensor, embeds: Tensor) -> Tensor:
         """Return `embeds` [B, A, H], replaced by the request where uniforms [B, A] are `GREEDY`."""
         return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)
 
@@ -47,28 +47,15 @@ class UniformEmbedding(nn.Module):
                 _WideLinear(self.dim, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
             )
         self.greedy = _GreedyEmbedding(1, hidden_size) if config.greedy else None
-        self.state = _WideLinear(hidden_size, hidden_size, bias=False) if config.reads_state else None
-        self.gap = nn.Embedding(config.num_slots + 2, hidden_size) if config.reads_state else None
 
-    def forward(
-        self, uniforms: torch.Tensor, states: torch.Tensor | None = None, gaps: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, uniforms: Tensor) -> Tensor:
         """Embed the slots of a batch, [B, A, H] in the dtype of the weights.
 
-        Args:
-            uniforms: [B, A], which stay float32 until they are features; `GREEDY` requests the most likely token.
-            states: [B, A or 1, H], the last verified hidden states, where the slots read them.
-            gaps: [A] or [B, A] int64, the number of tokens between the state's own and the slots' completion; 0: the
-                state is not known, and is not read.
+        `uniforms` [B, A] stay float32 until they are features; `GREEDY` requests the most likely token.
         """
         with torch.autocast(uniforms.device.type, enabled=False):
             embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))
-            if self.greedy is not None:
-                embeds = self.greedy(uniforms, embeds)
-            if self.state is not None and self.gap is not None and gaps is not None:
-                gaps = gaps.clamp(0, self.gap.num_embeddings - 1)
-                embeds = embeds + torch.where((gaps > 0)[..., None], self.state(states), 0.0) + self.gap(gaps)
-        return embeds
+            return embeds if self.greedy is None else self.greedy(uniforms, embeds)
 
 
 def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | None]:
@@ -97,7 +84,7 @@ class Sampler(nn.Sequential):
         ]
         super().__init__(*(layer for block in blocks for layer in block))
 
-    def forward(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor, before: Tensor) -> Tensor:
         """Return the states [..., d] that the unembedding reads, in the dtype of `states` [..., d].
 
         `before` [..., d] are embeddings of the tokens before those that the slots predict; broadcast.

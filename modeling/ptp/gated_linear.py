@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from peft.tuners.lora.layer import Linear
+from torch import Tensor
 
 from .gated_lora import Siblings, current_gate, with_adapter
 
@@ -19,7 +19,7 @@ class GatedLinear(Linear):
 
     siblings: Siblings | None = None
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map [..., in] to [..., out]."""
         result, gate = self.base_layer(x), current_gate()
         return result if gate is None else with_adapter(self, gate, x, result)
@@ -44,8 +44,5 @@ class GatedLinear(Linear):
             ValueError: Another adapter, which could not be told from this one.
         """
         if self.lora_A:
-            raise ValueError(
-                "this layer has gated adapters of its own (PTPForCausalLM), and takes no others: adapt and merge the "
-                "backbone before PTPForCausalLM.from_backbone, or train the student with train_only('student')"
-            )
+            raise ValueError("PTPForCausalLM has gated adapters and takes no others: merge them before from_backbone")
         super().update_layer(*args, **kwargs)

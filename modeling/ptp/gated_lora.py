@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ class Gate:
 
     start: int
     length: int
-    shared: tuple[torch.Tensor, Any, Any] | None = None
+    shared: tuple[Tensor, Any, Any] | None = None
 
-    def found(self, x: torch.Tensor, owner: Any) -> Any:
+    def found(self, x: Tensor, owner: Any) -> Any:
         """Return the products that `owner` computed of x, if they were the last; None otherwise."""
         shared = self.shared
         return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
+    def rows(self, x: Tensor) -> Tensor:
         """Return a view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
 
         Raises:
@@ -115,13 +115,13 @@ class Siblings:
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        self._packed: tuple[tuple, list[torch.Tensor], torch.Tensor, list[torch.Tensor]] | None = None
+        self._packed: tuple[tuple, list[Tensor], Tensor, list[Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave packed weights out of copies and pickles."""
         return {"layers": self.layers, "_packed": None}
 
-    def add(self, layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> bool:
+    def add(self, layer: Any, gate: Gate, x: Tensor, result: Tensor) -> bool:
         """Add s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
 
         Returns:
@@ -147,7 +147,7 @@ class Siblings:
             base[:, gate.start :].baddbmm_(low, up.expand(len(base), -1, -1))
         return True
 
-    def packed(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+    def packed(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]] | None:
         """Return the factors of decoding: the A's of all [n r, in], and each s B, transposed: [r, out].
 
         Cached until a weight changes; call `forget` where that does not show (weights that are set through `.data`).
@@ -171,7 +171,7 @@ class Siblings:
         self._packed = None
 
     @property
-    def halves(self) -> list[torch.Tensor]:
+    def halves(self) -> list[Tensor]:
         """All A's and B's."""
         kinds = [kind for layer in self.layers for kind in (layer.lora_A, layer.lora_B)]
         return [kind[ADAPTER].weight for kind in kinds]
@@ -218,7 +218,7 @@ def _join(parent: nn.Module, kind: type) -> None:
             layer.siblings = siblings
 
 
-def with_adapter(layer: Any, gate: Gate, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def with_adapter(layer: Any, gate: Gate, x: Tensor, result: Tensor) -> Tensor:
     """Return `result` = W x with s B (A x) added on auxiliary rows; the others are unchanged."""
     is_learning = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not is_learning and layer.siblings.add(layer, gate, x, result):

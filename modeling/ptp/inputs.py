@@ -9,6 +9,7 @@ from __future__ import annotations
 from inspect import signature
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field, refuse
@@ -27,12 +28,8 @@ def check_config(config: PreTrainedConfig) -> None:
     kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
     slides = window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}
     name, needed = config.model_type, "auxiliary rows need a backbone with full attention in every layer"
-    refuse(
-        [
-            (slides, f"{name}: sliding_window={window}; {needed}"),
-            (kinds - {"full_attention"}, f"{name}: layers of types {sorted(kinds)}; {needed}"),
-        ]
-    )
+    others = kinds - {"full_attention"}
+    refuse([(slides, f"{name}: sliding_window={window}; {needed}"), (others, f"{name}: layers of {others}; {needed}")])
 
 
 def check_logits(config: PreTrainedConfig) -> None:
@@ -49,26 +46,16 @@ def check_model(backbone: PreTrainedModel) -> None:
         ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
     """
     name, takes = backbone.config.model_type, signature(backbone.get_decoder().forward).parameters
-    refuse(
-        [
-            (
-                has_own_cache(backbone),
-                f"{name}: its attention has a cache of its own and takes no dense masks, which rows need",
-            ),
-            (
-                backbone._is_stateful,
-                f"{name}: a recurrent state cannot be cropped; only full attention can be verified",
-            ),
-            (
-                "position_ids" not in takes,
-                f"{name}: its forward takes no position_ids, and auxiliary rows need their own positions",
-            ),
-        ]
-    )
+    reasons = [
+        (has_own_cache(backbone), "its attention has a cache of its own and takes no dense masks"),
+        (backbone._is_stateful, "a recurrent state cannot be cropped; only full attention can be verified"),
+        ("position_ids" not in takes, "its forward takes no position_ids, which auxiliary rows need"),
+    ]
+    refuse((refused, f"{name}: {reason}") for refused, reason in reasons)
     check_attention(backbone.config, "auxiliary rows")
 
 
-def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> torch.Tensor:
+def packed_mask(documents: Tensor, starts: Tensor, slots: int) -> Tensor:
     """Return the visibility between tokens and auxiliary rows, with several completions per sequence.
 
     Tokens see the tokens of their document up to themselves. Slot k of a completion that starts at column s sees the
@@ -90,21 +77,21 @@ def packed_mask(documents: torch.Tensor, starts: torch.Tensor, slots: int) -> to
     return torch.cat([upper, torch.cat([context, blocks], dim=2)], dim=1)[:, None]
 
 
-def token_mask(documents: torch.Tensor) -> torch.Tensor:
+def token_mask(documents: Tensor) -> Tensor:
     """Return the causal mask within documents, [B, 1, T, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
     same = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0)
     return ((order[:, None] >= order) & same)[:, None]
 
 
-def context_mask(documents: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def context_mask(documents: Tensor, starts: Tensor) -> Tensor:
     """Return the columns that completions continue: those of the same document before each start, [B, C, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
     own = documents.gather(1, starts)[..., None]
     return (order < starts[..., None]) & (documents[:, None] == own) & (own > 0)
 
 
-def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> torch.Tensor:
+def stepwise_mask(documents: Tensor, starts: Tensor, step: int) -> Tensor:
     """Return the mask of slot `step` of all completions, after a cache of [tokens | slots 0 | slots 1 | ...].
 
     Args:
@@ -120,18 +107,14 @@ def stepwise_mask(documents: torch.Tensor, starts: torch.Tensor, step: int) -> t
     return torch.cat([context_mask(documents, starts), own], dim=2)[:, None]
 
 
-def token_positions(documents: torch.Tensor) -> torch.Tensor:
+def token_positions(documents: Tensor) -> Tensor:
     """Return the position of every token in its document, [B, T] int64; 0 for padding."""
     return (token_mask(documents)[:, 0].sum(-1) - 1).clamp(min=0)
 
 
 def packed_positions(
-    documents: torch.Tensor,
-    starts: torch.Tensor,
-    slots: int,
-    offset: int | torch.Tensor,
-    own: torch.Tensor | None = None,
-) -> torch.Tensor:
+    documents: Tensor, starts: Tensor, slots: int, offset: int | Tensor, own: Tensor | None = None
+) -> Tensor:
     """Return the positions that go with `packed_mask`.
 
     Args:
@@ -152,19 +135,17 @@ def packed_positions(
     return torch.cat([own, behind], dim=1).clamp(min=0)
 
 
-def check_positions(config: PTPConfig, position_ids: torch.Tensor) -> None:
+def check_positions(config: PTPConfig, position_ids: Tensor) -> None:
     """Refuse positions beyond a table of learned ones."""
     limit = config.learned_positions
     if torch.compiler.is_compiling():  # a graph cannot look at values
         return
     if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
-        raise ValueError(
-            f"position {int(position_ids.max())} is beyond the {limit} learned positions of "
-            f"{config.backbone_config.model_type} (max_position_embeddings); auxiliary rows need room too"
-        )
+        last, kind = int(position_ids.max()), config.backbone_config.model_type
+        raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; auxiliary rows need room")
 
 
-def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Tensor | None) -> bool:
+def has_slots(config: PTPConfig, uniforms: Tensor | None, masks: Tensor | None) -> bool:
     """Return whether a forward has slots; refuse inputs of another variant."""
     name, given, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
     if other is not None:
@@ -172,7 +153,7 @@ def has_slots(config: PTPConfig, uniforms: torch.Tensor | None, masks: torch.Ten
     return given is not None
 
 
-def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
+def check_uniforms(uniforms: Tensor, may_be_greedy: bool) -> None:
     """Refuse numbers outside [0, 1), and dtypes of few bits."""
     if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits are too coarse")
@@ -182,12 +163,3 @@ def check_uniforms(uniforms: torch.Tensor, may_be_greedy: bool) -> None:
     if not bool((valid | (uniforms == GREEDY) if may_be_greedy else valid).all()):
         low, high = float(uniforms.min()), float(uniforms.max())
         raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
-
-
-def check_masks(masks: torch.Tensor, count: int) -> None:
-    """Refuse indices of masks that do not exist."""
-    if masks.device.type != "cpu" or not masks.numel() or torch.compiler.is_compiling():
-        return
-    low, high = int(masks.min()), int(masks.max())
-    if not 0 <= low <= high < count:
-        raise ValueError(f"masks lie between {low} and {high}, but must be at least 0 and less than num_slots={count}")

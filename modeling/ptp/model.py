@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
@@ -16,24 +16,16 @@ from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel import ParallelGenerationMixin
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
-from ..loading import HUB_OPTIONS, StrictLoadingMixin
+from ..loading import StrictLoadingMixin
 from ..loss_options import OwnLossMixin
 from ..masks import additive_mask, selected_positions
 from ..outputs import PTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
-from .inputs import (
-    check_config,
-    check_logits,
-    check_masks,
-    check_model,
-    check_positions,
-    check_uniforms,
-    has_slots,
-)
+from .inputs import check_config, check_logits, check_model, check_positions, check_uniforms, has_slots
 
-_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "reads_state"}
+_EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "sampler"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
 _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
@@ -103,18 +95,13 @@ class PTPForCausalLM(
             ValueError: A directory of another architecture, another embedding of uniforms than the checkpoint has,
                 missing tensors, wrong shapes.
         """
-        asked = {name: kwargs.pop(name) for name in (_EMBEDDING | {"sampler"}) & kwargs.keys()}
-        if asked:  # the same shapes would not tell
-            hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-            cls.check_model_type(pretrained_model_name_or_path, **hub)
-            saved = PTPConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-            for name, value in asked.items():
-                if value != getattr(saved, name):
-                    raise ValueError(
-                        f"{name}={value!r}: {pretrained_model_name_or_path} was trained with {name}="
-                        f"{getattr(saved, name)!r}, and its weights fit nothing else; leave {name} out"
-                    )
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        config = (loaded[0] if isinstance(loaded, tuple) else loaded).config
+        for name, value in asked.items():
+            if value != (own := getattr(config, name)):  # the same shapes would not tell
+                raise ValueError(f"{name}={value!r}: the checkpoint was trained with {name}={own!r}; leave {name} out")
+        return loaded
 
     @classmethod
     def from_backbone(
@@ -186,7 +173,7 @@ class PTPForCausalLM(
         parts = (self.uniform_embedding, self.mask_embedding, self.sampler)
         return [part for part in parts if part is not None]
 
-    def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
+    def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
         """Return the distribution of the tokens that a group of slots predicts.
 
         Args:
@@ -200,7 +187,7 @@ class PTPForCausalLM(
         if sampler is None:
             return FactorisedDistribution(head(states)[..., None, :])
 
-        def next_logits(known: torch.Tensor) -> torch.Tensor:
+        def next_logits(known: Tensor) -> Tensor:
             return head(sampler(states[..., known.shape[-2] - 1, :], known[..., -1, :]))
 
         return SequentialDistribution(next_logits, embed, states.shape[-2], embed(before)[..., None, :])
@@ -220,20 +207,18 @@ class PTPForCausalLM(
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Any = None,
-        uniforms: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        uniforms: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        inputs_embeds: torch.Tensor | None = None,
-        slot_states: torch.Tensor | None = None,
-        slot_gaps: torch.Tensor | None = None,
-        read: Callable[[torch.Tensor, nn.Module], Any] | None = None,
-        masks: torch.Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        inputs_embeds: Tensor | None = None,
+        read: Callable[[Tensor, nn.Module], Any] | None = None,
+        masks: Tensor | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
         """Return logits of the tokens (the backbone's own) and of the auxiliary rows after them.
@@ -250,8 +235,6 @@ class PTPForCausalLM(
                 as in the config.
             logits_to_keep: Compute the logits of the last so many rows only (0: all).
             inputs_embeds: [B, T, D], in place of `input_ids`.
-            slot_states: [B, A or 1, D], last verified hidden states of the backbone; with `config.reads_state`.
-            slot_gaps: [A] or [B, A] int64, see `UniformEmbedding`.
             read: Applied to the last hidden states [B, T + A, D] and the head in place of logits. Losses over
                 large vocabularies are made in pieces there, inside of what distribution wraps around this forward.
             masks: [B or 1, A] int64 in [0, num_slots), the mask that each auxiliary row reads, in place of `uniforms`;
@@ -263,7 +246,7 @@ class PTPForCausalLM(
             `logits` [B, T + A, V]; or `read`, what the function of that name gave.
 
         Raises:
-            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), masks that do not exist, uniforms
+            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), uniforms
                 for masks or the other way round, positions beyond a table of learned ones, labels that are no token ids
                 or without logits of all tokens.
         """
@@ -274,7 +257,7 @@ class PTPForCausalLM(
         tokens = embeds.shape[1]
         is_slotted = has_slots(self.config, uniforms, masks)
         if is_slotted:
-            slots = self._embedded(uniforms, masks, slot_states, slot_gaps)
+            slots = self._embedded(uniforms, masks)
             embeds = torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
@@ -302,33 +285,24 @@ class PTPForCausalLM(
             read=read and read(hidden, head),
         )
 
-    def _embedded(
-        self,
-        uniforms: torch.Tensor | None,
-        masks: torch.Tensor | None,
-        states: torch.Tensor | None,
-        gaps: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _embedded(self, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
         """Return the embeddings of the auxiliary rows, [B or 1, A, D]."""
         if masks is not None and self.mask_embedding is not None:
-            check_masks(masks, self.config.num_slots)
             return self.mask_embedding(masks)
         if uniforms is None or self.uniform_embedding is None:
             raise ValueError(f"variant={self.config.variant!r}: slots have neither uniforms nor masks to read")
         check_uniforms(uniforms, self.config.greedy)
         if not self.config.informative:
             uniforms = torch.full_like(uniforms, 0.5)
-        if self.config.reads_state and (states is None or gaps is None):
-            raise ValueError("reads_state=True: slots need slot_states and slot_gaps; gaps of 0 say that none is known")
-        return self.uniform_embedding(uniforms, states, gaps)
+        return self.uniform_embedding(uniforms)
 
     def _loss(
         self,
-        logits: torch.Tensor,
-        labels: torch.Tensor | None,
-        shift_labels: torch.Tensor | None,
-        num_items_in_batch: torch.Tensor | int | None,
-    ) -> torch.Tensor | None:
+        logits: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor | None:
         """Return the backbone's own loss, from logits of all tokens."""
         if labels is None and shift_labels is None:
             return None
@@ -340,14 +314,12 @@ class PTPForCausalLM(
         return self.loss_function(logits, None, size, num_items_in_batch, shift_labels=targets)
 
     def prepare_inputs_for_generation(
-        self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
-    def _positions(
-        self, embeds: torch.Tensor, tokens: int, attention_mask: torch.Tensor | None, past_key_values: Any
-    ) -> torch.Tensor:
+    def _positions(self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, past_key_values: Any) -> Tensor:
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         order = torch.arange(embeds.shape[1], device=embeds.device)
         if self.config.variant == "one_hot":  # slot 0 shares the position of the last token
@@ -373,7 +345,7 @@ def _recommended(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _as_mask(mask: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
+def _as_mask(mask: Tensor | None, embeds: Tensor) -> Tensor | None:
     """Return a 4d mask in the additive form; others unchanged."""
     if mask is None or mask.dim() != 4:
         return mask

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..heads.joint import load_trained
@@ -44,10 +44,7 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
     def __init__(self, backbone: PreTrainedModel) -> None:
         plain, attention = unwrap(backbone), backbone.config._attn_implementation
         if hasattr(plain, "train_only"):
-            raise ValueError(
-                f"a {type(plain).__name__} owns a drafter, which would not be trained while the model learns with "
-                "registers; take a plain model of transformers"
-            )
+            raise ValueError(f"a {type(plain).__name__} owns a drafter; take a plain model of transformers")
         check_config(backbone.config)
         check_model(plain)
         super().__init__(backbone.config)
@@ -59,13 +56,8 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
         self.register = nn.Parameter(mean)
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        starts: torch.Tensor,
-        offsets: torch.Tensor,
-    ) -> torch.Tensor:
+        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, starts: Tensor, offsets: Tensor
+    ) -> Tensor:
         """Return the logits of tokens and of the registers after them.
 
         Args:
@@ -93,7 +85,7 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
         self,
         save_directory: str | PathLike,
         is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
+        state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
         """Write the plain model and the register; `state_dict` holds tensors that had to be gathered."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
@@ -105,7 +105,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         """Return the model that runs forwards with slots; on tokens it equals the backbone."""
         return self.whole
 
-    def slot_distribution(self, states: torch.Tensor, before: torch.Tensor) -> WindowDistribution:
+    def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
         """`PTPForCausalLM.slot_distribution`."""
         return self.whole.slot_distribution(states, before)
 

@@ -51,7 +51,7 @@ def test_distances_of_columns_allow_chains_and_no_trees(name):
     assert out.sequences[:, -16:].tolist() == [text.tolist() for text in want]
     assert len({len(row) for row in out.speculation.rows_accepted}) > 1
     wide = NgramDrafter(longest=1, num_tokens=4, branches=3).attach(model)
-    message = f"{name}: {WHY.get(name, 'ALiBi')} takes distances from columns, and trees .* leave draft_tree out"
+    message = f"{name}: {WHY.get(name, 'ALiBi')} takes distances from columns.*draft_tree"
     for asked in (dict(assistant_model=wide), dict(assistant_model=drafter, draft_tree={"top_k": 2})):
         with pytest.raises(ValueError, match=message):
             model.generate(**left_padded(batch), **options, **asked)

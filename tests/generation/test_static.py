@@ -174,10 +174,10 @@ def test_models_with_modules_verify_in_it():
         ({}, {}),
         ({}, {"slot_budget": "quadratic"}),
         ({}, {"slot_budget": "linear", "num_assistant_tokens": 2}),
-        ({"variant": "categorical", "reads_state": True}, {}),
+        ({"variant": "categorical"}, {}),
         ({"variant": "mask", "sampler": "mlp"}, {}),
     ],
-    ids=["one-hot", "quadratic", "linear", "states", "sampler"],
+    ids=["one-hot", "quadratic", "linear", "categorical", "sampler"],
 )
 def test_slots_ride_along_in_one_graph(model, options):
     model, options = student(**model), options | {"compile_config": compiled()}

@@ -316,7 +316,7 @@ def test_chains_and_certain_trees_take_their_short_ways(rule):
     """A chain is verified as `verify` does, and certain trees by a walk, from the same random numbers."""
     draft, q, p = random_chain(torch.float64)
     seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
-    accepted, added = verify(draft, q, p, rule, seeded())
+    accepted, added, _ = verify(draft, q, p, rule, seeded())
     result = verify_sampled(DraftTree.chain(draft, q), p, rule, seeded())
     assert torch.equal(result.num_accepted, accepted) and torch.equal(result.added, added)
     assert torch.equal(result.tokens[:, :-1][result.nodes >= 0], draft[result.nodes >= 0])

@@ -127,9 +127,9 @@ def test_backbones_of_different_families():
 
 
 @pytest.mark.parametrize("variant", ["one_hot", "categorical"])
-def test_slots_that_read_states_and_a_greedy_wish(variant):
+def test_slots_with_a_greedy_wish(variant):
     large = backbone(seed=2).double()
-    small = student(variant, copy.deepcopy(large), reads_state=True, greedy=True).eval()
+    small = student(variant, copy.deepcopy(large), greedy=True).eval()
     small.attach(large)
     assert torch.equal(write(large, assistant_model=small), write(large))
     apart = PTPStudent.from_model(copy.deepcopy(small)).attach(large)

@@ -39,7 +39,7 @@ def protocol_of(request: BenchRequest) -> Protocol:
     """Return how much is measured, and how."""
     modes = [DecodingMode.named(words) for words in request.decoding]
     limits = request.new_tokens, request.force_length, request.per_category, request.seconds, request.seed
-    return Protocol(modes, request.batch_size, *limits)
+    return Protocol(modes, request.batch_size, *limits, expects=not request.no_expected)
 
 
 def run_bench(request: BenchRequest, console: Console | None = None) -> MeasuredResults:
@@ -55,7 +55,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     protocol = protocol_of(request)
-    prompts = read_prompts(request.prompts)
+    prompts, broken = read_prompts(request.prompts, request.skip_broken)
     _claim(request)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -68,6 +68,8 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     except KeyboardInterrupt as error:  # what is measured stays
         interrupted = error
         console.print("Interrupted; the same command goes on where this one ended.", markup=False)
+    for words in broken:
+        console.print(f"left out: {request.prompts}, {words}", markup=False)
     measured = _measured(request, bench, refused) if any(line.run.error is None for line in bench.lines) else None
     if measured is not None:
         show(console, measured)

@@ -1,13 +1,15 @@
-"""Models of a run, loaded or made new, and the text that a backbone writes for its drafter."""
+"""Models of a run, loaded or made new, and the data that a frozen backbone adds: stored states and its own text."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -15,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Trainer,
 )
 
 from ...configuration import MTPHeadConfig, PTPConfig
@@ -22,6 +25,7 @@ from ...configuration.eagle import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
+from ..features import STATES, FeatureDataset, cache_features
 from ..loading import (
     DRAFTERS,
     base_of,
@@ -249,6 +253,58 @@ def _on(settings: Settings, backbone: str, adapters: str | None = None) -> Setti
 
 def _is_same(name: str | None, other: str | Path | None) -> bool:
     return name is not None and other is not None and Path(name).resolve() == Path(other).resolve()
+
+
+def check_features(settings: Settings, model: PreTrainedModel) -> None:
+    """Refuse a run that has no states to store, before anything is written."""
+    folder = settings.drafter.features
+    if folder is None:
+        return
+    if Path(folder).is_file():
+        raise ValueError(f"features={folder} is a file: choose a directory")
+    if not isinstance(model, AttachableDrafter) or settings.drafter.training_strategy().train != "drafter":
+        raise ValueError(
+            f"features={folder} holds the states of a frozen backbone: leave it out, or train heads or an EAGLE head "
+            "apart, with strategy: {train: drafter}"
+        )
+    streams = {"dataset_streaming": settings.data.dataset_streaming, "streaming": settings.mixture.streaming}
+    for name in (name for name, value in streams.items() if value):
+        raise ValueError(f"features={folder} holds all rows at once, and a stream has no end: set {name}: false")
+
+
+def keep_features(trainer: Trainer, settings: Settings) -> None:
+    """Write the states that the drafter learns from, or those that are missing, and replace the data with them."""
+    folder, rows = settings.drafter.features, trainer.train_dataset
+    if folder is None or not isinstance(rows, Dataset):
+        return
+    with trainer.args.main_process_first(desc="states of the backbone"):
+        trainer.train_dataset = cache_features(trainer.model, _Collated(rows, trainer.data_collator), folder)
+    trainer.data_collator = _Either(trainer.data_collator)
+    trainer.args.remove_unused_columns = False  # TRL's list of columns knows no states
+
+
+class _Collated(Sequence):
+    """Rows as the trainer's collator makes them, one by one: with labels, and with positions where they are packed."""
+
+    def __init__(self, rows: Dataset, collator: Any) -> None:
+        self.rows, self.collator = rows, collator
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        batch = self.collator([self.rows[number]])
+        return {name: values[0] for name, values in batch.items() if isinstance(values, torch.Tensor)}
+
+
+class _Either:
+    """Batches of rows with stored states, and of rows without, as evaluation has them."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator = collator
+
+    def __call__(self, rows: Sequence[Any]) -> Any:
+        return (FeatureDataset.collate if STATES in rows[0] else self.collator)(rows)
 
 
 def with_own_text(settings: Settings, trainee: Trainee) -> Settings:

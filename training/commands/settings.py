@@ -66,6 +66,11 @@ class DrafterArguments:
         "Learn from what the backbone writes after the beginnings of the data: folder, prompt_tokens, and options of "
         "training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
     )
+    features: str | None = _setting(
+        None,
+        "Directory for the frozen backbone's states, for heads or an EAGLE head: every epoch then goes without its "
+        "forward, and a further run finds them there.",
+    )
     acceptance: dict | str | None = _setting(None, "Options of AcceptanceCallback, JSON; false leaves it out.")
     early_stopping_patience: int | None = _setting(
         None, "Evaluations without a better metric_for_best_model before training ends."

@@ -27,7 +27,9 @@ from .data import load_data
 from .models import (
     Trainee,
     build,
+    check_features,
     is_parallel,
+    keep_features,
     note_backbone,
     ptp_options,
     with_moved_backbone,
@@ -89,7 +91,7 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
     resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint)
     if resumed is None:
         check_nothing_is_lost(folder, asked)
-    _check_before_text(settings)
+    _check_before_text(settings, trainee)
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(folder, asked, facts)])
     check_best_metric(trainer)
@@ -102,6 +104,7 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
             if trainer.is_world_process_zero():
                 write_run(folder, asked, facts)
         else:
+            keep_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
         settings.training.push_to_hub = False  # the push comes once, at the end
         trainer.save_model()
@@ -122,9 +125,10 @@ def _data_of(asked: Settings) -> list[str]:
     return [each.path for each in asked.mixture.datasets] if name is None else [name]
 
 
-def _check_before_text(settings: Settings) -> None:
+def _check_before_text(settings: Settings, trainee: Trainee) -> None:
     """Refuse settings that need no data to be checked, before the backbone writes any."""
     settings.drafter.training_strategy()
+    check_features(settings, trainee.model)
     _callbacks(settings, settings.training.eval_strategy != "no")
 
 

@@ -44,6 +44,7 @@ class Protocol:
         seconds: Time limit: no unit is begun that would end later, but one of every way of decoding and batch size.
             None: no limit.
         seed: Of the samples.
+        expects: Whether calls are expected along the plain texts, too.
     """
 
     modes: Sequence[DecodingMode] = MODES
@@ -53,6 +54,7 @@ class Protocol:
     per_category: int | None = None
     seconds: float | None = None
     seed: int = 0
+    expects: bool = True
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,8 @@ class Bench:
         if not mode.is_sampled:
             rows = zip(prompts, plain.ids, run.ids)
             differences = [self.ties.difference(*row, len(prompts)) for row in rows]
-        return replace(run, differences=differences, expected=self._expected(method, prompts, plain, mode))
+        expected = self._expected(method, prompts, plain, mode) if self.protocol.expects else None
+        return replace(run, differences=differences, expected=expected)
 
     def _expected(
         self, method: Method, prompts: Sequence[torch.Tensor], plain: Run, mode: DecodingMode

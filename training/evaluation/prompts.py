@@ -29,13 +29,17 @@ class Prompt:
     before: tuple[dict[str, Any], ...] = ()
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], list[str]]:
     """Return the prompts of a file.
 
     Args:
         path: In a `.jsonl`: JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
             `messages`, `prompt` or `text`, and, optionally, `question_id` and `category`. In any other file a prompt
             per line.
+        skip_broken: Leave out lines that hold no prompt.
+
+    Returns:
+        The prompts, and what is wrong with the lines that were left out.
 
     Raises:
         FileNotFoundError: No such file.
@@ -47,19 +51,21 @@ def read_prompts(path: Path) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 ({error}): convert it") from error
-    prompts = []
+    prompts, broken = [], []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
                 prompts.append(_of_json(number, line) if path.suffix == ".jsonl" else Prompt(str(number), (line,)))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            broken.append(f"line {number}: {error}")
+    if broken and not skip_broken:
+        raise ValueError(f"{path}, {broken[0]}")
     names = [prompt.name for prompt in prompts]
     if double := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{path}: question_id {double[0]} stands there twice; number the lines apart")
     if not prompts:
         raise ValueError(f"{path}: no prompt in it; write one per line")
-    return prompts
+    return prompts, broken
 
 
 def _of_json(number: int, line: str) -> Prompt:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...modeling.heads.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE
@@ -25,7 +25,7 @@ _GOLDEN = 0.6180339887498949
 _SILVER = 0.7548776662466927  # the plastic number's inverse: a second sequence, independent of the first
 
 
-def at_columns(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def at_columns(values: Tensor, columns: Tensor) -> Tensor:
     """Return `values[b, columns[b]]` for values [B, T, ...] and columns [B, ...]."""
     rows = torch.arange(len(values), device=values.device).view(-1, *[1] * (columns.dim() - 1))
     return values[rows, columns]
@@ -41,16 +41,16 @@ class Scores:
         size: v.
     """
 
-    states: torch.Tensor
+    states: Tensor
     head: nn.Module | None
     size: int
 
     @classmethod
-    def of_logits(cls, logits: torch.Tensor) -> Scores:
+    def of_logits(cls, logits: Tensor) -> Scores:
         """Return scores of logits that exist already."""
         return cls(logits, None, logits.shape[-1])
 
-    def at(self, columns: torch.Tensor) -> Scores:
+    def at(self, columns: Tensor) -> Scores:
         """Return the rows of columns [B, ...] of scores [B, T]."""
         return Scores(at_columns(self.states, columns), self.head, self.size)
 
@@ -58,19 +58,19 @@ class Scores:
         """Return the rows of an index that does not touch the last axis."""
         return Scores(self.states[index], self.head, self.size)
 
-    def replaced(self, indices: torch.Tensor, other: Scores) -> Scores:
+    def replaced(self, indices: Tensor, other: Scores) -> Scores:
         """Return a copy with another's rows at indices [G] of axis 1; as logits, if the heads differ."""
         if self.head is other.head:
             return Scores(self.states.index_copy(1, indices, other.states), self.head, self.size)
         mine, others = (part.logits(part.states) for part in (self, other))
         return Scores.of_logits(mine.index_copy(1, indices, others.to(mine.dtype)))
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """Return the logits [..., v] of some states."""
         return states if self.head is None else self.head(states)
 
     @torch.no_grad()
-    def mapped(self, function: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor) -> list[torch.Tensor]:
+    def mapped(self, function: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> list[Tensor]:
         """Return what a function computes of all rows, piece by piece.
 
         Args:
@@ -97,13 +97,13 @@ class Sequences:
         given: [B, T] int64, their position ids; None: counted within their documents.
     """
 
-    tokens: torch.Tensor
-    documents: torch.Tensor
-    scored: torch.Tensor
-    given: torch.Tensor | None = None
+    tokens: Tensor
+    documents: Tensor
+    scored: Tensor
+    given: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Mapping[str, torch.Tensor]) -> Sequences:
+    def of(cls, inputs: Mapping[str, Tensor]) -> Sequences:
         """Read `input_ids` and, if given, `attention_mask`, `labels` (-100: no target) and `position_ids`.
 
         A packed document begins where position ids do not grow by one, or where the number in the attention mask
@@ -126,18 +126,18 @@ class Sequences:
         return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE), given)
 
     @property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """Position ids of the tokens, [B, T] int64."""
         return token_positions(self.documents) if self.given is None else self.given.clamp(min=0)
 
     @property
-    def startable(self) -> torch.Tensor:
+    def startable(self) -> Tensor:
         """Columns that a completion may start at: a target with context in its document, [B, T] bool."""
         before = torch.nn.functional.pad(self.documents[:, :-1], (1, 0))
         return self.scored & (self.documents == before)
 
 
-def _documents_of(positions: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+def _documents_of(positions: Tensor, real: Tensor) -> Tensor:
     """Return the numbers of documents [B, T], 0 for padding; they begin after padding, or where positions jump."""
     goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
     begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True) & real
@@ -159,15 +159,15 @@ class Completions:
         scores: [B, C, K], from which the verified distribution of each token is computed, if a loss needs it.
     """
 
-    starts: torch.Tensor
-    tokens: torch.Tensor
-    known: torch.Tensor
-    scored: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
+    starts: Tensor
+    tokens: Tensor
+    known: Tensor
+    scored: Tensor
+    low: Tensor
+    high: Tensor
     scores: Scores | None = None
 
-    def place(self, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def place(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Return uniforms that pick the tokens, and how far they reach.
 
         Args:
@@ -181,7 +181,7 @@ class Completions:
         return u, (valid & self.known).long().cumprod(-1).bool()
 
 
-def draw_starts(startable: torch.Tensor, count: int, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_starts(startable: Tensor, count: int, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the starts with the largest keys, without repetition.
 
     Args:
@@ -199,8 +199,8 @@ def draw_starts(startable: torch.Tensor, count: int, keys: torch.Tensor) -> tupl
 
 
 def completion_tokens(
-    sequences: Sequences, starts: torch.Tensor, exists: torch.Tensor, length: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    sequences: Sequences, starts: Tensor, exists: Tensor, length: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the pieces of sequences from `starts` on.
 
     Args:
@@ -220,7 +220,7 @@ def completion_tokens(
     return columns, at_columns(sequences.tokens, columns), known, known & at_columns(sequences.scored, columns)
 
 
-def token_intervals(scores: Scores, tokens: torch.Tensor, sampling: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def token_intervals(scores: Scores, tokens: Tensor, sampling: dict) -> tuple[Tensor, Tensor]:
     """Return the intervals of tokens under the verified distribution.
 
     Args:
@@ -235,7 +235,7 @@ def token_intervals(scores: Scores, tokens: torch.Tensor, sampling: dict) -> tup
     return low, high
 
 
-def before_eos(tokens: torch.Tensor, eos: list[int]) -> torch.Tensor:
+def before_eos(tokens: Tensor, eos: list[int]) -> Tensor:
     """Return which tokens [..., K] of a drafted text come no later than the first end-of-text token, [..., K] bool."""
     ended = torch.isin(tokens, torch.tensor(eos, device=tokens.device, dtype=tokens.dtype)).long().cumsum(-1)
     return torch.nn.functional.pad(ended[..., :-1], (1, 0)) == 0
@@ -251,15 +251,15 @@ class RandomDraws:
     def __init__(self, concentration: float) -> None:
         self.concentration = concentration
 
-    def keys(self, documents: torch.Tensor) -> torch.Tensor:
+    def keys(self, documents: Tensor) -> Tensor:
         """Return sort keys of columns, [B, T] in [0, 1)."""
         return torch.rand(documents.shape, device=documents.device)
 
-    def shares(self, starts: torch.Tensor, length: int) -> torch.Tensor:
+    def shares(self, starts: Tensor, length: int) -> Tensor:
         """Return positions in intervals, as shares of them, [B, C, length] float64."""
         return beta_shares(starts[..., None].expand(*starts.shape, length), self.concentration)
 
-    def gaps(self, starts: torch.Tensor, most: int) -> torch.Tensor:
+    def gaps(self, starts: Tensor, most: int) -> Tensor:
         """Return whole numbers in 1..most, [B, C]."""
         return torch.randint(1, most + 1, starts.shape, device=starts.device)
 
@@ -271,19 +271,19 @@ class FixedDraws:
         documents: [B, T] int64, 0 for padding.
     """
 
-    def __init__(self, documents: torch.Tensor) -> None:
+    def __init__(self, documents: Tensor) -> None:
         self.order = (documents > 0).long().cumsum(1)
 
-    def keys(self, documents: torch.Tensor) -> torch.Tensor:
+    def keys(self, documents: Tensor) -> Tensor:
         """See `RandomDraws`."""
         return (self.order.double() * _GOLDEN).frac()
 
-    def shares(self, starts: torch.Tensor, length: int) -> torch.Tensor:
+    def shares(self, starts: Tensor, length: int) -> Tensor:
         """See `RandomDraws`."""
         steps = torch.arange(1, length + 1, device=starts.device)
         first = self.order.gather(1, starts).double()[..., None] * _GOLDEN
         return (first + steps * _SILVER).frac()
 
-    def gaps(self, starts: torch.Tensor, most: int) -> torch.Tensor:
+    def gaps(self, starts: Tensor, most: int) -> Tensor:
         """See `RandomDraws`."""
         return 1 + self.order.gather(1, starts) % most

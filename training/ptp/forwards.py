@@ -7,28 +7,22 @@ call with `input_ids`, `attention_mask` and `position_ids` returns an object wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ...configuration.ptp import PTPConfig
 from ...modeling.masks import additive_mask
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
-from .completions import (
-    Completions,
-    Scores,
-    Sequences,
-    at_columns,
-    before_eos,
-    completion_tokens,
-    token_intervals,
-)
+from ...modeling.sampling import pick
+from ...modeling.uniforms import place
+from .completions import Completions, Scores, Sequences, at_columns, before_eos, completion_tokens, token_intervals
+from .losses import target_probs
 
-Read = Callable[[torch.Tensor, nn.Module], Any]
+Read = Callable[[Tensor, nn.Module], Any]
 """What is computed from last hidden states and the head; see `PTPForCausalLM.forward`."""
-SlotContext = tuple[torch.Tensor | None, torch.Tensor | None]
-"""The states and gaps of `SlotInputs`."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +31,18 @@ class SlotInputs:
 
     Attributes:
         uniforms: [B, C, L] float32.
-        states: [B, C, D] last verified hidden states, or None.
-        gaps: [B, C] int64, tokens between a state's own and its completion; 0 if there is none.
         are_masks: Whether slots read the masks of their positions, and no uniforms.
     """
 
-    uniforms: torch.Tensor
-    states: torch.Tensor | None = None
-    gaps: torch.Tensor | None = None
+    uniforms: Tensor
     are_masks: bool = False
 
-    def flat(self) -> dict[str, torch.Tensor]:
+    def flat(self) -> dict[str, Tensor]:
         """Return the arguments of `PTPForCausalLM.forward`, all slots in one sequence."""
         completions, slots = self.uniforms.shape[1:]
         if self.are_masks:
             return {"masks": torch.arange(slots, device=self.uniforms.device).repeat(completions)[None]}
-        context = {"slot_states": self.states, "slot_gaps": self.gaps}
-        repeated = {name: x.repeat_interleave(slots, dim=1) for name, x in context.items() if x is not None}
-        return {"uniforms": self.uniforms.flatten(1)} | repeated
+        return {"uniforms": self.uniforms.flatten(1)}
 
 
 class PackedRows:
@@ -67,7 +55,7 @@ class PackedRows:
         is_one_hot: Whether slots are one-hot, which decides their positions.
     """
 
-    def __init__(self, model: nn.Module, sequences: Sequences, starts: torch.Tensor, is_one_hot: bool) -> None:
+    def __init__(self, model: nn.Module, sequences: Sequences, starts: Tensor, is_one_hot: bool) -> None:
         self.model, self.sequences, self.starts = model, sequences, starts
         self.offset = -int(is_one_hot)
         self.cache: Any = None
@@ -97,9 +85,9 @@ class PackedRows:
 
     def _run(
         self,
-        tokens: torch.Tensor | None,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
+        tokens: Tensor | None,
+        mask: Tensor,
+        positions: Tensor,
         read: Read,
         slots: SlotInputs | None = None,
         use_cache: bool = True,
@@ -118,7 +106,36 @@ class PackedRows:
         return outputs.read
 
     @torch.no_grad()
-    def most_likely(self, first: Scores, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:
+    def invert(self, first: Scores, tokens: Tensor, known: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
+
+        u_k lies in the interval of token k under the student's distribution given u_0..u_{k-1}: one forward per token,
+        with one new slot for every completion at once.
+
+        Args:
+            first: [B, C], of the completions' first tokens, from `read`.
+            tokens: [B, C, K] int64.
+            known: [B, C, K] bool.
+            shares: [B, C, K], positions in the intervals.
+
+        Returns:
+            u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
+        """
+
+        def placed(logits: Tensor, own: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+            return place(own, logits.double().softmax(-1), share)
+
+        found, scores, count = [], first, tokens.shape[2]
+        for step in range(count):
+            found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
+            if step < count - 1:
+                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None]))
+        self.cache.crop(-(count - 1) * self.starts.shape[1])
+        u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
+        return u, (valid & known).long().cumprod(-1).bool()
+
+    @torch.no_grad()
+    def most_likely(self, first: Scores, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
         """Return the backbone's own greedy completions, computed token by token with the cache.
 
         Args:
@@ -138,20 +155,18 @@ class PackedRows:
         stacked = torch.stack([part.states for part in scores], dim=2)
         return torch.stack(tokens, dim=-1), Scores(stacked, first.head, first.size)
 
-    def _next(
-        self, step: int, starts: torch.Tensor, slots: SlotInputs | None = None, tokens: torch.Tensor | None = None
-    ) -> Scores:
+    def _next(self, step: int, starts: Tensor, slots: SlotInputs | None = None, tokens: Tensor | None = None) -> Scores:
         """Return the scores [B, C] after one more slot, or token, of C completions; it stays in the cache."""
         mask = stepwise_mask(self.sequences.documents, starts, step)
         return self._run(tokens, mask, at_columns(self.sequences.positions, starts) + step, _scores, slots)
 
-    def _layout(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _layout(self, slots: int) -> tuple[Tensor, Tensor]:
         documents = self.sequences.documents
         positions = packed_positions(documents, self.starts, slots, self.offset, self.sequences.positions)
         return packed_mask(documents, self.starts, slots), positions
 
 
-def _scores(hidden: torch.Tensor, head: Any) -> Scores:
+def _scores(hidden: Tensor, head: Any) -> Scores:
     return Scores(hidden, head, head.weight.shape[0])
 
 
@@ -167,7 +182,7 @@ class Teacher:
         self.model, self.sampling = model, sampling
 
     @torch.no_grad()
-    def logits(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def logits(self, tokens: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """Return the logits [B, Q, v] of tokens [B, Q] under a dense bool mask [B, 1, Q, Q]."""
         weight = next(self.model.parameters(), None)
         dtype = torch.float32 if weight is None else weight.dtype
@@ -180,20 +195,25 @@ class Teacher:
         documents = sequences.documents
         return Scores.of_logits(self.logits(sequences.tokens, token_mask(documents), sequences.positions))
 
-    def pieces(
-        self, sequences: Sequences, scores: Scores, starts: torch.Tensor, exists: torch.Tensor, length: int
-    ) -> Completions:
+    def pieces(self, sequences: Sequences, scores: Scores, starts: Tensor, exists: Tensor, length: int) -> Completions:
         """Return pieces of the sequences as completions, verified by the scores [B, T] of the sequences."""
         columns, tokens, known, scored = completion_tokens(sequences, starts, exists, length)
         low, high = token_intervals(scores[:, :-1], sequences.tokens[:, 1:], self.sampling)
         low, high = (at_columns(edge, columns - 1) for edge in (low, high))
         return Completions(starts, tokens, known, scored, low, high, scores.at(columns - 1))
 
-    def belong(self, tokens: torch.Tensor) -> torch.Tensor:
+    def drafts(self, sequences: Sequences, starts: Tensor, exists: Tensor, tokens: Tensor) -> Completions:
+        """Return given completions [B, C, K], verified in one forward with all of them packed."""
+        scores = self._of_completions(sequences, starts, tokens)
+        low, high = token_intervals(scores, tokens, self.sampling)
+        known = exists[..., None] & self.belong(tokens)
+        return Completions(starts, tokens, known, known, low, high, scores)
+
+    def belong(self, tokens: Tensor) -> Tensor:
         """Return which tokens [..., K] of completions come no later than their end, [..., K] bool."""
         return before_eos(tokens, eos_ids(self.model))
 
-    def _of_completions(self, sequences: Sequences, starts: torch.Tensor, tokens: torch.Tensor) -> Scores:
+    def _of_completions(self, sequences: Sequences, starts: Tensor, tokens: Tensor) -> Scores:
         """Return the scores [B, C, K] of completions [B, C, K]."""
         documents, length = sequences.documents, sequences.tokens.shape[1]
         mask = packed_mask(documents, starts, tokens.shape[2])
@@ -202,7 +222,7 @@ class Teacher:
         own = logits[:, length:].unflatten(1, tokens.shape[1:])
         return Scores.of_logits(torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2))
 
-    def most_likely(self, sequences: Sequences, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, Scores]:
+    def most_likely(self, sequences: Sequences, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
         """Return greedy completions [B, C, K] and their scores, a forward per token; `PackedRows` has a cache."""
         tokens = torch.zeros(*starts.shape, length, dtype=torch.long, device=starts.device)
         scores = self._of_completions(sequences, starts, tokens)
@@ -216,3 +236,32 @@ def eos_ids(model: Any) -> list[int]:
     """Return the end-of-text ids of a model's generation config; none if it has none."""
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+@torch.no_grad()
+def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
+    """Return the completions that the student writes from uniform noise, in one forward.
+
+    Args:
+        rows: The batch, after `read`.
+        scores: [B, T] of its tokens.
+        config: The student's. One-hot slots write L tokens; categorical ones L, after the backbone's own.
+        inputs: Inputs of the slots; the first of the uniforms [B, C, L + 1] is for the backbone's own token.
+
+    Returns:
+        [B, C, L] int64 (L + 1 for categorical slots).
+    """
+    uniforms = inputs.uniforms
+    flat = rows.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)
+    drafted = Scores(flat.states.unflatten(1, (uniforms.shape[1], -1)), flat.head, flat.size)
+    if config.predicts_tokens:
+        return drafted.mapped(lambda logits: (logits.argmax(-1),))[0]
+
+    def picked(logits: Tensor, u: Tensor) -> tuple[Tensor]:
+        return (pick(u, logits.double().softmax(-1)),)
+
+    if config.variant == "one_hot":
+        return drafted.mapped(picked, uniforms[..., :-1])[0]
+    first = scores.at(rows.starts - 1)
+    own = first.mapped(lambda logits, u: (pick(u, target_probs(logits, **config.sampling or {})),), uniforms[..., 0])[0]
+    return torch.cat([own[..., None], drafted.mapped(picked, uniforms[..., 1:])[0]], dim=-1)

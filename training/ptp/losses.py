@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...configuration.ptp import PTPConfig
 from ...modeling import PTPForCausalLM
@@ -16,17 +16,27 @@ from ...modeling.heads.losses import IGNORE
 from ...modeling.loss_options import check_values
 from ...modeling.sampling import pick
 
+METHODS = ("distil", "inverse")
+"""Where uniforms come from: a teacher's distribution, or the student's own (inverse autoregressive training)."""
 LOSSES = ("ce", "kl", "reverse_kl", "bce")
 """How a slot's distribution is compared with its target."""
+SEQUENCES = ("dataset", "student")
+"""Who writes the tokens that completions consist of."""
 
 
 @dataclass(frozen=True)
 class PTPOptions:
-    """Options of `PTPTrainer`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2).
+    """Options of `PTPTrainer`.
 
     Args:
+        method: `"distil"`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2);
+            `"inverse"`: in those of the student's own, found one after the other (Algorithm 3, categorical slots, no
+                teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
+        sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes every completion
+            itself. Use `"student"` only after other training, because a student that ignores its uniforms would keep
+            ignoring them. `training.regenerate` writes data of the teacher.
         completions: C, completions per sequence, each from a random start of its own.
         concentration: In training, a uniform lies at z ~ Beta(b, b) in the interval that picks its token, and this is
             b. 1 makes all positions equally likely, as they are in decoding, and evaluation always takes 1. The
@@ -44,7 +54,9 @@ class PTPOptions:
         1.0
     """
 
+    method: str = "distil"
     loss: str = "ce"
+    sequences: str = "dataset"
     completions: int = 16
     concentration: float = 1.0
     gamma: float = 1.0
@@ -52,9 +64,12 @@ class PTPOptions:
     greedy_share: float = 0.2
 
     def __post_init__(self) -> None:
-        choices = {"loss": LOSSES}
+        choices = {"method": METHODS, "loss": LOSSES, "sequences": SEQUENCES}
         ranges = {"completions": "[1, inf)", "concentration": "(0, inf)", "gamma": "(0, 1]", "greedy_share": "[0, 1)"}
         check_values(self, choices, ranges | {"base_weight": "[0, inf)"})
+        for name, value in {"loss": "ce", "sequences": "dataset"}.items():  # Algorithm 3: from data, by likelihood
+            if self.method == "inverse" and vars(self)[name] != value:
+                raise ValueError(f"method='inverse' has {name}={value!r}, not {vars(self)[name]!r}")
 
 
 if TYPE_CHECKING:
@@ -64,7 +79,7 @@ _FLOOR = 1e-6
 _CANDIDATES = 64
 
 
-def target_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+def target_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Return the distribution that decoding verifies: that of transformers' warpers, without sorting the vocabulary.
 
     Args:
@@ -84,7 +99,7 @@ def target_probs(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0,
     return distribution if top_p >= 1.0 else _nucleus(distribution, top_p)
 
 
-def _nucleus(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
+def _nucleus(distribution: Tensor, top_p: float) -> Tensor:
     """Return a distribution [..., v] cut to its likeliest tokens that reach a mass of `top_p`, renormalised."""
     count = min(_CANDIDATES, distribution.shape[-1])
     while True:
@@ -97,9 +112,7 @@ def _nucleus(distribution: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.zeros_like(distribution).scatter_(-1, tokens, kept / kept.sum(-1, keepdim=True))
 
 
-def slot_losses(
-    logits: torch.Tensor, tokens: torch.Tensor, distribution: torch.Tensor | None = None, kind: str = "ce"
-) -> torch.Tensor:
+def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = None, kind: str = "ce") -> Tensor:
     """Return the loss of every slot; each kind has its minimum where the slot's distribution q equals the target p.
 
     Args:
@@ -130,12 +143,12 @@ def slot_losses(
     return -(p * log_q + (1 - p) * _log_complement(log_q)).sum(-1)
 
 
-def slot_weights(valid: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
+def slot_weights(valid: Tensor, gamma: float = 1.0) -> Tensor:
     """Return the weights of slots in a loss: gamma^k where valid [..., L], else 0."""
     return torch.where(valid, gamma ** torch.arange(valid.shape[-1], device=valid.device), 0.0)
 
 
-def _log_complement(log_q: torch.Tensor) -> torch.Tensor:
+def _log_complement(log_q: Tensor) -> Tensor:
     """Return log(1 - q), bounded near q = 1, where it and its gradient are infinite."""
     return torch.log(-torch.expm1(log_q.clamp(max=-_FLOOR)))
 
@@ -152,13 +165,13 @@ class SlotReader:
     """
 
     def __init__(
-        self, task: Task, options: PTPOptions, config: PTPConfig, totals: torch.Tensor, next_tokens: torch.Tensor | None
+        self, task: Task, options: PTPOptions, config: PTPConfig, totals: Tensor, next_tokens: Tensor | None
     ) -> None:
         self.task, self.options, self.config = task, options, config
         self.totals, self.next_tokens = totals, next_tokens
-        self._hits: list[torch.Tensor] = []
+        self._hits: list[Tensor] = []
 
-    def __call__(self, hidden: torch.Tensor, head: nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __call__(self, hidden: Tensor, head: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss; sums of the losses of slots and of the backbone [2]; hits [B, C, L] bool.
 
         Args:
@@ -174,7 +187,7 @@ class SlotReader:
             before = hidden[:, : self.next_tokens.shape[1]]
             part = Part(before, [self.next_tokens[..., None]], self.options.base_weight / totals[1:])
 
-            def own(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            def own(states: Tensor, targets: Tensor) -> Tensor:
                 return _next_token_losses(head(states), targets[:, 0])[:, None]
 
             base, (base_sum,) = chunked_sums(own, head, [part], self.config.vocab_size)
@@ -182,13 +195,11 @@ class SlotReader:
         hits = torch.cat(self._hits).view(task.tokens.shape)
         return loss, torch.cat([slot_sum, base_sum]), hits
 
-    def _of_slots(self, head: nn.Module, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_slots(self, head: nn.Module, slots: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of slots [B, C, L, D], and its sum [1], which `total` [1] divides."""
         return self._compared(head, slots, total, drafts=True)
 
-    def _compared(
-        self, head: nn.Module, states: torch.Tensor, total: torch.Tensor, drafts: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compared(self, head: nn.Module, states: Tensor, total: Tensor, drafts: bool = False) -> tuple[Tensor, Tensor]:
         """Return the loss of rows [B, C, L, D] that predict the slots' tokens, and its sum [1].
 
         Args:
@@ -206,14 +217,14 @@ class SlotReader:
 
     def _terms(
         self,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        weights: torch.Tensor,
-        uniforms: torch.Tensor,
-        teacher: torch.Tensor | None,
+        states: Tensor,
+        tokens: Tensor,
+        weights: Tensor,
+        uniforms: Tensor,
+        teacher: Tensor | None,
         head: nn.Module,
         drafts: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the weighted losses of slots, [n, 1]."""
         tokens, weights = tokens[:, 0], weights[:, 0]
         logits, distribution, scores = head(states), None, self.task.completions.scores
@@ -226,7 +237,7 @@ class SlotReader:
         losses = slot_losses(logits, tokens, distribution, self.options.loss)
         return (losses.masked_fill(weights == 0, 0.0) * weights)[:, None]
 
-    def _drafts(self, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    def _drafts(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Return what slots with logits [n, v] draft; categorical ones pick with the uniforms of their targets."""
         likely = logits.argmax(-1)
         if self.config.predicts_tokens:
@@ -234,7 +245,7 @@ class SlotReader:
         return torch.where(uniforms < 0, likely, pick(uniforms.clamp(min=0), logits.double().softmax(-1)))
 
 
-def _next_token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
 
 
@@ -253,7 +264,7 @@ class MaskReader(SlotReader):
         super().__init__(*args)
         self.model = model
 
-    def _of_slots(self, head: nn.Module, slots: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_slots(self, head: nn.Module, slots: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         anchors = self.task.anchors
         assert anchors is not None
         # the sampler's rows are computed first: a loss in chunks goes backward at once, and then frees gathered shards
@@ -263,16 +274,14 @@ class MaskReader(SlotReader):
         losses, sums = zip(*parts)
         return torch.stack(losses).sum(0), torch.stack(sums).sum(0)
 
-    def _sampled(self, slots: torch.Tensor, anchors: torch.Tensor) -> list[torch.Tensor]:
+    def _sampled(self, slots: Tensor, anchors: Tensor) -> list[Tensor]:
         """Return the sampler head's states for masks and for ordinary rows; none without such a head."""
         if self.model.sampler is None:
             return []
         before = self.model.get_input_embeddings()(self.task.before)
         return [self.model.sampler(states, before) for states in (slots, anchors)]
 
-    def _matched(
-        self, slots: torch.Tensor, anchors: torch.Tensor, total: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _matched(self, slots: Tensor, anchors: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of latent consistency matching, and its sum [1]."""
         weights = slot_weights(self.task.valid, self.options.gamma).to(slots.device)
         wide = torch.promote_types(slots.dtype, torch.float32)

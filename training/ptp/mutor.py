@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...modeling.heads.losses import IGNORE
@@ -53,12 +53,12 @@ class Registers:
     """
 
     sequences: Sequences
-    offsets: torch.Tensor
-    starts: torch.Tensor
-    targets: torch.Tensor
+    offsets: Tensor
+    starts: Tensor
+    targets: Tensor
 
     @classmethod
-    def of(cls, sequences: Sequences, offsets: torch.Tensor) -> Registers:
+    def of(cls, sequences: Sequences, offsets: Tensor) -> Registers:
         """Put a register before every target that has a target d - 1 tokens further in its document.
 
         Args:
@@ -121,14 +121,14 @@ class MuToRTrainer(UpdateTrainer):
         last = torch.full_like(sequences.tokens[:, :1], sequences.tokens.shape[1] - 1)
         return Registers.of(sequences, draws.gaps(last, self.options.max_offset)[:, 0])
 
-    def _counts(self, task: Registers) -> torch.Tensor:
+    def _counts(self, task: Registers) -> Tensor:
         """Return the number of targets of tokens and of registers, [2]."""
         found = next_tokens(task.sequences), task.targets
         return torch.stack([(targets != IGNORE).sum().double() for targets in found])
 
     def _learn(
-        self, model: nn.Module, task: Registers, totals: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, model: nn.Module, task: Registers, totals: Tensor, counts: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `UpdateTrainer`; the outputs are the `logits` of tokens and then of registers."""
         sequences, a = task.sequences, self.options.weight
         logits = model(sequences.tokens, sequences.documents, sequences.positions, task.starts, task.offsets)
@@ -142,12 +142,12 @@ class MuToRTrainer(UpdateTrainer):
     def _mean_names(self) -> list[str]:
         return ["next_token_loss", "register_loss"]
 
-    def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
+    def _pooled_loss(self, sums: Tensor, counts: Tensor) -> float:
         tokens, registers = (sums / counts.clamp(min=1)).tolist()
         return (1 - self.options.weight) * tokens + self.options.weight * registers
 
 
-def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _summed(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of logits [B, n, v], summed over targets [B, n]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     return nn.functional.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")

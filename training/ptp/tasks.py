@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...configuration.ptp import PTPConfig
 from ...modeling.ptp.embedding import GREEDY
@@ -17,9 +17,10 @@ from .completions import (
     Scores,
     Sequences,
     at_columns,
+    completion_tokens,
     draw_starts,
 )
-from .forwards import PackedRows, SlotContext, SlotInputs, Teacher
+from .forwards import PackedRows, SlotInputs, Teacher, student_drafts
 from .losses import PTPOptions, slot_weights
 
 
@@ -44,33 +45,33 @@ class Task:
     rows: PackedRows
     inputs: SlotInputs
     completions: Completions
-    u: torch.Tensor
-    reached: torch.Tensor
+    u: Tensor
+    reached: Tensor
     first: int
     with_distribution: bool
-    anchors: torch.Tensor | None = None
+    anchors: Tensor | None = None
 
     def release(self) -> None:
         """Free the cache, so that only one exists at a time; the context is read again."""
         self.rows.cache = None
 
     @property
-    def before(self) -> torch.Tensor:
+    def before(self) -> Tensor:
         """The tokens before those that slots should predict, [B, C, L] int64."""
         return self.completions.tokens[..., : -self.first]
 
     @property
-    def tokens(self) -> torch.Tensor:
+    def tokens(self) -> Tensor:
         """The tokens that slots should predict, [B, C, L] int64."""
         return self.completions.tokens[..., self.first :]
 
     @property
-    def uniforms(self) -> torch.Tensor:
+    def uniforms(self) -> Tensor:
         """The uniforms that pick these tokens, [B, C, L]."""
         return self.u[..., self.first :]
 
     @property
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """Slots that learn, [B, C, L] bool."""
         return (self.reached & self.completions.scored)[..., self.first :]
 
@@ -80,7 +81,7 @@ class Task:
         scores = self.completions.scores
         return scores[:, :, self.first :] if self.with_distribution and scores is not None else None
 
-    def counts(self, gamma: float, next_tokens: torch.Tensor | None) -> torch.Tensor:
+    def counts(self, gamma: float, next_tokens: Tensor | None) -> Tensor:
         """Return the weight of all slots, and the number of targets of the backbone's own loss, [2] float64."""
         slots = slot_weights(self.valid, gamma).double().sum()
         others = torch.zeros_like(slots) if next_tokens is None else (next_tokens >= 0).sum().double()
@@ -103,39 +104,44 @@ class TaskMaker:
         self.length = config.num_slots + (not self.is_one_hot)
 
     @torch.no_grad()
-    def task(self, model: nn.Module, inputs: Mapping[str, torch.Tensor], is_training: bool, reads: bool) -> Task:
+    def task(self, model: nn.Module, inputs: Mapping[str, Tensor], is_training: bool, reads: bool) -> Task:
         """Return a batch's task, drawn at random in training, else evenly; `reads`: the forward needs the cache."""
         options, sequences = self.options, Sequences.of(inputs)
         draws = RandomDraws(options.concentration) if is_training else FixedDraws(sequences.documents)
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
         rows = PackedRows(model, sequences, starts, self.is_one_hot)
-        needs_states = self.config.reads_state or not self.config.reads_uniforms
+        needs_states = options.sequences == "student" or options.method == "inverse"
+        needs_states = needs_states or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
-        context = self._context(sequences, own, starts, draws)
-        scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
-        completions = self.teacher.pieces(sequences, scores, starts, exists, self.length)
-        u, reached = completions.place(shares)
-        completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
+        if options.method == "inverse" and own is not None:
+            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares)
+        else:
+            completions = self._completions(rows, own, exists)
+            u, reached = completions.place(shares)
+            completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
         # a categorical slot predicts the token after its own; a one-hot one its own, for certain
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
-        read = SlotInputs(u[..., : self.config.num_slots], *context, are_masks=not self.config.reads_uniforms)
+        read = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
         task = Task(sequences, rows, read, completions, u, reached, int(not self.is_one_hot), with_distribution)
         if not self.config.reads_uniforms and own is not None:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
 
+    def _completions(self, rows: PackedRows, own: Scores | None, exists: Tensor) -> Completions:
+        sequences, starts = rows.sequences, rows.starts
+        if self.options.sequences == "student" and own is not None:
+            noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
+            written = student_drafts(rows, own, self.config, SlotInputs(noise))
+            return self.teacher.drafts(sequences, starts, exists, written)
+        scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
+        return self.teacher.pieces(sequences, scores, starts, exists, self.length)
+
     def _with_greedy(
-        self,
-        rows: PackedRows,
-        own: Scores | None,
-        exists: torch.Tensor,
-        completions: Completions,
-        u: torch.Tensor,
-        reached: torch.Tensor,
-    ) -> tuple[Completions, torch.Tensor, torch.Tensor]:
+        self, rows: PackedRows, own: Scores | None, exists: Tensor, completions: Completions, u: Tensor, reached: Tensor
+    ) -> tuple[Completions, Tensor, Tensor]:
         """Replace some completions by the most likely continuations."""
         chosen = self._greedy_indices(rows.starts)
         if chosen is None:
@@ -154,24 +160,17 @@ class TaskMaker:
         )
         return joined, u.index_fill(1, chosen, GREEDY), reached.index_copy(1, chosen, known)
 
-    def _greedy_indices(self, starts: torch.Tensor) -> torch.Tensor | None:
+    def _greedy_indices(self, starts: Tensor) -> Tensor | None:
         """Return the indices of greedy completions, [G] int64: evenly spread, whatever their number."""
         share = self.options.greedy_share if self.config.greedy else 0.0
         chosen = [index for index in range(starts.shape[1]) if int((index + 1) * share) > int(index * share)]
         return torch.tensor(chosen, device=starts.device) if chosen else None
 
-    def _context(
-        self, sequences: Sequences, own: Scores | None, starts: torch.Tensor, draws: RandomDraws | FixedDraws
-    ) -> SlotContext:
-        """Return what slots read besides their uniforms.
 
-        Last verified states [B, C, D], those before the token that was verified last, and gaps [B, C].
-        """
-        if not self.config.reads_state or own is None:
-            return None, None
-        gaps = draws.gaps(starts, self.config.num_slots + 1)
-        columns = (starts - 1 - gaps).clamp(min=0)
-        documents = sequences.documents
-        same = at_columns(documents, columns) == at_columns(documents, starts)
-        gaps = gaps * (same & (starts - 1 - gaps >= 0))
-        return at_columns(own.states, columns), gaps
+def _inverse(
+    rows: PackedRows, sequences: Sequences, own: Scores, exists: Tensor, shares: Tensor
+) -> tuple[Completions, tuple[Tensor, Tensor]]:
+    _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
+    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares)
+    nowhere = torch.zeros_like(shares)
+    return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from ...configuration.ptp import SAMPLING
 from ...modeling import PTPForCausalLM, PTPStudent
 from ...modeling.heads.losses import IGNORE
 from ...modeling.wrapped_models import checkpoints_activations
-from ..trainer_base import BaseTrainer, Collator, Inputs, at_rest, check_depths, check_ids
+from ..trainer_base import BaseTrainer, Collator, Inputs, check_depths, check_ids
 from .completions import Sequences
 from .forwards import Teacher
 from .losses import MaskReader, PTPOptions, SlotReader
@@ -43,11 +44,8 @@ class UpdateTrainer(BaseTrainer):
             kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
-            raise ValueError(
-                f"compute_metrics= needs logits of texts, and a step of {type(self).__name__} has those of rows after "
-                "them; leave it out: the log and evaluate(...) have "
-                + ", ".join(f"eval_{name}" for name in self._mean_names())
-            )
+            shown = ", ".join(f"eval_{name}" for name in self._mean_names())
+            raise ValueError(f"compute_metrics= needs logits of the text; leave it out: evaluate(...) has {shown}")
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
 
     def _own_collator(self, tokenizer: Any) -> Any:
@@ -58,13 +56,11 @@ class UpdateTrainer(BaseTrainer):
         """Return what is to be learned in this batch."""
         raise NotImplementedError
 
-    def _counts(self, task: Any) -> torch.Tensor:
+    def _counts(self, task: Any) -> Tensor:
         """Return what the sums of a task are divided by, if it is a whole update, [n] float64."""
         raise NotImplementedError
 
-    def _learn(
-        self, model: nn.Module, task: Any, totals: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _learn(self, model: nn.Module, task: Any, totals: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the share of a task in the loss of an update, and outputs; add to the running means.
 
         Args:
@@ -77,7 +73,7 @@ class UpdateTrainer(BaseTrainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
-    ) -> tuple[list[Inputs], torch.Tensor | None]:
+    ) -> tuple[list[Inputs], Tensor | None]:
         """Return the micro-batches of an update with their tasks, and what all their sums are divided by, on all ranks.
 
         Raises:
@@ -96,7 +92,7 @@ class UpdateTrainer(BaseTrainer):
                 task.release()
         totals = torch.stack([self._counts(task) for task in tasks]).sum(0)
         if self.args.world_size > 1:
-            totals = cast(torch.Tensor, self.accelerator.reduce(totals, "sum"))
+            totals = cast(Tensor, self.accelerator.reduce(totals, "sum"))
         if self.state.global_step == 0:
             check_depths(totals[:1], lambda batch: Sequences.of(batch).startable.any()[None], self.get_train_dataloader)
         return [{**batch, TASK: task} for batch, task in zip(batches, tasks)], totals
@@ -111,7 +107,7 @@ class UpdateTrainer(BaseTrainer):
         """
         task = inputs.get(TASK) or self._task(model, inputs, model.training)
         counts = self._counts(task)
-        totals = num_items_in_batch if isinstance(num_items_in_batch, torch.Tensor) else counts
+        totals = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else counts
         loss, outputs = self._learn(model, task, totals, counts)
         if num_items_in_batch is not None:
             loss = loss * self.args.world_size  # ranks average their gradients
@@ -136,16 +132,27 @@ class UpdateTrainer(BaseTrainer):
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor, None, None]:
+    ) -> tuple[Tensor, None, None]:
         """Return the loss of an evaluation batch; its uniforms lie evenly in their intervals."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, self._prepare_inputs(self.without_repeated_rows(inputs)))
         return loss.detach(), None, None
 
 
-def next_tokens(sequences: Sequences) -> torch.Tensor:
+def next_tokens(sequences: Sequences) -> Tensor:
     """Return the targets of the backbone's own loss, [B, T - 1]."""
     return sequences.tokens[:, 1:].masked_fill(~sequences.startable[:, 1:], IGNORE)
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off: the distribution of the teacher is that of decoding."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 LEARNING_RATE = 2e-3
@@ -197,10 +204,8 @@ class PTPTrainer(UpdateTrainer):
         self._owner: PTPForCausalLM = _checked(model, self.options, teacher)
         super().__init__(model, _with_rate(args), **kwargs)
         if self.args.neftune_noise_alpha:
-            raise ValueError(
-                f"neftune_noise_alpha={self.args.neftune_noise_alpha} adds noise to the embeddings of the teacher, "
-                "too, and its distribution is what the slots learn; leave it out"
-            )
+            noise = self.args.neftune_noise_alpha
+            raise ValueError(f"neftune_noise_alpha={noise} would change what the teacher says; leave it out")
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, self._owner.config.sampling or {})
@@ -210,9 +215,7 @@ class PTPTrainer(UpdateTrainer):
         teacher = self._external or Teacher(self._owner, self._owner.config.sampling or {})
         return TaskMaker(self._owner.config, self.options, teacher, self._external is None)
 
-    def _learn(
-        self, model: nn.Module, task: Task, totals: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _learn(self, model: nn.Module, task: Task, totals: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `UpdateTrainer`; the outputs are those of slots: `tokens`, `valid` and `hits` [B, C, L]."""
         targets = next_tokens(task.sequences) if self.options.base_weight else None
         given = task, self.options, self._owner.config, totals, targets
@@ -239,16 +242,15 @@ class PTPTrainer(UpdateTrainer):
         with at_rest(model):
             return self._maker.task(model, inputs, is_training, reads=not self._learns_in_one_pass)
 
-    def _counts(self, task: Task) -> torch.Tensor:
+    def _counts(self, task: Task) -> Tensor:
         return task.counts(self.options.gamma, next_tokens(task.sequences) if self.options.base_weight else None)
 
-    def _note(
-        self, task: Task, sums: torch.Tensor, counts: torch.Tensor, hits: torch.Tensor, is_training: bool
-    ) -> None:
-        """Add sums and counts of a batch to the running means."""
+    def _note(self, task: Task, sums: Tensor, counts: Tensor, hits: Tensor, is_training: bool) -> None:
+        """Add sums and counts of a batch to the running means; inverted uniforms are right by construction."""
         correct, whole = hits.long().cumprod(-1).sum(-1), task.valid.all(-1)
         is_greedy = task.uniforms[..., 0] < 0
-        kinds = [whole & ~is_greedy, whole & is_greedy]
+        distils = self.options.method == "distil"
+        kinds = [whole & ~is_greedy & distils, whole & is_greedy]
         right = torch.stack([(correct * kind).sum() for kind in kinds])
         sums = torch.cat([right.double(), sums.detach().double()])
         self._means[is_training].add(sums, torch.cat([torch.stack([k.sum() for k in kinds]).double(), counts]))
@@ -256,7 +258,7 @@ class PTPTrainer(UpdateTrainer):
     def _mean_names(self) -> list[str]:
         return ["num_correct", "num_correct_greedy"]
 
-    def _pooled_loss(self, sums: torch.Tensor, counts: torch.Tensor) -> float:
+    def _pooled_loss(self, sums: Tensor, counts: Tensor) -> float:
         slots, base = (sums[2:] / counts[2:]).tolist()
         return slots + (self.options.base_weight * base if counts[3] else 0.0)
 
@@ -276,11 +278,18 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: Any) -> PTPForCausa
     if not isinstance(model, PTPForCausalLM):
         hint = "give it student.whole" if isinstance(model, PTPStudent) else "see PTPForCausalLM.from_backbone"
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")
-    if teacher is None and model.trains_backbone and options.base_weight == 0:
-        raise ValueError(
-            "base_weight=0 and no teacher=: the backbone that is trained would be its own teacher; freeze it with "
-            "train_only('drafter'), pass teacher=, or set base_weight"
-        )
+    variant = model.config.variant
+    if options.sequences == "student" and not model.config.reads_uniforms:
+        raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")
+    if options.method == "inverse":
+        if variant != "categorical" or not model.config.informative:
+            raise ValueError(f"method='inverse' needs variant='categorical', not {variant!r}, and informative uniforms")
+        if teacher is not None:
+            raise ValueError("teacher= is not read with method='inverse', which has no teacher; leave it out")
+        if model.config.sampling != SAMPLING:
+            raise ValueError(f"sampling={model.config.sampling}: method='inverse' learns the data's own, {SAMPLING}")
+    elif teacher is None and model.trains_backbone and options.base_weight == 0:
+        raise ValueError("base_weight=0: the backbone would teach itself; use train_only('drafter') or teacher=")
     if options.base_weight and not model.trains_backbone:
         raise ValueError(f"base_weight={options.base_weight} needs a backbone that is trained; call train_only('all')")
     size = getattr(getattr(teacher, "config", None), "vocab_size", model.config.vocab_size)

@@ -71,7 +71,7 @@ def test_missing_scales_are_refused(folder, part):
     tensors = load_file(path / "model.safetensors")
     tensors = {k: v for k, v in tensors.items() if not (k.endswith("scale_inv") and k.startswith(part))}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=rf"float8 weights have no scales, for example {part}"):
+    with pytest.raises(ValueError, match=rf"float8.*scales.*{part}"):
         DeepSeekMTP.from_pretrained(path)
 
 

@@ -322,10 +322,10 @@ def test_tokens_that_the_user_adds_follow_the_vocabulary_and_survive(tmp_path):
 def test_a_folder_with_other_ids_is_refused(tmp_path):
     config = official_config()
     config["added_tokens_decoder"]["5"]["content"] = "<extra_id_5>"
-    with pytest.raises(ValueError, match="5.*'<extra_id_5>'.*EvaByte.*'s is '.*repo_name"):
+    with pytest.raises(ValueError, match="5.*repo_name.*'<extra_id_5>'"):
         load(tmp_path, config)
 
 
 def test_a_named_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="eos_token=.*'</s>'.*EvaByte"):
+    with pytest.raises(ValueError, match="eos_token=.*'</s>'"):
         EvaByteTokenizer(eos_token="</s>")

@@ -4,8 +4,9 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch.nn.functional import linear, silu
-from transformers import Gemma3TextConfig, GPT2Config, GPTNeoXConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, Qwen3Config
 
+from tests.families import family_config
 from tests.internals import heads_chunks as chunks
 from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tokenahead import MTPHeadConfig, MTPHeads
@@ -183,3 +184,11 @@ def test_heads_that_read_more_than_one_state_say_which_method_gives_their_distri
         _, heads = made(kind)
         with pytest.raises(ValueError, match="input_ids"):
             heads.window_distribution(torch.zeros(1, 32))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_next", "linear_attention"), ("glm_moe_dsa", "indexed_attention")])
+@pytest.mark.parametrize("options", [{"head_type": "layer"}, {"draft_layers": 1}], ids=["layer head", "draft layer"])
+def test_a_layer_that_needs_others_is_refused(name, kind, options):
+    model = AutoModelForCausalLM.from_config(family_config(name, vocab_size=48))
+    with pytest.raises(ValueError, match=f"{name}.*{kind}"):
+        MTPHeads.from_backbone(model, window=3, **options)

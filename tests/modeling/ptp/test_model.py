@@ -174,7 +174,7 @@ def test_uniforms_keep_their_digits_in_bfloat16():
 def test_the_student_trains_in_float32_whatever_the_backbones_dtype(tmp_path):
     """At the paper's rate AdamW moves next to no entry of a bfloat16 adapter; and directories read it back as it
     was."""
-    model = student(base=backbone().bfloat16(), features="arithmetic", reads_state=True)
+    model = student(base=backbone().bfloat16(), features="arithmetic")
 
     def kinds(some: PTPForCausalLM) -> set[torch.dtype]:
         return {p.dtype for p in some.parameters() if p.requires_grad}
@@ -187,12 +187,11 @@ def test_the_student_trains_in_float32_whatever_the_backbones_dtype(tmp_path):
         assert kinds(again) == {torch.float32} and again.dtype == torch.bfloat16
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, weight_decay=0.0)
-    slots = {"slot_states": torch.randn(2, 3, 16), "slot_gaps": torch.tensor([1, 2, 3])}
-    model(ids(2, 4), uniforms=torch.rand(2, 3), **slots).logits[:, 4:].float().square().sum().backward()
+    model(ids(2, 4), uniforms=torch.rand(2, 3)).logits[:, 4:].float().square().sum().backward()
     optimizer.step()
     moved = [(p != before[name])[p.grad != 0] for name, p in model.named_parameters() if name in before]
     assert torch.cat([part.flatten() for part in moved]).float().mean() > 0.99
-    assert model(ids(2, 4), uniforms=torch.rand(2, 3), **slots).logits.dtype == torch.bfloat16
+    assert model(ids(2, 4), uniforms=torch.rand(2, 3)).logits.dtype == torch.bfloat16
 
 
 def test_calls_in_two_threads_do_not_meet():
@@ -230,21 +229,6 @@ def test_greedy_slots_have_an_embedding_of_their_own():
 
 
 @torch.no_grad()
-def test_slots_read_the_state_that_they_are_given():
-    model, tokens, uniforms = student(reads_state=True), ids(1, 4), torch.rand(1, 3)
-    states, other = torch.randn(2, 1, 1, 16)
-    unknown, known = torch.zeros(3, dtype=torch.long), torch.tensor([1, 2, 2])
-
-    def logits(state: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
-        return model(tokens, uniforms=uniforms, slot_states=state, slot_gaps=gaps).logits[:, 4:]
-
-    assert not torch.equal(logits(states, known), logits(other, known))
-    assert torch.equal(logits(states, unknown), logits(other, unknown))
-    with pytest.raises(ValueError, match="slot_states.*slot_gaps"):
-        model(tokens, uniforms=uniforms)
-
-
-@torch.no_grad()
 def test_packed_adapters_follow_their_weights():
     model, tokens, uniforms = student(), ids(2, 4), torch.rand(2, 3)
     first = model(tokens, uniforms=uniforms).logits
@@ -271,7 +255,7 @@ def test_losses_of_tokens_are_the_backbones():
 REFUSED = [
     (lambda: MistralConfig(sliding_window=4, hidden_size=16, num_attention_heads=2, vocab_size=7), "sliding_window=4"),
     (lambda: CohereConfig(hidden_size=16, num_attention_heads=2, vocab_size=7, logit_scale=0.5), "logit_scale=0.5"),
-    (lambda: MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=7), "mamba: layers of types"),
+    (lambda: MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=7), "mamba: layers of"),
     (lambda: RwkvConfig(hidden_size=8, num_hidden_layers=2, vocab_size=7), "rwkv: a recurrent state"),
     (lambda: BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=7), "takes no position_ids"),
 ]
@@ -302,7 +286,7 @@ def test_texts_up_to_the_end_of_a_table():
     for options in ({"do_sample": True, "seed": 3}, {}):
         out, plain = (model.generate(prompt, max_new_tokens=15, use_mtp=how, **options) for how in (True, False))
         assert out.shape == (1, 65) and torch.equal(out, plain)
-        with pytest.raises(ValueError, match="beyond.*64.*2.*2"):
+        with pytest.raises(ValueError, match="max_new_tokens=17.*64.*15"):
             model.generate(prompt, max_new_tokens=17, **options)
 
 

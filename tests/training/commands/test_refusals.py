@@ -58,7 +58,15 @@ WRONG = {
         {"use_peft": True, "drafter": "own", "strategy": {"train": "all"}},
         "strategy={'train': 'all'} beside use_peft=True",
     ),
+    "features of a backbone that learns": ({"features": "f", "strategy": {"train": "all"}}, "features=f"),
     "text of nowhere": ({"regenerate": {"max_new_tokens": 4}}, "regenerate={'max_new_tokens': 4}"),
+    "features of modules": ({"features": "f", "drafter": "modules"}, "features=f"),
+    "features of a stream": (
+        {"features": "f", "dataset_streaming": True, "test_split_size": None}, "dataset_streaming: false"
+    ),
+    "features of a mixed stream": (
+        {"features": "f", "datasets": [{"path": "text"}], "streaming": True, "dataset_name": None}, "streaming: false"
+    ),
     "a warm-up of heads alone": ({"strategy": {"head_warmup": 3}}, "head_warmup=3"),
     "a part of adapters": ({"lora_r": 4}, "lora_r=4"),
     "quantised": ({"load_in_4bit": True}, "load_in_4bit=True"),
@@ -69,6 +77,7 @@ WRONG = {
     "options of an optimizer": ({"optim_args": "x"}, "optim_args='x'"),
     "a template that is not there": ({"chat_template_path": "./nope"}, "chat_template_path=./nope"),
     "a folder that is a file": ({"output_dir": "config.yaml"}, "output_dir=config.yaml"),
+    "features in a file": ({"features": "config.yaml"}, "features=config.yaml"),
     "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3}"),
     "text in batches of none": ({"regenerate": {"folder": "f", "batch_size": 0}}, "batch_size=0"),
     "no accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
@@ -258,6 +267,7 @@ def test_a_student_alone(settings_of, folders, tmp_path, capsys):
 
 
 BEFORE_TEXT = {
+    "features": ({"features": "f", "strategy": {"train": "all"}}, "features=f"),
     "strategy": ({"strategy": {"trian": "all"}}, "'trian'"),
     "acceptance": ({"acceptance": {"rowz": 8}}, "'rowz'"),
     "folder": ({"output_dir": "run"}, "regenerate=None"),

@@ -87,6 +87,19 @@ def test_the_help_begins_with_what_is_our_own(capsys):
     )
 
 
+@pytest.mark.parametrize("changes", [{}, {"packing": True}, {"drafter": "eagle"}, {"dataset_name": "chat"}], ids=str)
+def test_kept_features_teach_the_same(changes, settings_of, data, tmp_path):
+    changes = {"drafter": "heads", "eval_strategy": "steps", "eval_steps": 4} | changes
+    if changes.get("dataset_name") == "chat":
+        changes |= {"dataset_name": str(data["chat"]), "assistant_only_loss": True}
+    kept, losses = str(tmp_path / "features"), []
+    for run, features in (("plain", None), ("kept", kept), ("again", kept)):
+        log = train(settings_of(**changes, features=features, output_dir=str(tmp_path / run))).state.log_history
+        losses.append([entry[name] for entry in log for name in ("loss", "eval_loss") if name in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[1] == losses[2]
+    assert len(losses[0]) == 5 and (tmp_path / "features" / "features-00000.safetensors").is_file()
+
+
 @pytest.mark.parametrize("kind, drafter", [("text", "heads"), ("chat", "heads"), ("text", "parallel")])
 def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, settings_of, data, tmp_path):
     asked = {"folder": str(tmp_path / "own"), "prompt_tokens": 6, "max_new_tokens": 9, "do_sample": True}

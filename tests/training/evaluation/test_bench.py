@@ -127,21 +127,21 @@ def test_a_run_goes_on_where_it_ended(folders, tmp_path, monkeypatch, capsys):
     assert "methods=" in capsys.readouterr().err
 
 
-def test_a_broken_line_is_named(tmp_path):
+def test_a_broken_line_is_named_and_left_out_where_it_is_asked(tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [
         '{"question": "1 + 1?", "answer": "2"}',
+        "{",
         '"a"',
         '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}',
     ]
-    file.write_text("\n".join([*rows, ""]))
-    prompts = read_prompts(file)
+    file.write_text("\n".join([*rows, '{"turns": []}', '{"prompt": 3}', '{"messages": ["u"]}', ""]))
+    with pytest.raises(ValueError, match="line 2"):
+        read_prompts(file)
+    prompts, broken = read_prompts(file, skip_broken=True)
     assert [prompt.turns for prompt in prompts] == [("1 + 1?",), ("a",), ("u",)]
-    assert prompts[2].before == ({"role": "system", "content": "s"},) and prompts[2].name == "3"
-    for broken in ("{", '{"turns": []}', '{"prompt": 3}', '{"messages": ["u"]}'):
-        file.write_text("\n".join([*rows, broken]))
-        with pytest.raises(ValueError, match="line 4"):
-            read_prompts(file)
+    assert prompts[2].before == ({"role": "system", "content": "s"},) and prompts[2].name == "4"
+    assert [words.split(":")[0] for words in broken] == ["line 2", "line 5", "line 6", "line 7"]
 
 
 def test_categories_take_turns_and_batches_are_whole():

@@ -56,6 +56,14 @@ def test_evaluation_repeats_itself_and_leaves_the_generator_alone(tmp_path):
     assert 0 <= found[1]["eval_num_correct_greedy"] <= 3
 
 
+def test_evaluation_on_written_texts_repeats_itself(tmp_path):
+    model, rows = student(), texts(backbone())[:5]
+    own = trainer(model, tmp_path, eval_dataset=rows, sequences="student")
+    state = torch.get_rng_state()
+    first, second = own.evaluate()["eval_loss"], own.evaluate()["eval_loss"]
+    assert first == second and torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize(("variant", "loss"), [("one_hot", "ce"), ("categorical", "kl")])
 def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, monkeypatch):
     """Slots and distributions three rows at a time; no tensor over the vocabulary is larger."""
@@ -92,21 +100,6 @@ def test_greedy_completions_are_the_teachers_greedy_texts(variant, is_own, tmp_p
     loss = own.compute_loss(model, {"input_ids": ids(2, 8)})
     loss.backward()
     assert model.uniform_embedding.greedy.weight.grad.abs().sum() > 0
-
-
-def test_states_are_those_before_the_token_that_was_verified_last(tmp_path):
-    model = student(base=backbone().double(), reads_state=True)
-    rows = {"input_ids": ids(2, 9), "position_ids": torch.tensor([[*range(5), *range(4)]] * 2)}
-    found = trainer(model, tmp_path, completions=8, greedy_share=0.0)._task(model, rows, True)
-    known = found.inputs.gaps > 0
-    assert known.any() and not known.all()
-    for row, completion in known.nonzero().tolist():
-        start, gap = (int(part[row, completion]) for part in (found.completions.starts, found.inputs.gaps))
-        begin = 0 if start < 5 else 5
-        text = ids(2, 9)[row : row + 1, begin : start - gap]
-        state = model.backbone.model(text).last_hidden_state[0, -1]
-        torch.testing.assert_close(found.inputs.states[row, completion], state)
-    trainer(model, tmp_path).train()
 
 
 def test_data_without_a_target_are_refused(tmp_path):

@@ -5,15 +5,18 @@ import torch
 from transformers import TrainingArguments
 
 from tests.internals import (
-    CompletionSequences as Sequences,
-)
-from tests.internals import (
+    SEQUENCES,
     PackedRows,
     SlotInputs,
     Teacher,
+    at_columns,
     draw_starts,
     pick,
+    student_drafts,
     target_probs,
+)
+from tests.internals import (
+    CompletionSequences as Sequences,
 )
 from tests.internals import ptp_LOSSES as LOSSES
 from tests.ptp_models import VOCABULARY, backbone, ids, student
@@ -55,12 +58,13 @@ def task(model, tmp_path, rows, is_training=True, **options):
     return (found.sequences, found.rows, found.completions, (found.u, found.reached)), own
 
 
+@pytest.mark.parametrize("sequences", SEQUENCES)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_loss_trains_the_student_alone(variant, loss, tmp_path):
+def test_every_loss_and_source_trains_the_student_alone(variant, loss, sequences, tmp_path):
     model = student(variant, sampling=FOLDED)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    own = trainer(model, tmp_path, loss=loss, completions=3, greedy_share=0.5)
+    own = trainer(model, tmp_path, loss=loss, sequences=sequences, completions=3, greedy_share=0.5)
     own.train()
     assert own.state.log_history[0]["loss"] > 0
     for name, parameter in model.named_parameters():
@@ -68,10 +72,11 @@ def test_every_loss_trains_the_student_alone(variant, loss, tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_uniforms_pick_the_tokens_under_the_verified_distribution(variant, tmp_path):
+@pytest.mark.parametrize("sequences", SEQUENCES)
+def test_uniforms_pick_the_tokens_under_the_verified_distribution(variant, sequences, tmp_path):
     model = student(variant, backbone().double(), sampling=FOLDED)  # uniforms at borders ask for exact distributions
     rows = texts(backbone(), **FOLDED)
-    (batch, _, completions, (u, reached)), _ = task(model, tmp_path, rows, completions=4)
+    (batch, _, completions, (u, reached)), _ = task(model, tmp_path, rows, sequences=sequences, completions=4)
     assert u.dtype == torch.float32 and reached.any()
     for row, completion in (reached[..., 0]).nonzero().tolist():
         start = int(completions.starts[row, completion])
@@ -144,6 +149,30 @@ def test_checkpointed_activations_and_plain_ones_give_the_same_loss(tmp_path):
     torch.testing.assert_close(losses[0], losses[1])
 
 
+def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
+    model = student("categorical", backbone().double())
+    own = trainer(model, tmp_path, method="inverse", completions=4, greedy_share=0.0)
+    with torch.no_grad():
+        found = own._task(model, own.data_collator(texts(backbone())), True)
+        u, reached, completions = found.u, found.reached, found.completions
+        # one forward confirms what was found step by step
+        distribution = found.rows.slots(found.inputs, logits_of).softmax(-1).unflatten(1, u[..., 1:].shape[1:])
+        first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
+    assert reached.sum() > 40
+    picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], distribution)], dim=-1)
+    assert torch.equal(picked[reached], completions.tokens[reached])
+
+
+def test_inverse_training_lowers_the_loss_without_a_teacher(tmp_path):
+    model = PTPForCausalLM.from_backbone(backbone(), "categorical", num_slots=3)
+    model.train_only("all")
+    own = trainer(model, tmp_path, steps=40, method="inverse", base_weight=1.0, eval_dataset=texts(backbone()))
+    before = own.evaluate()["eval_loss"]
+    own.train()
+    assert own.evaluate()["eval_loss"] < before - 0.5
+    assert "num_correct" not in own.state.log_history[0]
+
+
 def test_a_one_hot_student_learns_what_uniforms_pick(tmp_path):
     data = texts(backbone(), count=64, length=16)
     model = PTPForCausalLM.from_backbone(backbone(), features="threshold", num_slots=3, lora_rank=8)
@@ -177,6 +206,22 @@ def test_a_teacher_of_its_own(tmp_path):
     assert not torch.equal(model.get_output_embeddings().weight, before)
 
 
+def test_drafts_are_judged_as_their_texts_are():
+    model = student("categorical", backbone().double(), sampling=FOLDED)
+    batch = Sequences.of({"input_ids": ids(2, 7)})
+    starts, exists = draw_starts(batch.startable, 3, torch.rand(2, 7))
+    rows = PackedRows(model, batch, starts, False)
+    written = student_drafts(rows, rows.read(), model.config, SlotInputs(torch.rand(2, 3, 4)))
+    assert written.shape == (2, 3, 4)
+    judged = Teacher(model, FOLDED).drafts(batch, starts, exists, written)
+    for row in range(2):
+        for completion in range(3):
+            start = int(starts[row, completion])
+            text = torch.cat([batch.tokens[row, :start], written[row, completion]])[None]
+            distribution = target_probs(model(text).logits[:, start - 1 : -1], **FOLDED)[0]
+            torch.testing.assert_close(target_probs(judged.scores.states[row, completion], **FOLDED), distribution)
+
+
 def test_evaluation_is_logged_and_the_student_survives_a_folder(tmp_path):
     model = student(sampling=FOLDED)
     data = texts(backbone(), **FOLDED)
@@ -200,6 +245,8 @@ def moving() -> PTPForCausalLM:
     ("make", "options", "error", "message"),
     [
         (backbone, {}, TypeError, "LlamaForCausalLM"),
+        (student, {"method": "inverse"}, ValueError, "variant='categorical'.*'one_hot'"),
+        (lambda: student("categorical", sampling=FOLDED), {"method": "inverse"}, ValueError, "sampling=.*inverse"),
         (moving, {}, ValueError, "base_weight=0.*teacher="),
         (student, {"base_weight": 1.0}, ValueError, "base_weight=1.0"),
     ],
@@ -210,6 +257,8 @@ def test_bad_combinations(make, options, error, message, tmp_path):
 
 
 def test_bad_teachers_and_data(tmp_path):
+    with pytest.raises(ValueError, match="teacher=.*method='inverse'"):
+        trainer(student("categorical"), tmp_path, method="inverse", teacher=backbone())
     other = backbone()
     other.config.vocab_size = VOCABULARY + 1
     with pytest.raises(ValueError, match="vocabulary.*12.*11"):

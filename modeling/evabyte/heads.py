@@ -1,4 +1,7 @@
-"""MtPC's draft LoRA for EvaByte's own heads: its last k layers once more, with adapters and a cache of their own."""
+"""EvaByte's heads: the own head and draft heads, one matrix `lm_head.weight` in checkpoints; and MtPC's draft LoRA.
+
+The draft LoRA runs the last k layers once more, with adapters and a cache of their own, below a head that reads them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
+from ..heads.backbone_parts import BackboneParts
 from ..heads.draft_layers import LayerAdapters
+from ..heads.ff import FFHead
 from ..heads.registry import init_head
 from ..heads.window_distribution import WindowDistribution
+from ..masks import to_device
+from ..wrapped_models import call
 from .backbone import EvaByteDecoderLayer, EvaByteModel
 
 
@@ -34,7 +44,7 @@ class EvaDraftLayers(LayerAdapters):
             shells = [EvaByteDecoderLayer(config, slot) for slot in range(count)]
         super().__init__(shells, config.mtp_head)
 
-    def bind(self, body: EvaByteModel) -> Callable[..., torch.Tensor]:
+    def bind(self, body: EvaByteModel) -> Callable[..., Tensor]:
         """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`.
 
         Raises:
@@ -56,7 +66,7 @@ class DraftLayersMixin:
     lm_head: nn.Linear
     draft_layers: EvaDraftLayers | None
     train_only: Callable[[str], None]
-    distribution_of_features: Callable[[torch.Tensor], WindowDistribution]
+    distribution_of_features: Callable[[Tensor], WindowDistribution]
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
         """Put draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
@@ -99,10 +109,10 @@ class DraftLayersMixin:
 
     def features(
         self,
-        hidden_states: Sequence[torch.Tensor | None],
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        hidden_states: Sequence[Tensor | None],
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Return the states [B, L, D] that distributions read: the last ones, or those of the draft layers.
 
         Args:
@@ -119,10 +129,7 @@ class DraftLayersMixin:
         return run(states.detach(), attention_mask=attention_mask, position_ids=position_ids)
 
     def distribution(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> WindowDistribution:
         """Run the backbone and return the distributions of the next `window` tokens after every position.
 
@@ -144,3 +151,87 @@ def with_layer(layer: int, wanted: bool | int | list[int] | None) -> bool | list
     if wanted is True:
         return True
     return [layer, *([] if wanted is None or wanted is False else [wanted] if isinstance(wanted, int) else wanted)]
+
+
+OWN, DRAFTS = "lm_head.weight", "draft_heads.weight"
+
+
+class OwnAndDraftHeads(nn.Module):
+    """The own head, which predicts the next token, and the draft heads after it, called like one `FFHead`.
+
+    Made for a call: the model holds the two modules under their own names.
+    """
+
+    def __init__(self, own: nn.Module, drafts: FFHead | None, vocab_size: int) -> None:
+        super().__init__()
+        self.own, self.drafts, self.vocab_size = own, drafts, vocab_size
+
+    def forward(
+        self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
+    ) -> Tensor:
+        """Return the logits [..., num_heads - start, V] of hidden states [..., D]; see `FFHead.forward`."""
+        run = call if torch.is_grad_enabled() else nn.Module.__call__
+        if start and self.drafts is not None:
+            return run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1, None, start - 1)
+        own = run(self.own, hidden_states)[..., None, :]
+        if self.drafts is None or num_heads == 1:
+            return own
+        drafts = run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1)
+        return torch.cat([own, to_device(drafts, own.device)], dim=-2)[..., start:, :]
+
+
+def split_heads(weight: Tensor, vocab_size: int, num_drafts: int) -> dict[str, Tensor]:
+    """Return the weights of the own head and of the draft heads from those of all heads [N V, D], by name.
+
+    A weight of the own head alone is returned as it is.
+    """
+    if not num_drafts or len(weight) == vocab_size:
+        return {OWN: weight}
+    return {OWN: weight[:vocab_size].clone(), DRAFTS: weight[vocab_size:].clone()}
+
+
+def split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """Split the weight of a checkpoint in `state_dict`, before `load_state_dict` of a model reads it."""
+    config: Any = model.config
+    if (weight := state_dict.get(prefix + OWN)) is not None and len(weight) > config.vocab_size:
+        parts = split_heads(weight, config.vocab_size, config.num_pred_heads - 1)
+        state_dict |= {prefix + name: part for name, part in parts.items()}
+
+
+class SplitHeads(ConversionOps):
+    """Splits `lm_head.weight` of a checkpoint into the weights of the two modules, or joins them.
+
+    Args:
+        joins: Join.
+    """
+
+    def __init__(self, joins: bool = False) -> None:
+        self.joins = joins
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Return the new weights by name.
+
+        One weight alone is joined with nothing if there are no draft heads, or if the own head is tied.
+
+        Raises:
+            ValueError: One of the two is missing, as in a shard of an offloaded model.
+        """
+        config: Any = model.config
+        parts = {name: weights[0] for name, weights in input_dict.items()}
+        if not self.joins:
+            return split_heads(parts[OWN], config.vocab_size, config.num_pred_heads - 1)
+        if len(parts) == 2:
+            return {OWN: torch.cat([parts[OWN], parts[DRAFTS]])}
+        if config.num_pred_heads > 1 and not (DRAFTS in parts and config.tie_word_embeddings):
+            raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which lie in another shard")
+        return parts
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The opposite operation."""
+        return SplitHeads(not self.joins)
+
+
+register_checkpoint_conversion_mapping("evabyte", [WeightConverter(OWN, [OWN, DRAFTS], [SplitHeads()])], overwrite=True)

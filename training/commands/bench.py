@@ -23,7 +23,7 @@ from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
 from ..requests import BenchRequest
 from ..results import MeasuredResults
-from ..utils import replace_picture, replace_text, without_directories
+from ..utils import check_same, replace_picture, replace_text, without_directories
 from .figures import bench_figure, frontier_figure
 
 RESULTS, SETTINGS = "results.json", "settings.json"
@@ -92,13 +92,7 @@ def _claim(request: BenchRequest) -> None:
     digest = hashlib.sha256(request.prompts.read_bytes()).hexdigest()[:16]
     now = {name: vars(request)[name] for name in _SETTINGS} | {"prompts": digest, "version": __version__}
     if file.is_file():
-        earlier = json.loads(file.read_text(encoding="utf-8"))
-        for name in now:
-            if earlier.get(name) != now[name]:
-                raise ValueError(
-                    f"--output {request.output} holds results of {name}={earlier.get(name)!r}, and this is "
-                    f"{name}={now[name]!r}: name another directory"
-                )
+        check_same(f"--output {request.output}", json.loads(file.read_text(encoding="utf-8")), now)
     replace_text(file, json.dumps(now, indent=1) + "\n")
 
 

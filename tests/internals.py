@@ -327,6 +327,7 @@ _NAMES = {
         "draw_starts",
     ),
     "tokenahead.training.ptp.losses": (
+        "SEQUENCES",
         "MaskReader",
         "ptp_LOSSES",
         "slot_losses",
@@ -335,6 +336,7 @@ _NAMES = {
     ),
     "tokenahead.training.ptp.mutor": ("Registers",),
     "tokenahead.training.ptp.forwards": (
+        "student_drafts",
         "PackedRows",
         "SlotInputs",
         "Teacher",

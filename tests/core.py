@@ -227,6 +227,10 @@ CORE: dict[str, tuple[str, ...]] = {
     "tests/training/test_regeneration.py": ("test_refusals",),
     "tests/training/test_sft.py": ("test_only_the_assistant_is_learned",),
     "tests/training/test_strategies.py": ("test_in_the_warm_up_only_the_head_learns_and_then_everything",),
+    "tests/training/test_web.py": (
+        "test_a_drafter_that_does_not_fit_is_named",
+        "test_cycles_are_what_speculation_counts",
+    ),
 }
 """The names of the core tests of each file, both sorted."""
 

@@ -40,6 +40,7 @@ _MODULES = {
     "tree_verification_module": "tokenahead.generation.verification.rules",
     "trees_module": "tokenahead.generation.trees.building",
     "verification_module": "tokenahead.generation.verification.rules",
+    "web_module": "tokenahead.training.web",
     "vllm_proposer_module": "tokenahead.model_cards.vllm_proposer",
 }
 """Whole modules, for tests that replace a name in them."""

@@ -16,7 +16,7 @@ import tokenahead
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SETUP = "<!-- every page of the documentation begins with this block -->"
-BLOCK = re.compile(r"(?:^(<!-- .*? -->)\n)?^```python\n(.*?)^```", re.M | re.S)
+BLOCK = re.compile(r"(?:^(<!-- [^\n]+ -->)\n)?^```python\n(.*?)^```", re.M | re.S)
 NOT_RUN = re.compile(r"<!-- not run: \S.+ -->")
 FILE = re.compile(
     r"\b(?:benchmarks|examples|generation|model_cards|modeling|tests|training)/[\w/]+\.(?:md|png|py|sh|yaml)\b"

@@ -117,6 +117,12 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="directory of results (%(default)s)")
     demo.add_argument("--seed", type=SEED, default=0, help="of prompts and samples (%(default)s)")
     demo.add_argument("--overwrite", action="store_true", help="write into a directory that no demo made")
+    demo.add_argument("--web", nargs="?", const="", metavar="HOST:PORT", help="serve a page instead (at 127.0.0.1)")
+    demo.add_argument("--model", help="of the page: directory, or name on the Hub; the model in the box if not given")
+    demo.add_argument("--drafter", metavar="METHOD", help="of the page: a method of `tokenahead bench`")
+    for kind in ("heads", "eagle"):
+        words = f"short for --drafter {kind}:SOURCE"
+        demo.add_argument(f"--{kind}", dest="drafter", type=f"{kind}:{{}}".format, metavar="SOURCE", help=words)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -141,6 +147,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    if arguments.web is not None:
+        from .web import serve
+
+        return serve(arguments.model, arguments.drafter, arguments.web)
+    if arguments.model or arguments.drafter:
+        raise ValueError("--model and --drafter are options of the page: add --web")
     with needs_extra("demo", "the demo"):
         from .demo import BoxMeasurement, run_demo
     import torch

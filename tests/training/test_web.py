@@ -1,0 +1,185 @@
+"""The page of `tokenahead demo --web`: who wrote what, trees of drafts, bad input, and requests over loopback."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.internals import cli_module as cli
+from tests.internals import web_module as web
+from tests.training.conftest import small_model
+from tokenahead import EvaByteTokenizer, MTPHeads
+
+SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
+CHAIN = web.Cycle([70, 71, 72], [-1, 0, 1], [0], 90)
+TREE = web.Cycle([70, 71, 72, 73, 71, 74], [-1, -1, 0, 1, -1, 3], [1, 3], 90)
+
+
+def ids(text: str | bytes) -> list[int]:
+    return [byte + 64 for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+def save(folder, model):
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    EvaByteTokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, initializer_range=0.3, max_position_embeddings=128)
+    return save(tmp_path_factory.mktemp("llama"), LlamaForCausalLM(config))
+
+
+@pytest.fixture(scope="module")
+def author(llama):
+    return web.Author(llama)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    return web.Author(save(tmp_path_factory.mktemp("evabyte"), small_model()))
+
+
+@pytest.fixture(scope="module")
+def heads(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heads")
+    MTPHeads.from_backbone(LlamaForCausalLM.from_pretrained(llama), window=3).save_pretrained(folder)
+    return web.Author(llama, f"heads:{folder}")
+
+
+def run(*words) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["demo", *map(str, words)])
+    return ended.value.code or 0
+
+
+@pytest.mark.parametrize(
+    ("cycle", "rejected"),
+    [(CHAIN, [71, 72]), (TREE, [74]), (web.Cycle([], [], [], 90), [])],
+    ids=["chain", "tree", "none"],
+)
+def test_a_cycle_is_accepted_rejected_and_added(cycle, rejected):
+    accepted = [cycle.drafts[node] for node in cycle.path]
+    assert cycle.spans() == [("drafted", accepted), ("rejected", rejected), ("own", [90])]
+
+
+def test_rejected_drafts_stand_before_the_verifiers_own_token(author):
+    cycles = [web.Cycle([], [], [], ids("a")[0]), web.Cycle(ids("bc\n"), [-1, 0, 1], [0], ids("d")[0])]
+    html = author.text("x < y", ids("x < y"), cycles)
+    assert '<span class="prompt">x &lt; y' in html
+    assert html.index(">a<") < html.index('"drafted">b<') < html.index('"rejected">c⏎<') < html.index('"own">d<')
+
+
+def test_what_the_model_writes_is_text(author):
+    markup = "<script>&"
+    html = author.text("", [], [web.Cycle(ids(markup), list(range(-1, 8)), list(range(9)), ids(">")[0])])
+    assert "&lt;script&gt;&amp;" in html and markup not in html
+    assert markup not in author.tree([CHAIN, web.Cycle(ids(markup), [-1] * 9, [], 90)], 1)
+
+
+def test_a_character_belongs_to_the_token_that_completes_it(author):
+    first, second = ids("é")
+    html = author.text("", ids("a"), [web.Cycle([], [], [], first), web.Cycle([second], [-1], [0], ids("!")[0])])
+    assert '<span class="own"></span>' in html and '<span class="drafted">é</span>' in html and "\ufffd" not in html
+
+
+def test_a_text_that_ends_within_a_draft_is_cut(author):
+    html = author.text("", [], [web.Cycle(ids("abc"), [-1, 0, 1], [0, 1, 2], ids("d")[0])], size=2)
+    assert '<span class="drafted">ab</span>' in html and "c<" not in html and "d<" not in html
+
+
+def test_the_accepted_path_is_on_top_and_double_siblings_stand_once(author):
+    html = author.tree([CHAIN, TREE], 1)
+    kinds = [part.split('"')[0] for part in html.split('<span class="')[1:]]
+    assert kinds == ["own", "drafted", "drafted", "own", "rejected", "rejected", "rejected"]
+
+
+@pytest.mark.parametrize("name", ["author", "own", "heads"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cycles_are_what_speculation_counts(name, temperature, request):
+    writer = request.getfixturevalue(name)
+    for as_tree in {False, writer.draws_trees}:
+        *_, (text, words, cycles) = writer.write("abc abc ab", 24, temperature, 3, as_tree)
+        assert "24 tokens" in words and "by turns" in words and ("same text" in words) == (temperature == 0)
+        batch, tree = (
+            writer.writer.batch([web.Prompt("", ("abc abc ab",))], [[]], "cpu"),
+            {"top_k": 3} if name == "author" else {"top_k": 3, "total_tokens": 16},
+        )
+        torch.manual_seed(3)
+        mode = web.sampled(temperature) if temperature else web.GREEDY
+        options = mode.options | ({"draft_tree": tree} if as_tree else {})
+        told = writer.method.generate(**batch, **options, max_new_tokens=24)
+        assert [cycle.drafts for cycle in cycles[1:]] == told.speculation.rows_drafts[0]
+        assert [len(cycle.path) for cycle in cycles[1:-1]] == told.speculation.rows_accepted[0][:-1]
+        new = [token for cycle in cycles for kind, span in cycle.spans() if kind != "rejected" for token in span]
+        assert new[:24] == told.sequences[0, batch["input_ids"].shape[1] :].tolist()
+        assert text.count('class="own"') >= len(cycles) - 1 and "make_verifier" not in vars(writer.method.drafter)
+
+
+@pytest.mark.parametrize(("prompt", "message"), [(" \n", "prompt.*empty"), ("a" * 120, "prompt.*154.*112")])
+def test_a_prompt_that_cannot_be_is_named(author, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        next(author.write(prompt, 16, 0.0, 0, False))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [("own", "own.*LlamaForCausalLM"), ("heads:/nowhere", "/nowhere"), ("transformers:prompt_lookup", "watched")],
+)
+def test_a_drafter_that_does_not_fit_is_named(llama, drafter, message):
+    with pytest.raises(ValueError, match=f"--drafter.*{message}"):
+        web.Author(llama, drafter)
+
+
+def test_options_of_the_page_need_the_page(capsys, tmp_path):
+    assert run("--heads", tmp_path) == 1 and "--web" in capsys.readouterr().err
+
+
+def test_a_missing_gradio_is_named_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert run("--web", "--model", "/nowhere") == 1
+    assert "tokenahead[web]" in capsys.readouterr().err
+
+
+def test_a_model_and_an_address_that_cannot_be_are_named(capsys, monkeypatch):
+    pytest.importorskip("gradio")
+    assert run("--web", "--model", "./nowhere") == 1 and "./nowhere" in capsys.readouterr().err
+    assert run("--web", "localhost") == 1 and "localhost" in capsys.readouterr().err
+
+
+def test_a_visitor_who_leaves_disturbs_nobody(own):
+    *_, alone = own.write("abc", 16, 0.0, 0, False)
+    left = own.write("x", 200, 0.0, 0, False)
+    next(left)
+    left.close()
+    *_, (text, _, cycles) = own.write("abc", 16, 0.0, 0, False)
+    assert (text, cycles) == (alone[0], alone[2])
+
+
+def test_visitors_get_their_own_texts(llama, monkeypatch):
+    pytest.importorskip("gradio")
+    from gradio_client import Client
+
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
+    page = web.build(llama)
+    _, url, share = page.launch(server_name="127.0.0.1", quiet=True, prevent_thread_lock=True, share=False)
+    try:
+        assert url.startswith("http://127.0.0.1:") and not share
+        clients = [Client(url, verbose=False, analytics_enabled=False) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [
+                pool.submit(client.predict, prompt, 16, 0.0, 0, False, api_name="/write")
+                for client, prompt in zip(clients, ("first <i>", "second"))
+            ]
+            first, second = (job.result(60) for job in jobs)
+        assert "first &lt;i&gt;" in first[0] and "second" not in first[0] and "second" in second[0]
+        assert "16 tokens" in first[1] and "plain" in first[1]
+        refused = clients[0].predict(" ", 16, 0.0, 0, False, api_name="/write")
+        assert 'role="alert"' in refused[0] and "prompt" in refused[0]
+    finally:
+        page.close()

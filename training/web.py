@@ -1,0 +1,243 @@
+"""`tokenahead demo --web`: a page on which text arrives in the colours of who wrote it, with every draft as a tree."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from html import escape
+from importlib import import_module
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..configuration.fields import field
+from ..generation.attach import MTPGenerationMixin
+from ..generation.drafters.ngram import NgramDrafter
+from ..generation.target.backbones import takes_dense_masks
+from ..generation.trees.choice import WatchedVerifier
+from .box import load_box
+from .evaluation.decoding import GREEDY, Run, decode, sampled
+from .evaluation.methods import methods_of
+from .evaluation.prompts import Prompt, Writer
+from .loading import load_model
+from .utils import needs_extra
+
+_CODE, _WORDS = 'import json\n\n\ndef read_lines(path):\n    """', "Write a short story about a lighthouse keeper."
+_TURNS, _SECONDS = 3, 20  # of measuring: runs of each method at most, and after so long no further ones
+_PAUSE = 0.05  # seconds between two states of the text
+_CONTEXT = 8  # tokens that decide how the next one is spelled
+_BLANKS = str.maketrans({"\n": "⏎", "\t": "⇥", " ": "␣"})
+_LEGEND = """<style>
+.ta {font: 14px/1.7 ui-monospace, Menlo, Consolas, monospace; color: var(--body-text-color); overflow-x: auto}
+.ta.text {white-space: pre-wrap; overflow-wrap: anywhere} .ta.alert {border-left: 4px solid #d33; padding: 6px 10px}
+.ta span {unicode-bidi: isolate; border-radius: 3px; padding: 1px 0} .ta .prompt, .ta .rejected {opacity: .65}
+.ta .drafted {background: #28a75a55} .ta .own {background: #f0aa0055; box-shadow: inset 0 -2px #dc8c00}
+.ta .rejected {text-decoration: line-through; font-size: 12px} .ta meter {width: 40%; margin-right: 1em}
+.ta .node {display: flex; align-items: flex-start} .ta .node > span {padding: 0 5px; margin: 2px 0}
+.ta .node .node::before {content: "─"; opacity: .5} .ta .node > div:has(> .node + .node) {border-left: 1px solid #888}
+</style><div class="ta"><span class="prompt">prompt</span> · <span class="drafted">drafted and accepted</span> ·
+<span class="own">the verifier's own</span> · <span class="rejected">rejected drafts</span></div>"""
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One call of the model: drafted ids, the node before each (-1: none), accepted nodes, the verifier's own id."""
+
+    drafts: list[int]
+    parents: list[int]
+    path: list[int]
+    added: int
+
+    def spans(self) -> list[tuple[str, list[int]]]:
+        """Return accepted ids, those that the draft had after them (of siblings the first), and the verifier's own."""
+        node, rejected = (self.path or [-1])[-1], []
+        while node in self.parents:
+            node = self.parents.index(node)
+            rejected.append(self.drafts[node])
+        return [("drafted", [self.drafts[node] for node in self.path]), ("rejected", rejected), ("own", [self.added])]
+
+
+class _Observer(WatchedVerifier):
+    """Notes the cycles of a call's first sequence; that of the prompt has no draft."""
+
+    def __init__(self, verifier: Any, cycles: list[Cycle]) -> None:
+        super().__init__(verifier)
+        self.cycles = cycles
+        cycles.clear()  # of the trials of draft_tree="auto"
+
+    def first(self, scores: Any, tokens: Any) -> torch.Tensor:
+        added = self.verifier.first(scores, tokens)
+        self.cycles.append(Cycle([], [], [], int(added[0])))
+        return added
+
+    def verify(self, tree: Any, scores: Any) -> Any:
+        result = super().verify(tree, scores)
+        size = tree.tokens.shape[1] if tree.num_nodes is None else int(tree.num_nodes[0])
+        drafts, parents, path = tree.tokens[0, :size], tree.parents[0, :size], result.nodes[0]
+        self.cycles.append(Cycle(drafts.tolist(), parents.tolist(), path[path >= 0].tolist(), int(result.added[0])))
+        return result
+
+
+class Author:
+    """A model with a drafter, which writes one text at a time; see `build`."""
+
+    def __init__(self, model: str | None = None, drafter: str | None = None) -> None:
+        self.model, tokenizer = load_model(model) if model else load_box()
+        drafter = drafter or ("own" if isinstance(self.model, MTPGenerationMixin) else "ngram")
+        methods, refused = methods_of([drafter], self.model)
+        if refused or methods[-1].drafter is None:
+            reason = next(iter(refused.values()), "its drafts cannot be watched")
+            raise ValueError(f"--drafter {drafter}: {reason.removeprefix('--methods ')}")
+        self.plain, self.method, self.writer = methods[0], methods[-1], Writer(tokenizer, chats=bool(model))
+        self.gap = "\n\n" if model and tokenizer.chat_template else ""
+        self.example, self.temperature = (_WORDS, 0.0) if model else (_CODE, 0.7)  # the box repeats itself where greedy
+        about = f"{self.model.num_parameters():,} parameters, {str(self.model.dtype).removeprefix('torch.')}"
+        self.name = f"{model or 'The model in the box'} ({about}), drafts: {drafter}"
+        self.draws_trees = self.method.drafter.drafts_trees and takes_dense_masks(self.model)
+        self.spelled = lru_cache(1 << 14)(lambda *ids: tokenizer.decode(list(ids)))
+        self.worker = ThreadPoolExecutor(1)  # visitors take turns, also after one who left in the middle
+
+    def write(self, prompt: str, new_tokens: int, temperature: float, seed: int, as_tree: bool) -> Iterator[Any]:
+        """Yield the text so far, words on it, and its cycles; in the end the speeds, which are measured after the text.
+
+        Raises:
+            ValueError: An empty prompt, or one that is too long.
+        """
+        mode, drafter, cycles = sampled(temperature) if temperature else GREEDY, self.method.drafter, list[Cycle]()
+        tree = {"top_k": 3} if isinstance(drafter, NgramDrafter) else {"top_k": 3, "total_tokens": 16}
+        method = replace(self.method, options=self.method.options | ({"draft_tree": tree} if as_tree else {}))
+        new_tokens, seed = int(new_tokens), int(seed or 0)
+        batch = self.writer.batch([Prompt("", (prompt,))], [[]], self.model.device)
+        before = batch["input_ids"][0].tolist()
+        most = field(self.model.config.get_text_config(), "max_position_embeddings", default=math.inf) - new_tokens
+        if not prompt.strip() or len(before) > most:
+            what = f"{len(before)} tokens are more than the {most} that fit" if prompt.strip() else "it is empty"
+            raise ValueError(f"prompt: {what}")
+
+        def generate() -> list[int]:
+            make = drafter.make_verifier
+            drafter.make_verifier = lambda *given: _Observer(make(*given), cycles)
+            try:
+                torch.manual_seed(seed)
+                return method.generate(**batch, **mode.options, max_new_tokens=new_tokens).sequences[0].tolist()
+            finally:
+                del drafter.make_verifier
+
+        written = self.worker.submit(generate)
+        while wait([written], _PAUSE).not_done:
+            yield self.text(prompt, before, cycles), "Writing ...", cycles
+        new = written.result()[len(before) :]
+        cycles = cycles or [Cycle([], [], [], token) for token in new]  # where the model cannot draft
+        text, calls = self.text(prompt, before, cycles, len(new)), len(cycles)
+        words = f"<b>{len(new) / calls:.2f} tokens per call of the model</b>: {len(new)} tokens, {calls} calls.<br>"
+        runs: dict[str, list[Run]] = {method.name: [], self.plain.name: []}
+        turn, started = 0, time.monotonic()
+        while turn < _TURNS and (not turn or time.monotonic() - started < _SECONDS):
+            for each in (self.plain, method)[:: -1 if turn % 2 else 1]:
+                yield text, f"{words}Measuring {each.name} ...", cycles
+                runs[each.name].append(self.worker.submit(decode, each, batch, mode, new_tokens, seed).result())
+            turn += 1
+        yield text, words + _speeds(runs, mode.is_sampled), cycles
+
+    def text(self, prompt: str, before: list[int], cycles: Sequence[Cycle], size: int = 1 << 30) -> str:
+        """Return the prompt, whose ids are `before`, and the first `size` tokens of cycles as HTML."""
+        ids, parts = list(before), [f'<span class="prompt">{escape(prompt)}{self.gap}</span>']
+        for kind, tokens in (span for cycle in tuple(cycles) for span in cycle.spans()):
+            tokens = tokens[: len(before) + size - len(ids)]
+            # what is no whole character yet belongs to the token that completes it
+            known, whole = (self.spelled(*ids[-_CONTEXT:], *more).rstrip("\ufffd") for more in ([], tokens))
+            shown = whole[len(known) :]
+            if kind == "rejected":
+                shown = shown.replace("\n", "⏎")
+            else:
+                ids += tokens
+            parts.append(f'<span class="{kind}">{escape(shown)}</span>')
+        return f'<div class="ta text">{"".join(parts)}</div>'
+
+    def tree(self, cycles: Sequence[Cycle], number: int) -> str:
+        """Return the draft of a cycle and the verifier's own token as HTML, with the accepted path on top."""
+        cycle, last = cycles[number], cycles[number - 1].added
+        labels, parents = [*cycle.drafts, cycle.added, last], [*cycle.parents, (cycle.path or [-1])[-1]]
+        kinds = dict.fromkeys(cycle.path, "drafted") | {-1: "own", len(cycle.drafts): "own"}
+
+        def branch(node: int) -> str:
+            children = [child for child, parent in enumerate(parents) if parent == node]
+            children.sort(key=lambda child: kinds.get(child, "rejected"), reverse=True)  # by the alphabet
+            below = map(branch, reversed({labels[child]: child for child in children}.values()))
+            label = escape(self.spelled(labels[node]).translate(_BLANKS))
+            own = f'<span class="{kinds.get(node, "rejected")}">{label}</span>'
+            return f'<div class="node">{own}<div>{"".join(below)}</div></div>'
+
+        return f'<div class="ta">{branch(-1)}</div>'
+
+
+def _speeds(runs: dict[str, list[Run]], is_sampled: bool) -> str:
+    drafted, plain = runs.values()
+    speeds = [median(run.speed or 0.0 for run in several) for several in (drafted, plain)]
+    ratio = f"{speeds[0] / speeds[1]:.2f} times plain decoding's speed" if speeds[1] else "Too short to be timed"
+    same = "the same text" if drafted[0].ids == plain[0].ids else "another text: rounding decides near-ties"
+    texts = "texts of the same distribution" if is_sampled else same
+    meters = (f'<meter value="{speed}" max="{max(speeds)}"></meter>{speed:,.1f} tokens/s, ' for speed in speeds)
+    rows = "<br>".join(meter + escape(name) for meter, name in zip(meters, runs))
+    return f"<b>{ratio}</b>, {texts} (measured after it, by turns, {len(plain)} × each)<br>{rows}"
+
+
+def build(model: str | None = None, drafter: str | None = None) -> Any:
+    """Return the page of a model (None: the one in the box) and a method of `tokenahead bench`, a `gradio.Blocks`.
+
+    Raises:
+        MissingExtraError: There is no Gradio.
+        OSError: No such directory, or what the Hub cannot give.
+        ValueError: A drafter that does not fit.
+    """
+    with needs_extra("web", "tokenahead demo --web"):
+        gr = import_module("gradio")
+    author = Author(model, drafter)
+
+    def write(*asked: Any) -> Iterator[Any]:
+        try:
+            for text, words, cycles in author.write(*asked):
+                words = f'<div class="ta">{words}</div>'
+                yield text, words, cycles, gr.skip(), gr.skip()
+            best = max(range(1, len(cycles)), key=lambda number: len(cycles[number].path), default=0)
+            chosen = gr.Slider(maximum=max(len(cycles) - 1, 2), value=max(best, 1), visible=len(cycles) > 2)
+            yield text, words, cycles, chosen, author.tree(cycles, best) if best else ""
+        except (ValueError, OSError, RuntimeError) as error:
+            alert = f'<div class="ta alert" role="alert">{escape(str(error))}</div>'
+            yield alert, "", [], gr.Slider(visible=False), ""
+
+    with gr.Blocks(title="tokenahead", analytics_enabled=False) as found:
+        gr.HTML(f"<h2>tokenahead</h2>{escape(author.name)}{_LEGEND}")
+        with gr.Row():
+            with gr.Column(scale=2, min_width=300):
+                fields = [
+                    gr.Textbox(author.example, label="Prompt", lines=6),
+                    gr.Slider(16, 512, 128, step=16, label="New tokens"),
+                    gr.Slider(0, 1.5, author.temperature, step=0.1, label="Temperature (0: greedy)"),
+                    gr.Number(0, label="Seed", precision=0, minimum=0),
+                    gr.Checkbox(label="Draft trees", visible=author.draws_trees),
+                ]
+                button = gr.Button("Write", variant="primary")
+            with gr.Column(scale=4, min_width=300):
+                text, words, cycles = gr.HTML(), gr.HTML(), gr.State([])
+                number = gr.Slider(1, 2, 1, step=1, label="Call of the model", visible=False)
+                tree = gr.HTML()
+        outputs = [text, words, cycles, number, tree]
+        button.click(write, fields, outputs, api_name="write", concurrency_limit=1, show_progress_on=words)
+        number.input(author.tree, [cycles, number], tree, queue=False, show_progress="hidden", api_visibility="private")
+    return found
+
+
+def serve(model: str | None, drafter: str | None, address: str) -> int:
+    """Serve the page at `HOST:PORT` until Ctrl-C; what is left out is 127.0.0.1, and a port that is free."""
+    host, _, port = address.rpartition(":")
+    if port and not port.isdecimal():
+        raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860")
+    found = build(model, drafter)
+    found.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)
+    return 0

@@ -25,7 +25,7 @@ from strategies import LENGTH, train
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tokenahead import EagleHead
-from tokenahead.training.box import EXCERPTS, box_folder, excerpt_windows, load_excerpts, load_heads
+from tokenahead.training.box import Box, excerpt_windows
 from tokenahead.training.evaluation import DraftMeasures, ExpectedCalls
 from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.evaluation.expected import ratio_of_sums
@@ -39,8 +39,8 @@ Drafters = dict[str, tuple[PreTrainedModel, Any]]
 
 def drafters_of_box() -> tuple[Drafters, torch.Tensor]:
     """The heads of the box, and its held-out text."""
-    excerpts, (models, _) = load_excerpts(box_folder() / EXCERPTS), load_heads()
-    return {name: (model, None) for name, model in models.items()}, excerpt_windows(excerpts)
+    box = Box.load()
+    return {name: (model, None) for name, model in box.models.items()}, excerpt_windows(box.excerpts)
 
 
 def eagle(arguments: argparse.Namespace) -> tuple[Drafters, torch.Tensor]:

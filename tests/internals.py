@@ -260,7 +260,6 @@ _NAMES = {
         "excerpt_windows",
         "load_box",
         "load_excerpts",
-        "load_heads",
         "Box",
     ),
     "tokenahead.training.commands.models": (
@@ -320,6 +319,7 @@ _NAMES = {
         "draw_starts",
     ),
     "tokenahead.training.ptp.losses": (
+        "SEQUENCES",
         "MaskReader",
         "ptp_LOSSES",
         "slot_losses",
@@ -329,6 +329,7 @@ _NAMES = {
     ),
     "tokenahead.training.ptp.mutor": ("Registers",),
     "tokenahead.training.ptp.forwards": (
+        "student_drafts",
         "PackedRows",
         "SlotInputs",
         "Teacher",

@@ -73,27 +73,6 @@ def load_box(
     return _load(folder, head, dtype), EvaByteTokenizer.from_pretrained(folder)
 
 
-def load_heads(
-    folder: str | Path | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, EvaByteForMTPC], PreTrainedTokenizerBase]:
-    """Load the model once with every head of a box.
-
-    Args:
-        folder: See `load_box`.
-        dtype: Of the weights in memory.
-
-    Returns:
-        The models by head, FF first, and their tokenizer.
-
-    Raises:
-        BoxDamagedError: See `load_box`.
-    """
-    folder = Path(folder or box_folder())
-    check_box(folder)
-    models = {head: _load(folder, head, dtype) for head in heads_in(folder)}
-    return models, EvaByteTokenizer.from_pretrained(folder)
-
-
 def heads_in(folder: Path) -> list[str]:
     """Return the heads that a box holds: FF, then those of `HEADS`, then any other."""
     found = {path.stem for path in folder.glob("*.safetensors") if path.name != WEIGHTS}
@@ -207,7 +186,7 @@ class Box:
     """A box in memory.
 
     Attributes:
-        models: By head.
+        models: The model with every head, by head, FF first.
         tokenizer: Theirs.
         excerpts: Held-out text.
     """
@@ -217,11 +196,13 @@ class Box:
     excerpts: list[Excerpt]
 
     @classmethod
-    def load(cls, folder: Path) -> Box:
-        """Read a box.
+    def load(cls, folder: str | Path | None = None) -> Box:
+        """Read a box; None: the installed one.
 
         Raises:
             BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
         """
-        models, tokenizer = load_heads(folder)
-        return cls(models, tokenizer, load_excerpts(folder / EXCERPTS))
+        folder = Path(folder or box_folder())
+        check_box(folder)
+        models = {head: _load(folder, head, torch.float32) for head in heads_in(folder)}
+        return cls(models, EvaByteTokenizer.from_pretrained(folder), load_excerpts(folder / EXCERPTS))

@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "demo":
             _add_demo(command)
         else:
-            add_options(command, _REQUESTS[name], "heads", "plain")
+            add_options(command, _REQUESTS[name], *(("heads", "plain") if name == "generate" else ()))
         if name == "generate":
             command.add_argument("--json", action="store_true", help="write one JSON object: the text and statistics")
     for name, help_text in TRAINING.items():
@@ -168,7 +168,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     from .completion import complete
 
     done = complete(_request(arguments), shows=not arguments.json)
-    print(json.dumps(done.as_dict())) if arguments.json else print(done.statistics(), file=sys.stderr)
+    if arguments.json:
+        print(json.dumps(done.as_dict()))
+    else:
+        print(done.statistics(), file=sys.stderr)
     return 0
 
 

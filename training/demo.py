@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import __version__
-from .box import Box, box_folder, excerpt_prompts
+from .box import Box, excerpt_prompts
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
 from .evaluation.bench import Bench, Protocol
 from .evaluation.decoding import MODES
 from .evaluation.methods import drafting_method, plain_method
 from .evaluation.prompts import Prompt, Writer
-from .evaluation.summary import Completion, completions_of, results_of
+from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .results import DecodingResult, MeasuredResults, environment, hardware
 from .utils import replace_text
 
@@ -73,7 +73,8 @@ class BoxMeasurement:
         if share:
             few = min(self.new_bytes, _BATCH_BYTES)
             benches.append(self._decode(box, self.batch_size, few, share * self.seconds, **_ADAPTIVE))
-        return self._measured(box, [row for bench in benches for row in results_of(bench)], before), single
+        rows = [row for bench in benches for row in results_of(bench)]
+        return self._measured(box, single, results=rows, environment=before), single
 
     def _decode(self, box: Box, batch_size: int, new_bytes: int, seconds: float, **options: Any) -> Bench:
         first, *_ = box.models.values()
@@ -87,23 +88,18 @@ class BoxMeasurement:
         )
         return bench
 
-    def _measured(self, box: Box, rows: list[DecodingResult], before: dict[str, Any]) -> MeasuredResults:
+    def _measured(self, box: Box, bench: Bench, **facts: Any) -> MeasuredResults:
         packages = sorted({excerpt.package for excerpt in box.excerpts})
-        count = max(len(row.per_prompt) for row in rows)
-        first, *_ = box.models.values()
-        return MeasuredResults(
-            results=rows,
+        count = max(len(row.per_prompt) for row in facts["results"])
+        return measured_results(
+            bench,
             dataset_name="held-out Python packages",
             dataset_description=f"Source of {', '.join(packages)}, of which nothing was trained on: {count} "
             f"prompt{'s' * (count > 1)} of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes (in "
             f"batches with at most {_BATCH_BYTES}, and drafts as long as pays: the schedule `adaptive`).",
-            hardware=hardware(),
-            dtype=str(first.dtype).removeprefix("torch."),
             command=self.command,
-            library_version=__version__,
-            unit="byte",
             extra={f"Parameters of {_name(kind, model)}": _size(model) for kind, model in box.models.items()},
-            environment=before,
+            **facts,
         )
 
 
@@ -144,7 +140,7 @@ def run_demo(
     console, output = console or Console(highlight=False), Path(output)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    box = Box.load(Path(folder or box_folder()))
+    box = Box.load(folder)
     check_output(output, overwrite)
     model = next(iter(box.models.values()))
     console.print(

@@ -24,12 +24,14 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from .utils import replace_text
+from .utils import check_same, replace_text
 
 INDEX = "index.json"
 STATES = "cached_states"
 """The states' name among the columns of a row, as the `forward` of drafters calls it."""
 _IDS = ("input_ids", "labels", "position_ids")
+_SAME = ("weights", "layers", "width", "dtype", "data")
+"""What must be the same where features are completed; two of them are checksums."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 Row = Mapping[str, Any]
 
@@ -113,7 +115,9 @@ def cache_features(
     dtype = str(backbone.dtype).removeprefix("torch.") if dtype is None else dtype
     index = _index(drafter, data, dtype)
     if (folder / INDEX).exists():
-        index = _same(FeatureIndex.read(folder), index, folder)
+        found = FeatureIndex.read(folder)
+        check_same(f"folder={folder}", *({name: vars(each)[name] for name in _SAME} for each in (found, index)))
+        index = found
     folder.mkdir(parents=True, exist_ok=True)
     index.write(folder)
     backbone.eval()
@@ -227,17 +231,6 @@ def checksum(model: nn.Module, skip: str = "\0") -> str:
         sample = flat[:: max(1, len(flat) // 64)][:64]
         digest.update(name.encode() + sample.float().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _same(found: FeatureIndex, wanted: FeatureIndex, folder: Path) -> FeatureIndex:
-    for name in ("weights", "layers", "width", "dtype", "data"):
-        if getattr(found, name) != getattr(wanted, name):
-            what = {"weights": "another backbone", "data": "another data set"}.get(name, f"other {name}")
-            raise ValueError(
-                f"{folder} holds features of {what} ({getattr(found, name)}, not {getattr(wanted, name)}); choose "
-                "another directory, or remove it"
-            )
-    return found
 
 
 def _end_of_shard(index: FeatureIndex, tokens: int) -> int:

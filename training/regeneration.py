@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
 from .features import checksum
-from .utils import replace_text
+from .utils import check_same, replace_text
 
 _TEXT, _PLAN = "text.jsonl", "plan.json"
 IGNORE = -100
@@ -105,7 +105,8 @@ def regenerate(
         "seed": seed,
         "options": {name: _as_json(value) for name, value in options.items()},
     }
-    _check_plan(folder, plan)
+    if (folder / _PLAN).exists() and _lines(folder / _TEXT):  # not where nothing was written, as after a wrong option
+        check_same(f"folder={folder}", json.loads((folder / _PLAN).read_text(encoding="utf-8")), plan)
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / _PLAN, json.dumps(plan))
     written = _lines(folder / _TEXT)
@@ -164,18 +165,6 @@ def _completed(
         stop = next((index + 1 for index, token in enumerate(new) if token in ends), len(new))
         rows.append({"ids": [*prompt.tolist(), *new[:stop]], "prompt": len(prompt)})
     return rows
-
-
-def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
-    path = folder / _PLAN
-    if not path.exists() or not _lines(folder / _TEXT):  # where nothing was written, as after a misspelt option
-        return
-    found = json.loads(path.read_text(encoding="utf-8"))
-    for name, value in plan.items():
-        if found.get(name) != value:
-            other = {"backbone": "of another backbone", "prompts": "of other prompts"}
-            what = other.get(name, f"with {name}={found.get(name)!r}, not {value!r}")
-            raise ValueError(f"{folder} holds text {what}; choose another directory, or remove it")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

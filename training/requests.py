@@ -59,7 +59,7 @@ def _option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
 
 def add_options(parser: argparse.ArgumentParser, kind: type, *exclusive: str) -> None:
     """Add the fields of a dataclass to a parser as options; of `exclusive` ones, one alone may be given."""
-    group = parser.add_mutually_exclusive_group()
+    group = parser.add_mutually_exclusive_group() if exclusive else parser
     for entry in fields(kind):
         options: dict[str, Any] = dict(entry.metadata)
         default = entry.default if entry.default_factory is MISSING else entry.default_factory()

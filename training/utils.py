@@ -79,3 +79,22 @@ def without_directories(name: str) -> str:
     path = Path(name).expanduser()
     is_here = path.is_absolute() or path.exists() or name.startswith(".")
     return path.name or path.resolve().name if is_here else name
+
+
+def check_same(where: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a directory that something with other settings was written into.
+
+    Args:
+        where: The argument that names the directory, for the message.
+        earlier: What was written there.
+        now: What would be written.
+
+    Raises:
+        ValueError: A field differs; it is named.
+    """
+    for name in sorted({*earlier, *now}):
+        if earlier.get(name) != now.get(name):
+            raise ValueError(
+                f"{where} holds what was made with {name}={earlier.get(name)!r}, and this is {name}={now.get(name)!r}: "
+                "choose another directory, or remove it"
+            )

@@ -42,7 +42,6 @@ from tokenahead.training.box import (
     Excerpt,
     check_box,
     excerpt_windows,
-    load_heads,
     sha256,
 )
 from tokenahead.training.commands.bench import RESULTS, write
@@ -91,7 +90,7 @@ def measure_again(box: Path, drafts: dict[str, int], measurement: BoxMeasurement
     with _in_place_of(box) as scratch:
         shutil.copytree(box, scratch, dirs_exist_ok=True)
         if drafts:
-            models, _ = load_heads(box)
+            models = Box.load(box).models
             lengths = {kind: int(model.generation_config.num_assistant_tokens) for kind, model in models.items()}
             save_box(scratch, models, lengths | drafts)
             seal(scratch)

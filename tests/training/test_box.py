@@ -12,6 +12,7 @@ import torch
 from tests.boxes import HELD_OUT, release, untrained_box
 from tests.internals import (
     EXCERPT,
+    Box,
     BoxDamagedError,
     box_folder,
     check_box,
@@ -19,7 +20,6 @@ from tests.internals import (
     excerpt_windows,
     load_box,
     load_excerpts,
-    load_heads,
 )
 
 
@@ -29,7 +29,8 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_box_gives_back_its_heads(box: Path) -> None:
-    models, tokenizer = load_heads(box)
+    loaded = Box.load(box)
+    models, tokenizer = loaded.models, loaded.tokenizer
     model, other = models["btree"], models["ff"]
     assert list(models) == ["ff", "btree"] and torch.equal(model.lm_head.weight, other.lm_head.weight)
     assert model.config.mtp_head.head_type == "btree" and model.window == 16

@@ -45,6 +45,20 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
+    ("command", "named"),
+    [("demo", "--new-bytes"), ("generate", "--heads"), ("bench", "--per-category"), ("card", "--base-model")],
+)
+def test_the_help_of_a_command_has_its_options(capsys, command, named):
+    assert run(command, "--help") == 0
+    assert named in capsys.readouterr().out
+
+
+def test_a_command_that_is_gone_names_another(capsys):
+    code, line = error_of(capsys, "evaluate", "model", "data")
+    assert code == 2 and "tokenahead bench" in line
+
+
+@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["demo", "--seconds", "0"], "--seconds: '0' must be a number above 0"),

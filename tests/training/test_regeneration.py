@@ -40,13 +40,13 @@ def test_refusals(tmp_path):
     regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=2)
     with pytest.raises(ValueError, match="max_new_tokens=.*2.*3"):
         regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=3)
-    with pytest.raises(ValueError, match="of other prompts"):
+    with pytest.raises(ValueError, match="prompts="):
         regenerate(backbone, PROMPTS[::-1], tmp_path, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"options=.*{\}.*{'bad_words_ids': \[\[7\]\]\}"):
         regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=2, bad_words_ids=[[7]])
     with torch.no_grad():
         backbone.lm_head.weight += 1
-    with pytest.raises(ValueError, match="of another backbone"):
+    with pytest.raises(ValueError, match="backbone="):
         regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=2)
     with pytest.raises(ValueError, match="no prompts"):
         regenerate(backbone, [], tmp_path)

@@ -18,12 +18,12 @@ from ..evaluation.bench import LINES, Bench, Protocol
 from ..evaluation.decoding import DecodingMode
 from ..evaluation.methods import methods_of
 from ..evaluation.prompts import Prompt, Writer, read_prompts
-from ..evaluation.summary import largest_error, results_of
+from ..evaluation.summary import largest_error, measured_results
 from ..evaluation.table import explanation, recommendation, tables
-from ..loading import load_model, unit_of
+from ..loading import load_model
 from ..requests import BenchRequest
-from ..results import MeasuredResults, environment, hardware
-from ..utils import replace_picture, replace_text, without_directories
+from ..results import MeasuredResults
+from ..utils import check_same, replace_picture, replace_text, without_directories
 from .figures import bench_figure, frontier_figure
 
 RESULTS, SETTINGS = "results.json", "settings.json"
@@ -92,13 +92,7 @@ def _claim(request: BenchRequest) -> None:
     digest = hashlib.sha256(request.prompts.read_bytes()).hexdigest()[:16]
     now = {name: vars(request)[name] for name in _SETTINGS} | {"prompts": digest, "version": __version__}
     if file.is_file():
-        earlier = json.loads(file.read_text(encoding="utf-8"))
-        for name in now:
-            if earlier.get(name) != now[name]:
-                raise ValueError(
-                    f"--output {request.output} holds results of {name}={earlier.get(name)!r}, and this is "
-                    f"{name}={now[name]!r}: name another directory"
-                )
+        check_same(f"--output {request.output}", json.loads(file.read_text(encoding="utf-8")), now)
     replace_text(file, json.dumps(now, indent=1) + "\n")
 
 
@@ -110,27 +104,21 @@ def _run(bench: Bench, prompts: list[Prompt], console: Console) -> None:
 
 
 def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> MeasuredResults:
-    model, writer = bench.methods[0].model, bench.writer
     names = {name for line in bench.lines for name in line.prompts}
     many: dict[str, str | int | float] = {
         f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in bench.refused.items()
     }
-    return MeasuredResults(
-        results=results_of(bench),
+    return measured_results(
+        bench,
         dataset_name=request.prompts.name,
         dataset_description=f"{len(names)} prompts, all turns, answers of at most {request.new_tokens} tokens"
         f"{', none ended earlier' * request.force_length}",
-        hardware=hardware() if model.device.type == "cpu" else torch.cuda.get_device_name(),
-        dtype=str(model.dtype).removeprefix("torch."),
         command=" ".join(["tokenahead", *map(_shown, sys.argv[1:])]),
-        library_version=__version__,
-        unit=unit_of(writer.tokenizer),
         extra={
             "Model": Path(request.model).name,
-            "Chat template": writer.template,
+            "Chat template": bench.writer.template,
             "Largest error of logits, a block against single tokens": largest_error(bench.lines),
         },
-        environment=environment(),
         not_measured=many | refused,
     )
 

@@ -21,7 +21,7 @@ from ...modeling.heads.joint import BACKBONE
 from ..checkpoints import fault_of, last_whole_checkpoint, write_checksums
 from ..loading import has_adapters, holds_model
 from ..results import environment
-from ..utils import needs_extra, replace_text
+from ..utils import check_same, needs_extra, replace_text
 from .settings import Settings
 
 with needs_extra("train", "a run directory"):
@@ -147,13 +147,10 @@ def check_nothing_is_lost(folder: Path, settings: Settings) -> None:
         raise ValueError(f"output_dir={folder} holds a model that no run wrote: choose another directory")
     earlier = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8")).get("resolved", {})
     for kind, values in _resolved(settings).items():
-        before = earlier.get(kind, {})
-        for name in sorted({*values, *before} - _OF_NO_CONSEQUENCE):
-            if values.get(name) != before.get(name):
-                raise ValueError(
-                    f"output_dir={folder} holds the model of a run with {name}={before.get(name)!r}, and this one has "
-                    f"{values.get(name)!r}: choose another directory"
-                )
+        parts = (
+            {name: part[name] for name in {*part} - _OF_NO_CONSEQUENCE} for part in (earlier.get(kind, {}), values)
+        )
+        check_same(f"output_dir={folder}", *parts)
 
 
 def _without_tokens(words: Sequence[str]) -> list[str]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from ..results import DEGENERATE_SHARE, DecodingResult
+from ... import __version__
+from ..loading import unit_of
+from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environment, hardware
 from .bench import Bench, Line
 from .decoding import DecodingMode, Run, acceptance_by_position, drafted_flags
 from .expected import ExpectedCalls, ratio_of_sums
@@ -60,6 +62,20 @@ def results_of(bench: Bench) -> list[DecodingResult]:
     """Return the results of all that was measured; the error of logits is the largest that was found."""
     error = largest_error(bench.lines)
     return [result_of(*found, error) for found in pairs_of(bench)]
+
+
+def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
+    """Return the results of a bench with its machine and dtype, and further fields of `MeasuredResults`."""
+    model = bench.methods[0].model
+    given = {
+        "hardware": hardware() if model.device.type == "cpu" else torch.cuda.get_device_name(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "library_version": __version__,
+        "unit": unit_of(bench.writer.tokenizer),
+        "results": results_of(bench),
+        "environment": environment(),
+    }
+    return MeasuredResults(**given | facts)
 
 
 def largest_error(lines: Sequence[Line]) -> float:

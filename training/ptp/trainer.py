@@ -17,7 +17,7 @@ from ...configuration.ptp import SAMPLING
 from ...modeling import PTPForCausalLM, PTPStudent
 from ...modeling.heads.losses import IGNORE
 from ...modeling.wrapped_models import checkpoints_activations
-from ..trainer_base import BaseTrainer, Collator, Inputs, check_depths, check_ids
+from ..trainer_base import BaseTrainer, Collator, Inputs, at_rest, check_depths, check_ids
 from .completions import Sequences
 from .forwards import Teacher
 from .losses import MaskReader, PTPOptions, SlotReader
@@ -142,17 +142,6 @@ class UpdateTrainer(BaseTrainer):
 def next_tokens(sequences: Sequences) -> Tensor:
     """Return the targets of the backbone's own loss, [B, T - 1]."""
     return sequences.tokens[:, 1:].masked_fill(~sequences.startable[:, 1:], IGNORE)
-
-
-@contextmanager
-def at_rest(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off: the distribution of the teacher is that of decoding."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 LEARNING_RATE = 2e-3

@@ -19,7 +19,7 @@ from ..configuration.fields import field
 from ..generation.attach import MTPGenerationMixin
 from ..generation.drafters.ngram import NgramDrafter
 from ..generation.target.backbones import takes_dense_masks
-from ..generation.trees.choice import WatchedVerifier
+from ..generation.verification.verifiers import Verifier
 from .box import load_box
 from .evaluation.decoding import GREEDY, Run, decode, sampled
 from .evaluation.methods import methods_of
@@ -62,13 +62,15 @@ class Cycle:
         return [("drafted", [self.drafts[node] for node in self.path]), ("rejected", rejected), ("own", [self.added])]
 
 
-class _Observer(WatchedVerifier):
-    """Notes the cycles of a call's first sequence; that of the prompt has no draft."""
+class _Observer:
+    """A verifier that notes the cycles of a call's first sequence; that of the prompt has no draft."""
 
-    def __init__(self, verifier: Any, cycles: list[Cycle]) -> None:
-        super().__init__(verifier)
-        self.cycles = cycles
+    def __init__(self, verifier: Verifier, cycles: list[Cycle]) -> None:
+        self.verifier, self.cycles = verifier, cycles
         cycles.clear()  # of the trials of draft_tree="auto"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.verifier, name)
 
     def first(self, scores: Any, tokens: Any) -> torch.Tensor:
         added = self.verifier.first(scores, tokens)
@@ -76,7 +78,7 @@ class _Observer(WatchedVerifier):
         return added
 
     def verify(self, tree: Any, scores: Any) -> Any:
-        result = super().verify(tree, scores)
+        result = self.verifier.verify(tree, scores)
         size = tree.tokens.shape[1] if tree.num_nodes is None else int(tree.num_nodes[0])
         drafts, parents, path = tree.tokens[0, :size], tree.parents[0, :size], result.nodes[0]
         self.cycles.append(Cycle(drafts.tolist(), parents.tolist(), path[path >= 0].tolist(), int(result.added[0])))

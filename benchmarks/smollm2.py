@@ -1,0 +1,164 @@
+"""Drafters for SmolLM2-135M-Instruct: its own answers, and heads that learn from them against the clock.
+
+    python benchmarks/smollm2.py answers --model HuggingFaceTB/SmolLM2-135M-Instruct --questions gsm8k_train.jsonl
+    python benchmarks/smollm2.py train eagle3 --minutes 25
+    python benchmarks/smollm2.py train eagle3 --minutes 8 --divergence lk --rate 5e-4 --start smollm2/eagle3/final
+    python benchmarks/smollm2.py train hydra --minutes 20
+    tokenahead bench --methods eagle:smollm2/eagle3/final ...
+
+The model answers prompts that it wrote itself, from the beginning of its chat template on, and the questions of a file
+of GSM8K, sampled at temperature 1: then losses estimate acceptance. Answers go on where they were interrupted. Heads
+learn over the 8,192 tokens that its answers have most often. Minutes are the processor's, of one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from time_budget import TimeBudget, TimeBudgetCallback
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from tokenahead import EagleHead, MTPHeads
+from tokenahead.modeling.draft_vocabulary import frequent_tokens
+from tokenahead.training import regenerate
+from tokenahead.training.features import cache_features
+from tokenahead.training.trainer import MTPTrainer
+
+MARKS = (5, 10, 20, 60, 120)
+"""Minutes after which a head is saved on the way."""
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+
+
+def answers(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
+    """Let the model write prompts, and answer them and the questions of a file."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+
+    def chat(text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)[:512]
+
+    opener = tokenizer.apply_chat_template([{"role": "user", "content": "@@"}], tokenize=False).split("@@")[0]
+    start = tokenizer(opener, add_special_tokens=False)["input_ids"]
+    asked = regenerate(
+        model,
+        [start] * arguments.prompts,
+        arguments.folder / "asked",
+        max_new_tokens=96,
+        batch_size=64,
+        seed=1,
+        **SAMPLED,
+    )
+    texts = [tokenizer.decode(row["ids"][row["prompt"] :], skip_special_tokens=True).strip() for row in asked.rows]
+    own = [text for text in texts if 12 < len(text) < 1200]
+    questions = [json.loads(line)["question"] for line in arguments.questions.read_text().splitlines()]
+    random.Random(0).shuffle(questions)
+    mixed = [text for pair in zip(own, questions) for text in pair]
+    order = sorted(range(len(mixed)), key=lambda index: (index // 256, len(mixed[index])))  # batches of equal lengths
+    prompts = [chat(mixed[index]) for index in order]
+    regenerate(model, prompts, arguments.folder / "answers", max_new_tokens=256, batch_size=32, seed=2, **SAMPLED)
+
+
+class SavesOnTheWay(TrainerCallback):
+    """Saves a head when minutes of a budget have passed."""
+
+    def __init__(self, head: Any, budget: TimeBudget, folder: Path) -> None:
+        self.head, self.budget, self.folder = head, budget, folder
+        self.marks = [mark for mark in MARKS if 60 * mark < budget.seconds]
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Save what is due."""
+        if self.marks and self.budget.elapsed >= 60 * self.marks[0]:
+            self.head.save_pretrained(self.folder / f"at-{self.marks.pop(0)}")
+
+
+def new_head(arguments: argparse.Namespace, model: PreTrainedModel, draft_ids: torch.Tensor) -> Any:
+    """A head of the kind that is asked for, or one that goes on."""
+    kind = arguments.kind
+    if arguments.start:
+        head = (EagleHead if kind.startswith("eagle") else MTPHeads).from_pretrained(arguments.start).attach(model)
+    elif kind == "eagle3":
+        count = model.config.num_hidden_layers
+        head = EagleHead.from_backbone(model, version=3, draft_ids=draft_ids, aux_layers=[2, count // 2, count - 3])
+    elif kind == "eagle1":
+        head = EagleHead.from_backbone(model, version=1)
+    else:
+        learns = {"loss_target": "teacher", "loss_divergence": arguments.divergence}
+        head = MTPHeads.from_backbone(model, head_type=kind, window=5, draft_ids=draft_ids, **learns)
+    if kind == "eagle3":
+        head.loss_options.steps, head.loss_options.divergence = 4, arguments.divergence
+    return head.to(torch.float32)
+
+
+def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
+    """Train a head for some minutes, on features that are computed once."""
+    torch.manual_seed(arguments.seed)
+    lines = (arguments.folder / "answers" / "text.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if len(row["ids"]) - row["prompt"] >= 8]
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    draft_ids = frequent_tokens((row["ids"][row["prompt"] :] for row in rows), arguments.draft_tokens, tokenizer)
+    head = new_head(arguments, model, draft_ids)
+    texts = [torch.tensor(row["ids"]) for row in rows]
+    hidden = [torch.cat([torch.full((row["prompt"],), -100), ids[row["prompt"] :]]) for row, ids in zip(rows, texts)]
+    data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(texts, hidden)]
+    states = "eagle3" if arguments.kind == "eagle3" else "last"
+    features = cache_features(head, data, arguments.folder / f"features-{states}", dtype="bfloat16")
+    folder, budget = arguments.folder / arguments.kind, TimeBudget(60 * arguments.minutes, clock=time.process_time)
+    options = TrainingArguments(
+        str(folder / "scratch"), max_steps=10**6, per_device_train_batch_size=4, dataloader_drop_last=True, bf16=True,
+        max_grad_norm=1.0, learning_rate=arguments.rate, weight_decay=0.0, logging_steps=25, save_strategy="no",
+        report_to="none", seed=arguments.seed, use_cpu=arguments.device == "cpu",
+    )  # fmt: skip
+    trainer = MTPTrainer(head, options, train_dataset=features)
+    trainer.data_collator = features.collate
+    trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), lambda step: budget.rate())
+    for callback in (TimeBudgetCallback(budget), SavesOnTheWay(head, budget, folder)):
+        trainer.add_callback(callback)
+    trainer.train()
+    head.to(torch.bfloat16).save_pretrained(folder / "final")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    steps = parser.add_subparsers(dest="step", required=True)
+    for name in ("answers", "train"):
+        step = steps.add_parser(name)
+        step.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+        step.add_argument("--folder", type=Path, default=Path("smollm2"), help="where everything is written")
+        step.add_argument("--device", default="cpu")
+        step.add_argument("--threads", type=int, default=1)
+        if name == "answers":
+            step.add_argument("--questions", type=Path, required=True, help="GSM8K's train.jsonl")
+            step.add_argument("--prompts", type=int, default=3200, help="that the model writes")
+            continue
+        step.add_argument("kind", help="eagle3, eagle1, or a head type of MTPHeads")
+        step.add_argument("--minutes", type=float, default=20)
+        step.add_argument("--divergence", default="cross_entropy")
+        step.add_argument("--rate", type=float, default=1e-3)
+        step.add_argument("--draft-tokens", type=int, default=8192)
+        step.add_argument("--start", help="directory of a head to go on with")
+        step.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval().to(arguments.device)
+    (answers if arguments.step == "answers" else train)(arguments, model)
+
+
+if __name__ == "__main__":
+    main()

@@ -215,6 +215,8 @@ class MTPHeads(
         """
         if self.draft_layers is not None:
             raise ValueError(f"draft_layers={self.config.draft_layers} are there; make new heads for another number")
+        if self.attends:
+            raise ValueError(f"draft_layers={count}: {self.config.head_type} heads have decoder layers of their own")
         changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
         described = (
             self.config.to_dict() | changes | {"backbone_config": self.backbone.config.get_text_config().to_dict()}

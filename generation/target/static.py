@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from ...modeling.masks import cached_range
 from ..trees.contract import DraftTree
 from .cache import RowLayer, Rows, rounded
-from .target import RowTarget, States, TargetOutput
+from .target import RowTarget, States, TargetOutput, each_state
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 
@@ -213,5 +213,8 @@ def _copied(
     logits: torch.Tensor | None, states: States | None, count: int
 ) -> tuple[torch.Tensor | None, States | None]:
     """Return what belongs to the first `count` tokens; the next replay of a graph writes over what this one gave."""
-    kept = None if logits is None else logits[:, :count].clone()
-    return kept, states and tuple(None if state is None else state[:, :count].clone() for state in states)
+
+    def copied(values: torch.Tensor) -> torch.Tensor:
+        return values[:, :count].clone()
+
+    return None if logits is None else copied(logits), each_state(states, copied)

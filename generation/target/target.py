@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -30,6 +31,11 @@ States = tuple[torch.Tensor | None, ...]
 
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
+
+
+def each_state(states: States | None, change: Callable[[torch.Tensor], torch.Tensor]) -> States | None:
+    """Return hidden states of layers after a change; None for layers that were not asked for, or for all of them."""
+    return states and tuple(None if state is None else change(state) for state in states)
 
 
 @dataclass
@@ -57,23 +63,19 @@ class TargetOutput:
 
     def first(self, count: int) -> States:
         """Return the hidden states of the first `count` positions, None for layers that were not asked for."""
-        return tuple(None if state is None else state[:, :count] for state in self.hidden_states or ())
+        return each_state(self.hidden_states, lambda state: state[:, :count]) or ()
 
     def along(self, result: VerificationResult, tree: DraftTree) -> TargetOutput:
         """The same along the accepted path only, [B, k + 1, ...]; a chain's path is its beginning."""
         if tree.is_chain:
             return self
         take = result.path[..., None]
-        states = self.hidden_states and tuple(
-            None if state is None else state.gather(1, take.to(state.device).expand(-1, -1, state.shape[-1]))
-            for state in self.hidden_states
-        )
-        return TargetOutput(
-            self.logits.gather(1, take.expand(-1, -1, self.logits.shape[-1])),
-            states,
-            self.auxiliary,
-            self.auxiliary_states,
-        )
+
+        def taken(values: torch.Tensor) -> torch.Tensor:
+            return values.gather(1, take.to(values.device).expand(-1, -1, values.shape[-1]))
+
+        states = each_state(self.hidden_states, taken)
+        return TargetOutput(taken(self.logits), states, self.auxiliary, self.auxiliary_states)
 
 
 class Target(CacheView, Protocol):
@@ -322,17 +324,13 @@ class RowTarget(ColumnTarget):
             outputs = self._call(block, tree.positions(), tree, self.last_position, options)
             if self.open is None:
                 return TargetOutput(outputs.logits, outputs.hidden_states)
-            states = outputs.hidden_states and tuple(
-                None if state is None else _spread(state, self.open, batch) for state in outputs.hidden_states
-            )
-            return TargetOutput(_spread(outputs.logits, self.open, batch), states)
+            spread = partial(_spread, rows=self.open, batch=batch)
+            return TargetOutput(spread(outputs.logits), each_state(outputs.hidden_states, spread))
         last = self.last_position if auxiliary.last_position is None else auxiliary.last_position
         outputs = self._call(block, auxiliary.positions, tree, last, options | auxiliary.inputs)
         layers, fed = outputs.hidden_states, block.shape[1]
-        states, behind = (
-            layers and tuple(None if state is None else state[:, part] for state in layers)
-            for part in (slice(fed), slice(fed, None))
-        )
+        states = each_state(layers, lambda state: state[:, :fed])
+        behind = each_state(layers, lambda state: state[:, fed:])
         return TargetOutput(outputs.logits[:, :fed], states, outputs.logits[:, fed:], behind)
 
     def extend(self, block: torch.Tensor, **options: Any) -> Any:

@@ -39,7 +39,8 @@ from transformers.utils import logging
 from ..configuration.fields import field
 from ..modeling.wrapped_models import caches_kept
 from .call.keywords import USUAL, Keywords
-from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
+from .call.obstacles import obstacle, warn_of_unread
+from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .drafter import BaseDrafter

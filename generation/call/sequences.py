@@ -63,12 +63,14 @@ class Sequences:
         ids: [B, capacity] int64; sequence b holds tokens in its first `lengths[b]` columns.
         lengths: Tokens per sequence, padding of the prompt included, as processors and criteria of transformers count
             them.
+        done: Whether each sequence has ended.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
     """
 
     def __init__(self, prompt: torch.Tensor) -> None:
         self.prompt_length = prompt.shape[1]
         self.lengths = [prompt.shape[1]] * prompt.shape[0]
+        self.done = [False] * prompt.shape[0]
         self._ends: torch.Tensor | None = None
         self.ids = torch.nn.functional.pad(prompt, (0, _GROWTH))
         self.steps = torch.arange(self.ids.shape[1], device=prompt.device)

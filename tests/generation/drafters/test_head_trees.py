@@ -135,7 +135,11 @@ def test_text_from_drawn_trees_has_the_backbones_distribution(kind, warp, rule, 
 
     monkeypatch.setattr(growth, "race_order", dictate)
     options = SimpleNamespace(
-        num_tokens=3, do_sample=True, processing=processing, draft_tree=dict(depth=1, top_k=2, total_tokens=6)
+        num_tokens=3,
+        do_sample=True,
+        processing=processing,
+        draft_tree=dict(depth=1, top_k=2, total_tokens=6),
+        masks=lambda tokens: None,
     )
     drafter, row = heads.start(options), torch.arange(2).repeat_interleave(len(draws) // 2)
     states = heads._run_backbone(texts[:, :-1], None, None).hidden_states
@@ -213,7 +217,11 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
     for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
         for tree in (dict(depth=2, top_k=3, total_tokens=12), dict(choices=CHOICES)):
             options = SimpleNamespace(
-                num_tokens=3, do_sample=do_sample, processing=Processing(LogitsProcessorList([])), draft_tree=tree
+                num_tokens=3,
+                do_sample=do_sample,
+                processing=Processing(LogitsProcessorList([])),
+                draft_tree=tree,
+                masks=lambda tokens: None,
             )
             drafter = heads.start(options)
             drafter.hidden, drafter._unchecked = heads.features(states)[:, -1], False

@@ -51,6 +51,7 @@ def _options(draft_tree, num_tokens):
     return SimpleNamespace(
         num_tokens=num_tokens, max_length=30, do_sample=False, threshold=0.0, extra={}, draft_tree=draft_tree,
         processing=Processing(LogitsProcessorList([])), is_unsure=lambda token, distribution: False,
+        masks=lambda tokens: None,
     )  # fmt: skip
 
 

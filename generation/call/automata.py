@@ -1,0 +1,233 @@
+"""Constraints that are automata: a state, which every token after the prompt moves on, says which tokens may come next.
+
+Automata of the host cost a wait for every drafted token, and what they said of a state is remembered; tables of states
+and tokens (`TableAutomaton`) stay on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import LogitsProcessor
+
+from ...modeling.masks import numbers, to_device
+from .sequences import Sequences
+
+_SEEN = 1024
+"""States that are remembered."""
+
+
+@runtime_checkable
+class OffersAutomaton(Protocol):
+    """A logits processor whose mask depends on a state.
+
+    Attributes:
+        start: The state after the prompt; states are hashable.
+    """
+
+    start: Any
+
+    def step(self, state: Any, token: int) -> Any:
+        """Return the state after a token that `allowed(state)` allows."""
+        ...
+
+    def allowed(self, state: Any, /) -> Tensor:
+        """Return which tokens may come next, [v] bool; tokens beyond its length may not."""
+        ...
+
+
+class _Free:
+    """The state after an end or an excluded token: what follows is never used, and nothing is excluded."""
+
+
+class _Remembered:
+    """An automaton that ends after an excluded token, and remembers what it said of the states that it was in."""
+
+    def __init__(self, automaton: OffersAutomaton, ends: frozenset[int] = frozenset()) -> None:
+        self.automaton, self.ends = automaton, ends
+        self.masks, self.next = dict[Any, Tensor](), dict[Any, Any]()
+
+    def mask(self, state: Any, size: int) -> Tensor:
+        """The tokens that may come next, [size] bool on the host."""
+        found = self.masks.get((state, size))
+        if found is None:
+            free = state is _Free
+            found = torch.ones(size).bool() if free else fitted(self.automaton.allowed(state), size, self.automaton)
+            _remember(self.masks, (state, size), found := found.cpu())
+        return found
+
+    def step(self, state: Any, token: int, size: int) -> Any:
+        """The state after a token."""
+        if (state, token) not in self.next:
+            is_free = state is _Free or token in self.ends or not 0 <= token < size
+            is_free = is_free or not bool(self.mask(state, size)[token])
+            _remember(self.next, (state, token), _Free if is_free else self.automaton.step(state, token))
+        return self.next[state, token]
+
+
+def _remember(seen: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(seen) >= _SEEN:
+        seen.clear()
+    seen[key] = value
+
+
+class AutomatonProcessor(LogitsProcessor):
+    """A constraint that is an automaton; a subclass adds `start`, `step` and `allowed` (`OffersAutomaton`).
+
+    In plain decoding every row is followed from its prompt on: ids that are not those of the last call and one more
+    begin anew.
+    """
+
+    start: Any = None
+    _rows: tuple[_Remembered, dict[tuple[int, ...], Any]] | None = None
+
+    def step(self, state: Any, token: int) -> Any:
+        """See `OffersAutomaton`."""
+        raise NotImplementedError
+
+    def allowed(self, state: Any, /) -> Tensor:
+        """See `OffersAutomaton`."""
+        raise NotImplementedError
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> torch.FloatTensor:
+        """Exclude what `allowed` does not name; after an excluded token, as padding is, nothing."""
+        automaton, known = self._rows or (_Remembered(self), {})
+        rows, size = [tuple(row) for row in input_ids.tolist()], scores.shape[-1]
+        if all(row[:-1] in known for row in rows):
+            known = {row: automaton.step(known[row[:-1]], row[-1], size) for row in rows}
+        else:
+            known = dict.fromkeys(rows, self.start)
+        self._rows = automaton, known
+        mask = torch.stack([automaton.mask(known[row], size) for row in rows])
+        return cast(torch.FloatTensor, scores.masked_fill(~mask.to(scores.device), -torch.inf))
+
+
+class TableAutomaton(AutomatonProcessor):
+    """An automaton of few states as tables, which drafts and their verification read without a wait.
+
+    Args:
+        next_states: [S, v] integers, the state after each token; not read where a token is not allowed.
+        allowed: [S, v] bool.
+        start: The state after the prompt.
+
+    Raises:
+        ValueError: Tables that do not fit, or a state that is none.
+    """
+
+    def __init__(self, next_states: Tensor, allowed: Tensor, start: int = 0) -> None:
+        if next_states.dim() != 2 or next_states.shape != allowed.shape or allowed.dtype != torch.bool:
+            shapes = f"{tuple(next_states.shape)} and {tuple(allowed.shape)} of {allowed.dtype}"
+            raise ValueError(f"next_states and allowed are {shapes}: both must be [states, tokens], the second of bool")
+        states = torch.where(allowed, next_states, 0)
+        low, high = (int(found) for found in states.aminmax())
+        if min(low, start) < 0 or max(high, start) >= len(states):
+            raise ValueError(f"start={start} and next_states ({low} to {high}) must be states 0 to {len(states) - 1}")
+        self.next_states, self.masks, self.start = states.long(), allowed, start
+
+    def step(self, state: int, token: int) -> int:
+        """See `OffersAutomaton`."""
+        return int(self.next_states[state, token])
+
+    def allowed(self, state: int, /) -> Tensor:
+        """See `OffersAutomaton`."""
+        return self.masks[state]
+
+
+def fitted(mask: Tensor, size: int, processor: Any) -> Tensor:
+    """Return a mask [..., w] over `size` tokens; those that it does not have are excluded.
+
+    Raises:
+        ValueError: It is no mask, or allows a token beyond the vocabulary.
+    """
+    name = f"allowed of {type(processor).__name__}"
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{name} gives {mask.dtype}: a mask is of bool, True where a token may follow")
+    if mask.shape[-1] > size and bool(mask[..., size:].any()):
+        token = int(mask.nonzero()[:, -1].max())
+        raise ValueError(f"{name} allows token {token}, but the vocabulary ends at {size - 1}")
+    return mask if mask.shape[-1] == size else pad(mask[..., :size], (0, max(size - mask.shape[-1], 0)))
+
+
+class HostWalk:
+    """The states of an automaton along the sequences of a call, on the host.
+
+    Args:
+        automaton: Says what is allowed.
+        ends: Ids that end a sequence.
+        size: v, tokens of the vocabulary.
+        tokens: The sequences.
+        begin: Ids before the first that the automaton reads.
+    """
+
+    def __init__(
+        self, automaton: OffersAutomaton, ends: frozenset[int], size: int, tokens: Sequences, begin: int
+    ) -> None:
+        self.automaton, self.size = _Remembered(automaton, ends), size
+        self.states, self.lengths = [automaton.start] * len(tokens.lengths), [begin] * len(tokens.lengths)
+
+    def allowed(self, tokens: Sequences, paths: Tensor) -> Tensor:
+        """Masks [B, P, v] after paths [B, P, J] int64, which -1 may fill up."""
+        self._follow(tokens)
+        found = [
+            self.automaton.mask(self._after(state, path), self.size)
+            for state, row in zip(self.states, paths.tolist())
+            for path in row
+        ]
+        return to_device(torch.stack(found), paths.device).view(*paths.shape[:2], self.size)
+
+    def _follow(self, tokens: Sequences) -> None:
+        """Goes on to the end of every sequence."""
+        behind = [old for old, now in zip(self.lengths, tokens.lengths) if old < now]
+        if not behind:
+            return
+        new = tokens.ids[:, min(behind) : max(tokens.lengths)].tolist()
+        for row, (old, now) in enumerate(zip(self.lengths, tokens.lengths)):
+            if old < now:
+                self.states[row] = self._after(self.states[row], new[row][old - min(behind) : now - min(behind)])
+        self.lengths = list(tokens.lengths)
+
+    def _after(self, state: Any, path: list[int]) -> Any:
+        for token in path:
+            if token >= 0:
+                state = self.automaton.step(state, token, self.size)
+        return state
+
+
+class TableWalk:
+    """The states of a table along the sequences of a call, on the device; arguments as for `HostWalk`."""
+
+    def __init__(
+        self, automaton: TableAutomaton, ends: frozenset[int], size: int, tokens: Sequences, begin: int
+    ) -> None:
+        device = tokens.ids.device
+        masks, following = to_device(automaton.masks, device), to_device(automaton.next_states, device)
+        self.masks, self.following = (
+            fitted(masks, size, automaton),
+            pad(following, (0, max(size - following.shape[1], 0))),
+        )
+        self.ends, self.free = numbers(tuple(sorted(ends)), device), len(masks)
+        self.states = torch.full((len(tokens.lengths),), automaton.start, device=device)
+        self.lengths, self.begun = [begin] * len(tokens.lengths), torch.full_like(self.states, begin)
+
+    def allowed(self, tokens: Sequences, paths: Tensor) -> Tensor:
+        """See `HostWalk`."""
+        new = max(now - old for old, now in zip(self.lengths, tokens.lengths))
+        for step in range(new):
+            source = self.begun + step
+            token = tokens.ids.gather(1, source[:, None])[:, 0]
+            self.states = self._step(self.states, torch.where(source < tokens.ends, token, -1))
+        if new:
+            self.lengths, self.begun = list(tokens.lengths), tokens.ends
+        states = self.states[:, None].expand(paths.shape[:2])
+        for token in paths.unbind(-1):
+            states = self._step(states, token)
+        return self.masks[states.clamp(max=self.free - 1)] | (states == self.free)[..., None]
+
+    def _step(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """The states after tokens, both of one shape; -1 leaves a state as it is."""
+        known, index = states.clamp(max=self.free - 1), tokens.clamp(min=0)
+        is_ended = (tokens[..., None] == self.ends).any(-1) | (states == self.free) | ~self.masks[known, index]
+        return torch.where(tokens < 0, states, torch.where(is_ended, self.free, self.following[known, index]))

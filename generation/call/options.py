@@ -308,14 +308,7 @@ class DraftOptions:
             token = logits.argmax(-1)
             return token if draft_ids is None else draft_ids[token], None
         distribution = draft_probs(logits, self, draft_ids, vocab_size, masks)
-        return self.chosen(distribution, masks), distribution
-
-    def chosen(self, distribution: torch.Tensor, masks: DraftMasks | None = None) -> torch.Tensor:
-        """A token [...] of a draft's distribution [..., V], drawn where the call samples; `masks` goes on with it."""
-        token = draw(distribution) if self.do_sample else distribution.argmax(-1)
-        if masks is not None:
-            masks.extend(token)
-        return token
+        return chosen(distribution, self, masks), distribution
 
     def is_unsure(self, token: torch.Tensor, distribution: torch.Tensor | None) -> bool:
         """Whether all sequences gave their tokens [B] less than the threshold; then a draft ends.
@@ -344,6 +337,14 @@ class DraftOptions:
                 f"assistant_confidence_threshold={self.threshold} is not read by {'trees' if is_tree else 'drafts'} of "
                 f"{name}: they are verified whole."
             )
+
+
+def chosen(distribution: torch.Tensor, options: DraftOptions, masks: DraftMasks | None) -> torch.Tensor:
+    """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; `masks` goes on with it."""
+    token = draw(distribution) if options.do_sample else distribution.argmax(-1)
+    if masks is not None:
+        masks.extend(token)
+    return token
 
 
 def draft_probs(

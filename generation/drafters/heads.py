@@ -27,7 +27,7 @@ from ...modeling.heads.window_distribution import PartialDistribution, WindowDis
 from ...modeling.masks import cached_arange, cached_range, to_device
 from ...modeling.sampling import draw
 from ..call.constraints import DraftMasks
-from ..call.options import DraftOptions, warped
+from ..call.options import DraftOptions, chosen, warped
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows, block_mask
@@ -127,7 +127,7 @@ class HeadSession(DraftSession):
         """Tokens of one position after the other, also where all positions [B, n, v] come at once."""
         if probs.dim() == 2:
             q = warped(probs, self.options, self.vocabulary is not None, masks)
-            return self.options.chosen(q, masks), q
+            return chosen(q, self.options, masks), q
         steps = [self._choose_within(masks, step) for step in probs.unbind(1)]
         return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)
 

@@ -124,7 +124,7 @@ def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
     batch, seen = prompts(8)[4:], []
     grow = growth.grow
 
-    def watched(grown, options, length):
+    def watched(grown, options, length, masks):
         first = grown.first
 
         def noted():
@@ -138,7 +138,7 @@ def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
             return logits
 
         grown.first = noted
-        return grow(grown, options, length)
+        return grow(grown, options, length, masks)
 
     monkeypatch.setattr(modules, "grow", watched)
     greedy(model, batch, **TREE)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import LogitsProcessor
 
-from ...modeling.masks import numbers, to_device
+from ...modeling.masks import cached_arange, numbers, to_device
 from .sequences import Sequences
 
 _SEEN = 1024
@@ -125,7 +125,8 @@ class TableAutomaton(AutomatonProcessor):
         low, high = (int(found) for found in states.aminmax())
         if min(low, start) < 0 or max(high, start) >= len(states):
             raise ValueError(f"start={start} and next_states ({low} to {high}) must be states 0 to {len(states) - 1}")
-        self.next_states, self.masks, self.start = states.long(), allowed, start
+        self.next_states, self.masks, self.start = states.int(), allowed, start
+        self._prepared = dict[tuple[torch.device, frozenset[int], int], tuple[Tensor, Tensor]]()
 
     def step(self, state: int, token: int) -> int:
         """See `OffersAutomaton`."""
@@ -134,6 +135,24 @@ class TableAutomaton(AutomatonProcessor):
     def allowed(self, state: int, /) -> Tensor:
         """See `OffersAutomaton`."""
         return self.masks[state]
+
+    def prepared(self, device: torch.device, ends: frozenset[int], size: int) -> tuple[Tensor, Tensor]:
+        """Return masks [S + 1, v], and the states after every token [S + 1, v + 1], on a device.
+
+        State S follows an end or an excluded token, and excludes nothing; the last column, token -1, changes nothing.
+        """
+        key = device, ends, size
+        if key not in self._prepared:
+            masks = fitted(to_device(self.masks, device), size, self)
+            goes_on = masks.index_fill(
+                1, numbers(tuple(sorted(token for token in ends if token < size)), device), False
+            )
+            width, sink = self.next_states.shape[1], len(masks)
+            following = pad(to_device(self.next_states, device)[:, :size], (0, max(size - width, 0)))
+            following = pad(following.masked_fill(~goes_on, sink), (0, 0, 0, 1), value=sink)
+            stays = torch.arange(sink + 1, dtype=torch.int32, device=device)[:, None]
+            self._prepared = {key: (pad(masks, (0, 0, 0, 1), value=True), torch.cat([following, stays], dim=1))}
+        return self._prepared[key]
 
 
 def fitted(mask: Tensor, size: int, processor: Any) -> Tensor:
@@ -202,32 +221,21 @@ class TableWalk:
     def __init__(
         self, automaton: TableAutomaton, ends: frozenset[int], size: int, tokens: Sequences, begin: int
     ) -> None:
-        device = tokens.ids.device
-        masks, following = to_device(automaton.masks, device), to_device(automaton.next_states, device)
-        self.masks, self.following = (
-            fitted(masks, size, automaton),
-            pad(following, (0, max(size - following.shape[1], 0))),
-        )
-        self.ends, self.free = numbers(tuple(sorted(ends)), device), len(masks)
-        self.states = torch.full((len(tokens.lengths),), automaton.start, device=device)
-        self.lengths, self.begun = [begin] * len(tokens.lengths), torch.full_like(self.states, begin)
+        self.masks, self.following = automaton.prepared(tokens.ids.device, ends, size)
+        self.states = torch.full_like(tokens.ends, automaton.start, dtype=torch.int32)
+        self.lengths, self.begun = [begin] * len(tokens.lengths), torch.full_like(tokens.ends, begin)
 
     def allowed(self, tokens: Sequences, paths: Tensor) -> Tensor:
         """See `HostWalk`."""
         new = max(now - old for old, now in zip(self.lengths, tokens.lengths))
-        for step in range(new):
-            source = self.begun + step
-            token = tokens.ids.gather(1, source[:, None])[:, 0]
-            self.states = self._step(self.states, torch.where(source < tokens.ends, token, -1))
         if new:
+            source = self.begun[:, None] + cached_arange(new, tokens.ids.device)
+            found = tokens.ids.gather(1, source).masked_fill(source >= tokens.ends[:, None], -1)
+            self.states = self._after(self.states, found)
             self.lengths, self.begun = list(tokens.lengths), tokens.ends
-        states = self.states[:, None].expand(paths.shape[:2])
-        for token in paths.unbind(-1):
-            states = self._step(states, token)
-        return self.masks[states.clamp(max=self.free - 1)] | (states == self.free)[..., None]
+        return self.masks[self._after(self.states[:, None].expand(paths.shape[:2]), paths)]
 
-    def _step(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """The states after tokens, both of one shape; -1 leaves a state as it is."""
-        known, index = states.clamp(max=self.free - 1), tokens.clamp(min=0)
-        is_ended = (tokens[..., None] == self.ends).any(-1) | (states == self.free) | ~self.masks[known, index]
-        return torch.where(tokens < 0, states, torch.where(is_ended, self.free, self.following[known, index]))
+    def _after(self, states: Tensor, paths: Tensor) -> Tensor:
+        for token in paths.unbind(-1):
+            states = self.following[states, token]
+        return states

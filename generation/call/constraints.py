@@ -8,8 +8,9 @@ list, after every sequence and the path that is drafted so far: what is then -in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,6 +47,16 @@ class OffersMask(Protocol):
         ...
 
 
+def offers_automaton(processor: Any) -> TypeGuard[OffersAutomaton]:
+    """Whether a processor is an automaton; attributes of the same names may be anything."""
+    return isinstance(processor, OffersAutomaton) and callable(processor.step) and callable(processor.allowed)
+
+
+def offers_mask(processor: Any) -> TypeGuard[OffersMask]:
+    """Whether a processor offers a mask, and is no automaton."""
+    return isinstance(processor, OffersMask) and callable(processor.allowed) and not offers_automaton(processor)
+
+
 def is_automaton(processor: Any) -> bool:
     """Whether a processor excludes what its automaton does, and does nothing else."""
     return isinstance(processor, AutomatonProcessor) and type(processor).__call__ is AutomatonProcessor.__call__
@@ -79,11 +90,18 @@ class Constraints:
     """
 
     def __init__(self, processors: Iterable[Any], ends: frozenset[int], prompt_length: int | None) -> None:
-        kinds = OffersMask | OffersAutomaton | library.PrefixConstrainedLogitsProcessor
-        self.all = [p for p in processors if type(p) in _MASKING or isinstance(p, kinds)]
+        self.all = [
+            p
+            for p in processors
+            if type(p) in _MASKING
+            or isinstance(p, library.PrefixConstrainedLogitsProcessor)
+            or offers_automaton(p)
+            or offers_mask(p)
+        ]
         self.ends, self.prompt_length = ends, prompt_length
         self.may_exclude_all = any(type(p) not in _MASKING for p in self.all)
-        self.walks: dict[int, HostWalk | TableWalk] = {}
+        self.walks: dict[tuple[int, int], HostWalk | TableWalk] = {}
+        self.of_lengths: dict[tuple[Any, ...], Tensor] = {}
 
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
         """What a draft after every sequence may hold; None: nothing is excluded.
@@ -92,28 +110,48 @@ class Constraints:
             tokens: The sequences.
             is_warped: Drafts are drawn from distributions after processors that look at scores alone.
         """
-        acting = [p for p in self.all if not _is_over(p, min(tokens.lengths))]
+        shortest, spans = min(tokens.lengths), map(_span, self.all)
+        acting = [p for p, span in zip(self.all, spans) if span is None or shortest < span.stop]
         if all(is_warped and type(p) is library.SuppressTokensLogitsProcessor for p in acting):
             return None
         return DraftMasks(self, acting, tokens)
 
+    def by_length(self, lengths: list[int], size: int, device: torch.device) -> Tensor | None:
+        """The mask [B or 1, 1, v] after so many ids, of which those that are excluded do not depend; else None.
+
+        It is made once for all lengths at which the same processors act.
+        """
+        spans, masks = [span for span in map(_span, self.all) if span is not None], []
+        if len(spans) < len(self.all):
+            return None
+        for length in lengths[:1] if len(set(lengths)) == 1 else lengths:
+            key = (size, *(length in span for span in spans))
+            if key not in self.of_lengths:
+                flat, ids = torch.zeros(1, size, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
+                for processor in self.all:
+                    flat = processor(ids.expand(1, length), flat)
+                self.of_lengths[key] = _or_all(flat > -torch.inf)[None]
+            masks.append(self.of_lengths[key])
+        return masks[0] if len(masks) == 1 else torch.cat(masks)
+
     def of_automaton(self, processor: Any, tokens: Sequences, paths: Tensor, size: int) -> Tensor:
         """What an automaton allows after paths [B, P, J], which -1 may fill up: [B, P, v]."""
-        if id(processor) not in self.walks:
+        key = id(processor), size
+        if key not in self.walks:
             begin = tokens.prompt_length if self.prompt_length is None else self.prompt_length
             kind = TableWalk if isinstance(processor, TableAutomaton) else HostWalk
-            self.walks[id(processor)] = kind(processor, self.ends, size, tokens, begin)
-        return self.walks[id(processor)].allowed(tokens, paths)
+            self.walks[key] = kind(processor, self.ends, size, tokens, begin)
+        return self.walks[key].allowed(tokens, paths)
 
     def applied(self, processor: Any, places: Places, flat: Tensor, alive: Tensor | None) -> Tensor:
         """Scores [B P, v] after one processor; alive [B, P] are places that a draft can be accepted to reach."""
         size = flat.shape[-1]
-        if isinstance(processor, OffersAutomaton):
+        if offers_automaton(processor):
             mask = self.of_automaton(processor, places.tokens, places.paths, size).flatten(0, 1)
         elif isinstance(processor, library.PrefixConstrainedLogitsProcessor):
             mask = to_device(_of_function(processor, places, size, alive), flat.device)
             flat = flat.masked_fill((flat.masked_fill(~mask, -torch.inf) == -torch.inf).all(-1, keepdim=True), 0)
-        elif isinstance(processor, OffersMask):
+        elif offers_mask(processor):
             mask = fitted(_offered(processor, places), size, processor)
         else:
             return apply_known(processor, places, flat)
@@ -131,7 +169,7 @@ class DraftMasks:
 
     def __init__(self, constraints: Constraints, processors: list[Any], tokens: Sequences) -> None:
         self.constraints, self.processors, self.tokens = constraints, processors, tokens
-        self.paths, self.alive = tokens.ids[:, None, :0], None
+        self.paths, self.alive, self.current = tokens.ids[:, None, :0], None, None
         if any(tokens.done):
             self.alive = ~torch.tensor(tokens.done, device=tokens.ids.device)[:, None]
 
@@ -141,15 +179,19 @@ class DraftMasks:
         All tokens are allowed after an end or an excluded token, and where none would be: what is drafted there is
         never accepted.
         """
-        size = shape[-1]
+        size, (rows, *_, depth) = shape[-1], self.paths.shape
+        mask = self.constraints.by_length([n + depth for n in self.tokens.lengths], size, self.paths.device)
+        if mask is None:
+            self.current = mask = self._after_paths(size)
+        return to_device(mask, device).expand(rows, self.paths.shape[1], -1).reshape(shape)
+
+    def _after_paths(self, size: int) -> Tensor:
         places = PathPlaces(self.tokens, self.paths, fill=size)
         flat = torch.zeros(len(self.paths) * places.size, size, device=self.paths.device)
         for processor in self.processors:
             flat = self.constraints.applied(processor, places, flat, self.alive)
         mask = (flat > -torch.inf).view(len(self.paths), places.size, size)
-        is_free = ~mask.any(-1, keepdim=True)
-        self.current = mask | (is_free if self.alive is None else is_free | ~self.alive[..., None])
-        return to_device(self.current, device).view(shape)
+        return _or_all(mask) if self.alive is None else _or_all(mask) | ~self.alive[..., None]
 
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> None:
         """Goes on with the paths that drafted tokens end.
@@ -160,23 +202,36 @@ class DraftMasks:
         """
         tokens = to_device(tokens, self.paths.device).view(len(self.paths), -1)
         parents = torch.zeros_like(tokens) if parents is None else to_device(parents, tokens.device).clamp(min=0)
-        ends = numbers(tuple(sorted(self.constraints.ends)), tokens.device)
-        legal = self.current.flatten(1).gather(1, parents * self.current.shape[-1] + tokens)
-        legal = legal & ~(tokens[..., None] == ends).any(-1)
-        self.alive = legal if self.alive is None else legal & self.alive.gather(1, parents)
+        if self.current is not None:
+            ends = numbers(tuple(sorted(self.constraints.ends)), tokens.device)
+            legal = self.current.flatten(1).gather(1, parents * self.current.shape[-1] + tokens)
+            legal = legal & ~(tokens[..., None] == ends).any(-1)
+            self.alive = legal if self.alive is None else legal & self.alive.gather(1, parents)
         before = self.paths.gather(1, parents[..., None].expand(-1, -1, self.paths.shape[2]))
         self.paths = torch.cat([before, tokens[..., None]], dim=-1)
 
 
-def _is_over(processor: Any, length: int) -> bool:
-    """Whether a processor excludes nothing after so many ids, or more."""
-    if type(processor) is library.MinLengthLogitsProcessor:
-        return length >= processor.min_length
-    if type(processor) is library.MinNewTokensLengthLogitsProcessor:
-        return length - processor.prompt_length_to_skip >= processor.min_new_tokens
-    if type(processor) is library.SuppressTokensAtBeginLogitsProcessor:
-        return length > processor.begin_index
-    return type(processor) is library.ForcedBOSTokenLogitsProcessor and length > 1
+def _or_all(mask: Tensor) -> Tensor:
+    """A mask [..., v] that allows everything where it allows nothing."""
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+def _span(processor: Any) -> range | None:
+    """The numbers of ids after which a processor excludes something; None: that depends on which ids they are."""
+    match type(processor):
+        case library.SuppressTokensLogitsProcessor:
+            return range(sys.maxsize)
+        case library.MinLengthLogitsProcessor:
+            return range(processor.min_length)
+        case library.MinNewTokensLengthLogitsProcessor:
+            return range(processor.prompt_length_to_skip + processor.min_new_tokens)
+        case library.SuppressTokensAtBeginLogitsProcessor:
+            return range(processor.begin_index, processor.begin_index + 1)
+        case library.ForcedBOSTokenLogitsProcessor:
+            return range(1, 2)
+        case library.ForcedEOSTokenLogitsProcessor:
+            return range(processor.max_length - 1, processor.max_length)
+    return None
 
 
 def _of_function(processor: Any, places: Places, size: int, alive: Tensor | None) -> Tensor:

@@ -304,8 +304,12 @@ class DraftOptions:
             Tokens [B], and distributions [B, V] in float32 at least: warped where drawn, raw where greedy with a
             threshold, None where greedy without one.
         """
-        if masks is None and not self.do_sample and not self.threshold:
+        if not (self.do_sample or self.threshold) and (masks is None or draft_ids is None):
+            if masks is not None:
+                logits = logits.masked_fill(~masks.allowed(logits.shape, logits.device), -torch.inf)
             token = logits.argmax(-1)
+            if masks is not None:
+                masks.extend(token)
             return token if draft_ids is None else draft_ids[token], None
         distribution = draft_probs(logits, self, draft_ids, vocab_size, masks)
         return chosen(distribution, self, masks), distribution

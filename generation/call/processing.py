@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from ...modeling.masks import numbers
 from ..trees.contract import DraftTree
-from .automata import OffersAutomaton, fitted
-from .constraints import Constraints, DraftMasks, OffersMask, allowed_ids, is_automaton
+from .automata import fitted
+from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
 from .places import BY_HISTORY, BY_LENGTH, POINTWISE, TreePlaces
 from .sequences import Sequences
 
@@ -102,7 +102,7 @@ class Processing:
         places, size = TreePlaces(tokens, tree, self.pad), logits.shape[-1]
         output, ids, offered = logits.clone(), places.ids, dict[int, torch.Tensor]()
         for processor in self.processors:
-            if is_automaton(processor) or (self.unchecked and isinstance(processor, OffersAutomaton)):
+            if is_automaton(processor) or (self.unchecked and offers_automaton(processor)):
                 offered[id(processor)] = self.constraints.of_automaton(processor, tokens, places.paths, size)
         positions, parents = _on_host(tree)
         possible = [[True] * logits.shape[1] for _ in done]
@@ -121,7 +121,7 @@ class Processing:
                     continue
                 before = scores.clone() if self.unchecked else scores
                 scores = _ask(processor, chosen, asked, shown, scores)
-                if self.unchecked and isinstance(processor, OffersMask):
+                if self.unchecked and (mask is not None or offers_mask(processor)):
                     offer = processor.allowed(shown[rows]) if mask is None else mask[rows]
                     self._compare(processor, fitted(offer, size, processor), before[rows], scores[rows])
             output[rows, place[rows]] = scores[rows].to(output.dtype)
@@ -173,11 +173,13 @@ class Processing:
         """
         if not self.pointwise and allowed is None:
             return probs
-        flat = probs.flatten(0, -2).log()
         if allowed is not None:
-            mask = allowed.flatten(0, -2)
-            flat = flat.masked_fill(~mask, -torch.inf)
-            flat = torch.where((flat == -torch.inf).all(-1, keepdim=True) & mask, 0.0, flat)
+            probs = probs.masked_fill(~allowed, 0)
+            total = probs.sum(-1, keepdim=True)
+            probs = torch.where((total == 0) & allowed, 1.0, probs)
+            if not self.pointwise:
+                return probs / torch.where(total == 0, allowed.sum(-1, keepdim=True), total)
+        flat = probs.flatten(0, -2).log()
         for processor in self.pointwise:
             flat = processor(None, flat)
         return flat.softmax(-1).view(probs.shape)

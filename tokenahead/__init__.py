@@ -21,6 +21,7 @@ from .configuration.transformers_names import CORE, check_names
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.drafters.assistant import AssistantDrafter
 from .generation.drafters.ngram import NgramDrafter
+from .generation.drafters.suffix import SuffixDrafter
 from .modeling import (
     DeepSeekMTP,
     EagleHead,
@@ -72,4 +73,5 @@ __all__ = [
     "PTPStudent",
     "PTPStudentConfig",
     "Speculation",
+    "SuffixDrafter",
 ]

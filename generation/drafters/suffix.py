@@ -153,6 +153,8 @@ class SuffixDrafter(AttachableDrafter):
 class SuffixSession(DraftSession):
     """The drafts of one call; see `SuffixDrafter`. The prompt is copied to the host once, and every draft from it."""
 
+    expected: float = 0.0
+
     def __init__(self, drafter: SuffixDrafter, options: DraftOptions) -> None:
         self.drafter, self.counts, self.num_tokens = drafter, drafter.counts, options.num_tokens
         tree = options.draft_tree or {"top_k": 1}
@@ -178,11 +180,14 @@ class SuffixSession(DraftSession):
             self._read_prompts(tokens)
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        drafter, drafts = self.drafter, list[list[tuple[int, int]]]()
+        drafter, drafts, total = self.drafter, list[list[tuple[int, int]]](), 0.0
         for reader, newest in zip(self.readers, tokens.newest_on_host):
             nodes = min(self.nodes, length) if self.width == 1 else self.nodes
             options = (reader.tail, length, nodes, self.width, drafter.factor, drafter.least)
-            drafts.append(self.counts.draft(*options) if newest else [])  # nothing new: the sequence has ended
+            draft, expected = self.counts.draft(*options) if newest else ([], 0.0)  # nothing new: it has ended
+            drafts.append(draft)
+            total += expected
+        self.expected = total / max(sum(map(bool, tokens.newest_on_host)), 1)
         return _tree(drafts, tokens.ids.device, self.width == 1)
 
     def _read_prompts(self, tokens: Sequences) -> None:

@@ -84,8 +84,10 @@ class SuffixCounts:
 
     def draft(
         self, tail: Sequence[int], length: int, nodes: int, width: int, factor: float, least: float
-    ) -> list[tuple[int, int]]:
-        """Return what is likely to follow, as tokens and the numbers of their parents (-1: the last token of `tail`).
+    ) -> tuple[list[tuple[int, int]], float]:
+        """Return what is likely to follow, and how many tokens of it are expected to be accepted, by the counts.
+
+        The draft is tokens, and the numbers of their parents (-1: the last token of `tail`).
 
         Of the runs that end the sequence, the one whose draft is expected to be accepted furthest is followed; long
         runs may draft more than short ones (SuffixDecoding, Oliaro et al. 2024, section 4).
@@ -107,7 +109,7 @@ class SuffixCounts:
                 draft, score = _grown(found, length, room, width, least)
                 if score > expected:
                     best, expected = draft, score
-        return best
+        return best, expected
 
     def _matches(self, tail: Sequence[int]) -> Iterator[tuple[int, list[_Node]]]:
         """Runs that end the sequence and have continuations: their lengths, long ones first, and their nodes."""

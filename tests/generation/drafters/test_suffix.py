@@ -58,7 +58,7 @@ def test_a_draft_follows_the_likeliest_continuations_of_the_best_run(texts, leng
     counts, readers = counts_of(texts)
     known, factor = runs(texts), 2.0
     for reader, text in zip(readers, texts):
-        draft = counts.draft(reader.tail, length, 8, width, factor, least)
+        draft, expected = counts.draft(reader.tail, length, 8, width, factor, least)
         paths = []
         for token, parent in draft:
             assert parent < len(paths)
@@ -72,14 +72,14 @@ def test_a_draft_follows_the_likeliest_continuations_of_the_best_run(texts, leng
         ends = [tuple(text[-n:]) for n in range(1, min(len(text), DEPTH - 1) + 1)]
         nexts = [{run[-1]: n for run, n in known.items() if run[:-1] == end} for end in ends]
         assert any(found and found.get(draft[0][0]) == max(found.values()) for found in nexts)
-        assert len(draft) <= factor * (DEPTH - 1)
+        assert len(draft) <= factor * (DEPTH - 1) and 0 < expected <= len(draft)
 
 
 def test_long_runs_draft_more_than_short_ones():
     counts, _ = counts_of([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]])
-    assert [token for token, _ in counts.draft([3], 10, 10, 1, 1.0, 0.1)] == [4]
-    assert [token for token, _ in counts.draft([1, 2, 3], 10, 10, 1, 1.0, 0.1)] == [4, 5]  # runs have DEPTH tokens
-    assert counts.draft([99], 10, 10, 1, 1.0, 0.1) == []
+    assert [token for token, _ in counts.draft([3], 10, 10, 1, 1.0, 0.1)[0]] == [4]
+    assert [token for token, _ in counts.draft([1, 2, 3], 10, 10, 1, 1.0, 0.1)[0]] == [4, 5]  # runs have DEPTH tokens
+    assert counts.draft([99], 10, 10, 1, 1.0, 0.1) == ([], 0.0)
 
 
 def test_memory_is_bounded_and_what_is_new_is_known():
@@ -90,7 +90,7 @@ def test_memory_is_bounded_and_what_is_new_is_known():
         assert len(counts.flat()[0]) <= 1000
     newest = [5, 6, 7, 8]
     counts.read(reader, newest)
-    assert counts.draft(newest[:3], 4, 4, 1, 1.0, 0.1)[0] == (8, -1)
+    assert counts.draft(newest[:3], 4, 4, 1, 1.0, 0.1)[0][0] == (8, -1)
 
 
 @pytest.mark.parametrize("tree", [None, {"top_k": 3, "total_tokens": 12}], ids=["chain", "tree"])
@@ -147,7 +147,7 @@ def test_saved_copied_and_pickled_drafters_draft_the_same(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["suffixes.safetensors"]
     tail = [1, 2, 3, 4]
     want = drafter.counts.draft(tail, 4, 8, 2, 1.0, 0.1)
-    assert want
+    assert want[0]
     for other in (SuffixDrafter.from_pretrained(tmp_path), copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
         assert other.counts.draft(tail, 4, 8, 2, 1.0, 0.1) == want
         assert (other.depth, other.num_tokens, other.max_nodes) == (6, 5, 5000)

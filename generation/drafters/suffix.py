@@ -97,8 +97,9 @@ class SuffixDrafter(AttachableDrafter):
             ValueError: Another tree.
         """
         tree = options.draft_tree
-        is_right = isinstance(tree, dict) and bool(tree) and tree.keys() <= {"top_k", "total_tokens"}
-        if not is_right or any(type(value) is not int or value < 2 for value in tree.values()):
+        sizes = tree if isinstance(tree, dict) else {}
+        is_right = bool(sizes) and sizes.keys() <= {"top_k", "total_tokens"}
+        if not is_right or any(type(value) is not int or value < 2 for value in sizes.values()):
             raise ValueError(
                 f"draft_tree={tree!r} of suffixes must be {{'top_k': children, 'total_tokens': size}}, at least 2 each"
             )

@@ -21,7 +21,9 @@ from .configuration.transformers_names import CORE, check_names
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.call.grammar import GrammarConstraint
 from .generation.drafters.assistant import AssistantDrafter
+from .generation.drafters.cascade import DrafterCascade
 from .generation.drafters.ngram import NgramDrafter
+from .generation.drafters.suffix import SuffixDrafter
 from .modeling import (
     DeepSeekMTP,
     EagleHead,
@@ -57,6 +59,7 @@ deprecated.install(__name__)
 __all__ = [
     "AssistantDrafter",
     "DeepSeekMTP",
+    "DrafterCascade",
     "EagleHead",
     "EagleHeadConfig",
     "EvaByteCache",
@@ -74,4 +77,5 @@ __all__ = [
     "PTPStudent",
     "PTPStudentConfig",
     "Speculation",
+    "SuffixDrafter",
 ]

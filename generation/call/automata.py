@@ -202,10 +202,11 @@ class HostWalk:
         behind = [old for old, now in zip(self.lengths, tokens.lengths) if old < now]
         if not behind:
             return
-        new = tokens.ids[:, min(behind) : max(tokens.lengths)].tolist()
-        for row, (old, now) in enumerate(zip(self.lengths, tokens.lengths)):
-            if old < now:
-                self.states[row] = self._after(self.states[row], new[row][old - min(behind) : now - min(behind)])
+        counts, new = [now - old for old, now in zip(self.lengths, tokens.lengths)], tokens.newest_on_host
+        if counts != list(map(len, new)):  # more than one cycle, or a loop that does not say
+            rows = tokens.ids[:, min(behind) : max(tokens.lengths)].tolist()
+            new = [ids[old - min(behind) :][:count] for ids, old, count in zip(rows, self.lengths, counts)]
+        self.states = [self._after(state, ids[:count]) for state, ids, count in zip(self.states, new, counts)]
         self.lengths = list(tokens.lengths)
 
     def _after(self, state: Any, path: list[int]) -> Any:

@@ -65,12 +65,14 @@ class Sequences:
             them.
         done: Whether each sequence has ended.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
+        newest_on_host: What every sequence got in the last cycle; nothing where it had ended.
     """
 
     def __init__(self, prompt: torch.Tensor) -> None:
         self.prompt_length = prompt.shape[1]
         self.lengths = [prompt.shape[1]] * prompt.shape[0]
         self.done = [False] * prompt.shape[0]
+        self.newest_on_host = [list[int]() for _ in self.lengths]
         self._ends: torch.Tensor | None = None
         self.ids = torch.nn.functional.pad(prompt, (0, _GROWTH))
         self.steps = torch.arange(self.ids.shape[1], device=prompt.device)

@@ -133,8 +133,8 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             inputs_embeds: [B, L, D] instead of `input_ids`.
             use_cache: Return a cache; defaults to the config's `use_cache`; off where activations are checkpointed.
             output_hidden_states: True for all layers, or the indices to return (-1: after the final norm).
-            draft_tree: The drafts among `input_ids` where they are a tree, which follow the newest verified token
-                on a cache; `keep_last` leaves a path of them.
+            draft_tree: Which of `input_ids` descend from which, where drafts after the first one are a tree; needs a
+                cache, whose `keep_last` leaves one path.
 
         Returns:
             `last_hidden_state` [B, L, D] after the final norm, the cache and the requested hidden states.
@@ -146,9 +146,8 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
-        states, kept = self._runner(cache)(
-            hidden, attention_mask, position_ids, cache, output_hidden_states, tree=draft_tree
-        )  # fmt: skip
+        given = hidden, attention_mask, position_ids, cache, output_hidden_states
+        states, kept = self._runner(cache)(*given, tree=draft_tree)
         return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache, hidden_states=kept)
 
     def continue_from(

@@ -349,7 +349,7 @@ class EvaByteCache(Cache):
 
 def _for_states(slots: Tensor, states: Tensor) -> Tensor:
     """Return slots [R, k] as an index of states [R, H, T, d]."""
-    return slots.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
 
 
 def _write(buffer: Tensor, states: Tensor, block: EvaBlock) -> None:

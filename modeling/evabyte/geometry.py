@@ -177,19 +177,16 @@ class EvaBlock:
         seen = (node < 0)[:, None] | (on_path & (node < self.length)[:, None])
         if not self.provisional:
             return seen
-        per_window, window, key = (
-            self.window // self.chunk,
-            self._slots() // self.window,
-            self.count_from(-1, 0, self.used),
-        )
+        key, window = self.count_from(-1, 0, self.used), self._slots() // self.window
         key_window = torch.where(node < 0, key // self.window, window.gather(1, place))
         seen = seen & ((key < 0)[:, None] | (key_window[:, None] == window[..., None]))
-        first = self.count_from(0, 1, 1) // self.chunk
+        per_window, first = self.window // self.chunk, self.count_from(0, 1, 1) // self.chunk  # b's chunk
         chunks = cached_arange(self.provisional * per_window, self.device)
         shared = (chunks < first)[:, None] & (chunks // per_window < window[..., None])
-        closed = (first + cached_arange(self._path_chunks, self.device))[:, None] // per_window < window[..., None]
+        chunks = first + cached_arange(self._path_chunks, self.device)
+        own = chunks[:, None] // per_window < window[..., None]
         itself = torch.eye(self.length, dtype=torch.bool, device=self.device)[..., None]
-        return torch.cat([seen, shared, (itself & closed[:, :, None]).flatten(2)], dim=-1)
+        return torch.cat([seen, shared, (itself & own[:, :, None]).flatten(2)], dim=-1)
 
     def _visible_by_window(self) -> Tensor:
         """Return visibility window by window, [R * windows, 1, W, cached + new summaries + W]."""

@@ -134,9 +134,11 @@ def counted(
     return figures
 
 
-def shapes(arguments: argparse.Namespace) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """The tree, and chains as deep and as large as it, by name."""
-    lengths = (arguments.depth + 1, arguments.total - 1)
+def shapes(
+    arguments: argparse.Namespace, longest: int | None = None
+) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """The tree, and chains as deep and as large as it, as far as there are so long ones, by name."""
+    lengths = (arguments.depth + 1, min(arguments.total - 1, longest or arguments.total))
     tree = {"depth": arguments.depth, "top_k": arguments.top_k, "total_tokens": arguments.total}
     return tree, {f"chain of {length}": {"num_assistant_tokens": length} for length in lengths}
 
@@ -192,12 +194,12 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
 
 def measure_box(arguments: argparse.Namespace) -> dict[str, Any]:
     """Chains and trees of every head in the box, prompt by prompt, after the same prompts of held-out code."""
-    tree, chains = shapes(arguments)
     texts = excerpt_prompts(load_excerpts(box_folder() / "held_out.json"), arguments.prompts)
     figures: dict[str, Any] = {}
     for name in heads_in(box_folder()):
         model, tokenizer = load_box(name)
         model.generation_config.eos_token_id = None
+        tree, chains = shapes(arguments, model.longest_draft())
         prompts = [tokenizer(text, return_tensors="pt") for text in texts]
         for heat in arguments.temperatures:
             how = dict(do_sample=False) if heat == 0 else dict(do_sample=True, temperature=heat, top_k=0)

@@ -219,35 +219,50 @@ FAMILIES: dict[str, MTPFamily] = {
 }
 """Families with official modules, or with modules unlike the model's last layer, by `model_type`."""
 
-_STREAMS = "its modules read several streams of hidden states (hyper-connections), not one"
+_STREAMS = (
+    "its modules read several streams of hidden states (hyper-connections), not one (vllm/models/{}/nvidia/mtp.py)"
+)
+_ONE_STREAM = (
+    "its module is a layer without the main model's hyper-connections, which transformers' class for its layers always "
+    "has (vllm/models/{})"
+)
 _TEXT_ONLY = (
     "transformers has its network as the text of step3p7 (Step-3.7) only, and no causal language model of it alone "
     "(models/auto/modeling_auto.py)"
 )
 _CONVOLUTIONS = (
-    "its modules have short convolutions, which cannot be rolled back after a rejected draft, and share one norm "
-    "(chain_norm)"
+    "its modules have short convolutions, which cannot be rolled back after a rejected draft here, and share one norm, "
+    "chain_norm (vllm/models/inkling/nvidia/mtp.py)"
 )
-_UNSEEN = (
-    "transformers drops the tensors of its modules ({}) and has no class for them, and no file or description of their "
-    "layout has been seen: a guess would draft noise"
+_OWN_EMBEDDINGS = (
+    "its modules have embeddings of their own (model.mtp.embed_tokens), while here all read the main model's "
+    "(vllm/models/dots3_note/nvidia/mtp.py)"
+)
+_BLOCKS = (
+    "its modules attend to blocks chosen by an index (minimax_m3_sparse), whose keys cannot be rolled back here "
+    "(vllm/models/minimax_m3/nvidia/mtp.py)"
+)
+_DROPPED = (
+    "transformers drops the tensors of its drafter ({}), and neither transformers nor vLLM 0.32 has a class that reads "
+    "them (transformers/models/{})"
 )
 REFUSED: dict[str, str] = {
-    "deepseek_v4": _STREAMS,
-    "dots3_note": _UNSEEN.format("model.mtp.*"),
-    "dots3_note_text": _UNSEEN.format("model.mtp.*"),
-    "glm5_next": _STREAMS,
-    "glm5_next_text": _STREAMS,
-    "hy_v4": _STREAMS,
+    "deepseek_v4": _STREAMS.format("deepseek_v4"),
+    "dots3_note": _OWN_EMBEDDINGS,
+    "dots3_note_text": _OWN_EMBEDDINGS,
+    "glm5_next": _ONE_STREAM.format("glm5next/common/mtp.py"),
+    "glm5_next_text": _ONE_STREAM.format("glm5next/common/mtp.py"),
+    "hy_v4": _ONE_STREAM.format("hy_v4/nvidia/mtp.py"),
     "inkling_mm_model": _CONVOLUTIONS,
     "inkling_text": _CONVOLUTIONS,
-    "minimax_m3_vl": _UNSEEN.format("mtp.*"),
-    "minimax_m3_vl_text": _UNSEEN.format("mtp.*"),
-    "qwen4_exp": _STREAMS,
-    "qwen4_exp_text": _STREAMS,
+    "minimax_m3_vl": _BLOCKS,
+    "minimax_m3_vl_text": _BLOCKS,
+    "mistral_large4": _DROPPED.format("mtp_dspark.*", "mistral_large4/modeling_mistral_large4.py"),
+    "qwen4_exp": _STREAMS.format("qwen4_exp"),
+    "qwen4_exp_text": _STREAMS.format("qwen4_exp"),
     "step3p5": _TEXT_ONLY,
 }
-"""Families with modules that are not supported, and why."""
+"""Families with modules that are not supported, why, and the file of vLLM 0.32 or transformers 5.23 that shows it."""
 
 
 def family_of(config: Any) -> MTPFamily:

@@ -48,6 +48,7 @@ class MTPFamily:
             `SAME`: that of the main model's layer of the same index, from 0. A field `mtp_<name>` of the model's
             configuration overrides it.
         rotates: Modules of full attention have rotary positions, which the model's own layers of full attention lack.
+        one_stream: A module is such a layer without hyper-connections: it has one stream, and adds to it.
         body: Network of a module: `"layer"`, a decoder layer of the model; `"stack"`, several of them, of the kinds in
             `mtp_layers_block_type`; `"latent"`, one latent attention and a dense MLP.
         has_twin: The model has a layer of the module's kind, which `from_backbone` can copy.
@@ -66,6 +67,7 @@ class MTPFamily:
     copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
     block: tuple[tuple[str, str | float], ...] = ()
     rotates: bool = False
+    one_stream: bool = False
     body: str = "layer"
     has_twin: bool = True
     count: str = COUNT
@@ -163,6 +165,7 @@ FAMILIES: dict[str, MTPFamily] = {
     "glm_ocr_text": _DEEPSEEK,
     "glm_moe_dsa": MTPFamily(copies=("embed_tokens.weight",), block=(("indexer_types", "full"),)),
     "hy_v3": MTPFamily(names=_FINAL_NORM),
+    "hy_v4": MTPFamily(names=_FINAL_NORM, block=(("indexer_types", "full"), _SPARSE), one_stream=True, has_twin=False),
     "longcat_flash": MTPFamily(
         names=_names(
             "model.mtp.layers.0",
@@ -252,7 +255,6 @@ REFUSED: dict[str, str] = {
     "dots3_note_text": _OWN_EMBEDDINGS,
     "glm5_next": _ONE_STREAM.format("glm5next/common/mtp.py"),
     "glm5_next_text": _ONE_STREAM.format("glm5next/common/mtp.py"),
-    "hy_v4": _ONE_STREAM.format("hy_v4/nvidia/mtp.py"),
     "inkling_mm_model": _CONVOLUTIONS,
     "inkling_text": _CONVOLUTIONS,
     "minimax_m3_vl": _BLOCKS,

@@ -95,6 +95,14 @@ class LatentBody(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class OneStream(nn.Module):
+    """What stands for a hyper-connection in a layer with one stream, to which what the layer makes is added."""
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights [B, R, 1] of what is added, all 1, and the stream [B, R, H] of streams [B, R, 1, H]."""
+        return streams.new_ones(streams.shape[:-1]), streams.squeeze(-2)
+
+
 def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
     """Return a module's body with new weights, made of the classes of the model's layers (not for `body="layer"`)."""
     if family_of(config).body == "latent":
@@ -206,6 +214,8 @@ def _attach_parts(layer: nn.Module, norm: nn.Module, config: PreTrainedConfig, f
     layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
     if family.norm_before_head:
         layer.shared_head = nn.ModuleDict({"norm": fresh_norm(norm)})
+    if family.one_stream:
+        layer.attn_hc, layer.ffn_hc = OneStream(), OneStream()
     if family.own_heads:
         layer.shared_head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -256,7 +266,9 @@ def _module_of(layer: nn.Module, family: MTPFamily) -> MTPModule:
     head = layer.get_submodule("shared_head.output") if family.own_heads else None
     for name in (*parts, "shared_head") if family.norm_before_head else parts:
         delattr(layer, name)
-    return MTPModule(**parts, block=layer, norm=norm, embedding_first=family.embedding_first, head=head)
+    module = MTPModule(**parts, block=layer, norm=norm, embedding_first=family.embedding_first, head=head)
+    module.one_stream = family.one_stream
+    return module
 
 
 def build(config: PreTrainedConfig) -> tuple[PreTrainedModel, MTPModules]:

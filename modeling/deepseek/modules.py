@@ -53,7 +53,7 @@ class MTPModule(GradientCheckpointingLayer):
         head: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.one_stream = head, False
         self.enorm, self.hnorm, self.eh_proj, self.block, self.norm = enorm, hnorm, eh_proj, block, norm
         self.embedding_first, self.slot, self.kind = embedding_first, 0, "full_attention"
 
@@ -101,8 +101,9 @@ class MTPModule(GradientCheckpointingLayer):
 
     def run(self, states: Tensor, **options: Any) -> Tensor:
         """Run the block alone, [B, R, H] to [B, R, H]."""
-        output = self.block(states, **options)  # layers of some families also return their index
-        return output[0] if isinstance(output, tuple) else output
+        output = self.block(states.unsqueeze(-2) if self.one_stream else states, **options)
+        output = output[0] if isinstance(output, tuple) else output  # layers of some families also return their index
+        return output.squeeze(-2) if self.one_stream else output
 
 
 class MTPModules(nn.Module):

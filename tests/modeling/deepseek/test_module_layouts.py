@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.exaone_moe import modeling_exaone_moe as exaone
+from transformers.models.hy_v4 import modeling_hy_v4 as hunyuan
 from transformers.models.step3p7 import modeling_step3p7 as step
 
 from tests.families import family_model, random_ids
@@ -48,6 +49,47 @@ def test_exaone_moe(of_model, of_modules, kind, tmp_path):
     states = layer(states, attention_mask=mask, position_ids=places, position_embeddings=rotary)
     states = states[0] if isinstance(states, tuple) else states
     want = norm("norm", states) @ files["lm_head.weight"].T
+    torch.testing.assert_close(out.mtp_logits[0], want, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_hy_v4(tmp_path):
+    """The main model's attention and experts, without its hyper-connections."""
+    model, ids = family_model("hy_v4"), random_ids()
+    model.save_pretrained(tmp_path)
+    files, config = load_file(tmp_path / "model.safetensors"), model.config
+    out = model(ids, output_hidden_states=-1)
+    hidden, embeds = out.hidden_states[-1][:, :-1], model.get_input_embeddings()(ids)[:, 1:]
+    assert not any("hc" in name for name in files if name.startswith("model.layers.2."))
+
+    def norm(name, states):
+        layer = hunyuan.HYV4RMSNorm(32, config.rms_norm_eps)
+        layer.load_state_dict({"weight": files[f"model.layers.2.{name}.weight"]})
+        return layer(states)
+
+    states = torch.cat([norm("enorm", embeds), norm("hnorm", hidden)], -1) @ files["model.layers.2.eh_proj.weight"].T
+    attention, experts = hunyuan.HYV4Attention(config, 0), hunyuan.HYV4MoE(config)
+    block = model.mtp[0].block
+    attention.load_state_dict(block.self_attn.state_dict())
+    experts.load_state_dict(block.mlp.state_dict())
+    mask = create_causal_mask(
+        config=config, inputs_embeds=states, attention_mask=None, past_key_values=None, allow_is_causal_skip=False
+    )
+    places = torch.arange(15)[None]
+    rotary = hunyuan.HYV4RotaryEmbedding(config)(states, places)
+    states = (
+        states
+        + attention(
+            hidden_states=norm("input_layernorm", states),
+            attention_mask=mask,
+            position_ids=places,
+            position_embeddings=rotary,
+            past_key_values=None,
+            prev_topk_indices=None,
+        )[0]
+    )
+    states = states + experts(norm("post_attention_layernorm", states))
+    want = norm("final_layernorm", states) @ files["lm_head.weight"].T
     torch.testing.assert_close(out.mtp_logits[0], want, atol=1e-5, rtol=0)
 
 

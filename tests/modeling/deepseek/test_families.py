@@ -1,6 +1,8 @@
 """Every family: built, run, saved, read back, and the retrofits of models without modules."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tests.families import (
 )
 from tests.internals import REFUSED, family_of, main_class
 from tests.internals import mtp_families_FAMILIES as FAMILIES
-from tests.towers import tower_model
+from tests.towers import TOWERS, tower_model
 from tokenahead import DeepSeekMTP
 
 
@@ -191,6 +193,17 @@ def test_whatever_is_refused_is_refused_by_name_and_with_the_reason_of_its_own()
         reason = words.get(name, "")
         with pytest.raises(ValueError, match=f"does not support model_type='{name}': .*{reason}"):
             family_of(AutoConfig.for_model(name))
+
+
+def test_the_page_lists_every_family_in_the_table_where_it_belongs():
+    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text(encoding="utf-8")
+    held, refused = (
+        {name for row in part.splitlines() if row.startswith("| ") for name in re.findall(r"\w+", row.split("|")[1])}
+        for part in page.split("Refused, and why:")
+    )
+    shown = held | {f"{name}_text" for name in held}
+    assert set(FAMILIES) <= shown and set(TOWERS) <= held and set(NAMES) <= held
+    assert set(REFUSED) <= refused | {f"{name}_text" for name in refused} and not set(REFUSED) & held
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "mellum", "longcat_flash"])

@@ -6,10 +6,11 @@ from safetensors.torch import load_file, save_file
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.exaone_moe import modeling_exaone_moe as exaone
 from transformers.models.hy_v4 import modeling_hy_v4 as hunyuan
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from transformers.models.step3p7 import modeling_step3p7 as step
 
 from tests.families import family_model, random_ids
-from tests.towers import tower_model
+from tests.towers import image_batch, tower_model
 from tokenahead import DeepSeekMTP
 
 
@@ -90,6 +91,30 @@ def test_hy_v4(tmp_path):
     )
     states = states + experts(norm("post_attention_layernorm", states))
     want = norm("final_layernorm", states) @ files["lm_head.weight"].T
+    torch.testing.assert_close(out.mtp_logits[0], want, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_qwen3_5_with_an_image():
+    """The module reads the image's features in the place of embeddings, and rotates by time, height and width."""
+    model, batch = tower_model("qwen3_5"), image_batch("qwen3_5", texts=1)
+    body, config, module, ids = model.main.model, model.config.text_config, model.mtp[0], batch["input_ids"]
+    kinds, grid = batch["mm_token_type_ids"], batch["image_grid_thw"]
+    embeds = body.get_input_embeddings()(ids)
+    embeds[kinds == 1] = torch.cat(body.get_image_features(batch["pixel_values"], grid, return_dict=True).pooler_output)
+    places = body.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0][..., :-1]
+    assert not torch.equal(places[0], places[1])
+    out = model(**batch, output_hidden_states=-1, output_mtp_logits=True)
+    states = torch.cat([module.enorm(embeds[:, 1:]), module.hnorm(out.hidden_states[-1][:, :-1])], -1)
+    states = states @ module.eh_proj.weight.T
+    own = type(config)(**config.to_dict() | {"layer_types": ["full_attention"] * 3})
+    own._attn_implementation = "eager"
+    layer = qwen.Qwen3_5DecoderLayer(own, 0)
+    layer.load_state_dict(module.block.state_dict())
+    mask = create_causal_mask(config=own, inputs_embeds=states, attention_mask=None, past_key_values=None)
+    rotary = qwen.Qwen3_5TextRotaryEmbedding(own)(states, places)
+    states = layer(states, attention_mask=mask, position_embeddings=rotary)
+    want = model.main.lm_head(module.norm(states[0] if isinstance(states, tuple) else states))
     torch.testing.assert_close(out.mtp_logits[0], want, atol=1e-5, rtol=0)
 
 

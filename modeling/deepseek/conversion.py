@@ -125,7 +125,7 @@ def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return _OWN_CLASSES.get(config.model_type) or cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[Any]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     kind, text = dict(family_of(config).block).get(name), config.get_text_config()
     of_layers = field(text, name)
@@ -137,7 +137,7 @@ def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
 def extended_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     """Return a copy of the configuration with `count` more layers of the modules' kind."""
     config = copy.deepcopy(config)
-    text = config.get_text_config()
+    text: Any = config.get_text_config()
     if family_of(config).body != "layer":
         return config
     for name in PER_LAYER:
@@ -212,12 +212,13 @@ def _attach_parts(layer: nn.Module, norm: nn.Module, config: PreTrainedConfig, f
     """Give a decoder layer the parts of a module, under DeepSeek-V3's names; `config` is that of the text."""
     layer.enorm, layer.hnorm = fresh_norm(norm), fresh_norm(norm)
     layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-    if family.norm_before_head:
-        layer.shared_head = nn.ModuleDict({"norm": fresh_norm(norm)})
+    head: dict[str, nn.Module] = {"norm": fresh_norm(norm)} if family.norm_before_head else {}
     if family.one_stream:
         layer.attn_hc, layer.ffn_hc = OneStream(), OneStream()
     if family.own_heads:
-        layer.shared_head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    if head:
+        layer.shared_head = nn.ModuleDict(head)
 
 
 def rotate_all(layer: nn.Module) -> None:

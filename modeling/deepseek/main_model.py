@@ -130,8 +130,9 @@ def _inputs_of(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def with_state(states: Any, found: MainOutput) -> Any:
     """Return hidden states by layer whose last is h^0."""
-    is_last = found.state is found.outputs.last_hidden_state or states is None or states[-1] is None
-    return states if is_last else (*states[:-1], found.state)
+    if states is None or states[-1] is None or found.state is found.outputs.last_hidden_state:
+        return states
+    return (*states[:-1], found.state)
 
 
 def has_towers(config: PreTrainedConfig) -> bool:

@@ -90,7 +90,7 @@ class Constraints:
     """
 
     def __init__(self, processors: Iterable[Any], ends: frozenset[int], prompt_length: int | None) -> None:
-        self.all = [
+        self.all: list[Any] = [
             p
             for p in processors
             if type(p) in _MASKING

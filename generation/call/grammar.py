@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ...modeling.evabyte.tokenizer import EvaByteTokenizer
 from ...modeling.masks import cached_arange
@@ -95,7 +95,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
     from llguidance.hf import from_tokenizer
 
     if not isinstance(tokenizer, EvaByteTokenizer):
-        return from_tokenizer(tokenizer)
+        return from_tokenizer(cast(PreTrainedTokenizerFast, tokenizer))  # it refuses others
     return LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))
 
 
@@ -107,7 +107,7 @@ class _Bytes:
         names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         self.tokens = [name.encode("latin-1") for name in names]
         self.special_token_ids = tokenizer.all_special_ids
-        self.offset = tokenizer.convert_tokens_to_ids("\x00")
+        self.offset = self.tokens.index(b"\x00")
 
     def __call__(self, text: bytes) -> list[int]:
         return [byte + self.offset for byte in text]

@@ -34,6 +34,7 @@ OPTION = "tokenahead_heads"
 """The entry of vLLM's `additional_config` that names the directory of the heads."""
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SAMPLER, _EXPAND = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"
+_CUSTOM, _PLATFORMS = "vllm.v1.spec_decode.custom_class_proposer", "vllm.platforms"
 _ARGUMENTS = ("sample_hidden_states", "spec_decode_metadata", "sampling_metadata")
 _ARE_PROBABILISTIC = "probabilistic"
 
@@ -62,6 +63,7 @@ class HeadProposer:
 
     On CPUs vLLM 0.32 loses the temperatures of requests with drafts, whoever drafts, and sampled text is not the
     backbone's. That is tried when the engine starts, and the one function of vLLM that is wrong is replaced there.
+    Where this library is installed in vLLM's environment, `register` does so for every other drafter, too.
 
     With tensor parallelism, heads that share the backbone's unembedding ask the backbone itself for logits, which
     gathers the shards; engines that gather on one rank only are refused. More than one device was not tried.
@@ -235,10 +237,14 @@ def listen() -> None:
 
 
 def register() -> None:
-    """The entry point that vLLM calls in every process: says early where `HeadProposer` would not work."""
-    name = "vllm.v1.spec_decode.custom_class_proposer"
-    if importlib.util.find_spec(name) is None:
-        logger.warning("tokenahead: this vLLM has no %s, so HeadProposer cannot be named there", name)
+    """The entry point that vLLM calls in every process.
+
+    Says early where `HeadProposer` would not work, and mends sampled requests on CPUs for every drafter of vLLM.
+    """
+    if importlib.util.find_spec(_CUSTOM) is None:
+        logger.warning("tokenahead: this vLLM has no %s, so HeadProposer cannot be named there", _CUSTOM)
+    if importlib.import_module(_PLATFORMS).current_platform.is_cpu():
+        _mend_sampler(torch.device("cpu"))
 
 
 def _folder(options: Any) -> Path:
@@ -278,7 +284,7 @@ def _mend_sampler(device: torch.device) -> None:
     values = torch.rand(2, device=device)  # drawn: memory that was freed may hold what an earlier trial has left
     if not torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
         setattr(sampler, _EXPAND, _expand)
-        logger.warning("HeadProposer: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
+        logger.warning("tokenahead: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
 
 
 def _expand(

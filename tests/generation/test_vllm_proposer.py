@@ -5,12 +5,13 @@ made from, ragged requests, distributions of sampled drafts, what is refused.
 """
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from tests.internals import HeadProposer, listen
+from tests.internals import HeadProposer, listen, vllm_proposer_module
 from tests.modeling.heads.backbones import backbone, shaken
 from tokenahead import MTPHeads
 
@@ -191,6 +192,20 @@ def test_a_sampler_that_loses_temperatures_is_mended(runner_class, tmp_path, cap
     assert heat.tolist() == [0.5, 0.5, 1, 1, 1, 2]
     top_k = sampler.expand_batch_to_tokens(torch.tensor([3, 4, 5, 6], dtype=torch.int32), ends, 6)
     assert top_k.tolist() == [3, 3, 5, 5, 5, 6] and top_k.dtype == torch.int32
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_where_the_library_is_installed_every_drafter_is_mended_on_cpus(is_cpu, runner_class, monkeypatch):
+    platforms, custom = ModuleType("vllm.platforms"), ModuleType("vllm.v1.spec_decode.custom_class_proposer")
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: is_cpu)
+    custom.__spec__ = ModuleSpec(custom.__name__, None)
+    for module in (platforms, ModuleType("vllm.v1.spec_decode"), custom):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    sampler = sys.modules["vllm.v1.sample.rejection_sampler"]
+    sampler.expand_batch_to_tokens = lambda values, ends, size: values.new_full((size,), -1)
+    vllm_proposer_module.register()
+    heat = sampler.expand_batch_to_tokens(torch.tensor([0.5, 2.0]), torch.tensor([1, 3]), 3)
+    assert (heat.tolist() == [0.5, 2, 2]) == is_cpu
 
 
 def test_other_drafters_are_left_alone_and_the_runner_is_wrapped_once(runner_class):

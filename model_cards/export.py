@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import OWN
@@ -29,13 +29,15 @@ from .drafter_folders import (
     save_retrofit,
     write_drafter,
 )
+from .engine_fields import add_fields
 
 MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
 """The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
 ENGINES = {
     "vllm": (
         *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
-        *("glm_moe_dsa", "hy_v3", "longcat_flash", "mimo_v2_flash", "nemotron_h", "qwen3_next"),
+        *("glm_moe_dsa", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "nemotron_h", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next"),
     ),
     "sglang": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
 }
@@ -46,8 +48,6 @@ _NOTES = {
     "glm4_moe_lite": _NATIVE,
     "ernie4_5_moe": " but for one in eight (k = 3): its module has rotary positions of another kind there",
 }
-# fields of official files that transformers' classes no longer read, but engines do
-_FIELDS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}}
 
 
 def export(
@@ -147,7 +147,7 @@ def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> Non
     model.shared_copies = copies
     try:
         model.save_pretrained(folder, remote_code=None, **options)  # an engine has its own code
-        _add_fields(folder / "config.json", model.config)
+        add_fields(folder / "config.json", model)
     finally:
         model.shared_copies = before
 
@@ -217,31 +217,6 @@ def _retrofit_command(model: DeepSeekMTP, folder: Path) -> str:
     speculative = {"method": "mtp", "model": str(folder / "draft"), "num_speculative_tokens": 1}
     options = ["--hf-overrides", json.dumps(overrides(model)), "--speculative-config", json.dumps(speculative)]
     return shlex.join(["vllm", "serve", str(folder / "backbone"), *options])
-
-
-def _add_fields(path: Path, own: PreTrainedConfig) -> None:
-    """Add what engines read under older names."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    rope = dict(config.get("rope_parameters") or {})
-    theta, kind = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
-    older = {"torch_dtype": config.get("dtype")}
-    if "full_attention" not in rope:  # else every kind of layer has its own, which the older fields cannot say
-        older |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope | {"type": kind}}
-    config = _FIELDS.get(own.model_type, {}) | _hy3_fields(own) | older | config
-    replace_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _hy3_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what vLLM's Hy3 reads; transformers has the first one as a list, and takes the others for granted."""
-    if config.model_type != "hy_v3":
-        return {}
-    kinds = [*config.mlp_layer_types, "sparse"]
-    return {
-        "first_k_dense_replace": kinds.index("sparse"),
-        "qk_norm": True,
-        "expert_hidden_dim": config.moe_intermediate_size,
-        "route_norm": True,
-    }
 
 
 def _command(folder: Path, engine: str, count: int) -> str:

@@ -244,7 +244,7 @@ def register() -> None:
     if importlib.util.find_spec(_CUSTOM) is None:
         logger.warning("tokenahead: this vLLM has no %s, so HeadProposer cannot be named there", _CUSTOM)
     if importlib.import_module(_PLATFORMS).current_platform.is_cpu():
-        _mend_sampler(torch.device("cpu"))
+        _mend_sampler_when_called()
 
 
 def _folder(options: Any) -> Path:
@@ -285,6 +285,21 @@ def _mend_sampler(device: torch.device) -> None:
     if not torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
         setattr(sampler, _EXPAND, _expand)
         logger.warning("tokenahead: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
+
+
+def _mend_sampler_when_called() -> None:
+    """Defers `_mend_sampler` to the first call: vLLM puts its kernels for CPUs in place after it has called plugins."""
+    sampler = importlib.import_module(_SAMPLER)
+    original = getattr(sampler, _EXPAND, None)
+    if original is None:
+        return
+
+    def first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        setattr(sampler, _EXPAND, original)
+        _mend_sampler(x.device)
+        return getattr(sampler, _EXPAND)(x, *args, **kwargs)
+
+    setattr(sampler, _EXPAND, first)
 
 
 def _expand(

@@ -6,10 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..modeling import DeepSeekMTP
 from ..training.utils import replace_text
+
+ENGINE_ONLY = {
+    "longcat_flash": "it has no weights of zero experts, which engines do not take and transformers allocates",
+    "mimo": "its config.json names the configuration of Qwen2, for vLLM has none of MiMo-7B",
+}
+"""Families whose directories are for engines alone, and why."""
 
 
 def add_fields(path: Path, model: DeepSeekMTP) -> None:
@@ -22,7 +29,22 @@ def add_fields(path: Path, model: DeepSeekMTP) -> None:
         older |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope | {"type": kind}}
     family = _OF_FAMILIES.get(model.config.model_type)
     config = (family(model.config, model) if family else {}) | older | config
+    if model.config.model_type == "mimo":
+        config["model_type"] = "qwen2"
     replace_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
+    """Return the tensors to write, where they are not the model's own.
+
+    LongCat's zero experts hand on their input, so official files have no weights of them, while transformers allocates
+    gates for them.
+    """
+    if model.config.model_type != "longcat_flash":
+        return None
+    count = model.config.n_routed_experts
+    state = model.state_dict()
+    return {name: state[name][:count] if name.endswith("experts.gate_up_proj") else state[name] for name in state}
 
 
 def _deepseek(config: PreTrainedConfig, model: DeepSeekMTP) -> dict[str, Any]:
@@ -42,7 +64,7 @@ def _hy3(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
 
 def _exaone(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
     """Return the kinds of the modules, which vLLM would otherwise take from the first layers."""
-    return {"mtp_layer_types": [module.kind for module in model.mtp]}
+    return {"mtp_layer_types": model.mtp.kinds}
 
 
 def _longcat(config: Any, model: DeepSeekMTP) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from .drafter_folders import (
     save_retrofit,
     write_drafter,
 )
-from .engine_fields import add_fields
+from .engine_fields import ENGINE_ONLY, add_fields, engine_state
 
 MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
 """The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
@@ -146,7 +146,8 @@ def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> Non
     before = model.shared_copies
     model.shared_copies = copies
     try:
-        model.save_pretrained(folder, remote_code=None, **options)  # an engine has its own code
+        # an engine has its own code
+        model.save_pretrained(folder, remote_code=None, state_dict=engine_state(model), **options)
         add_fields(folder / "config.json", model)
     finally:
         model.shared_copies = before
@@ -193,6 +194,8 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
     warnings = sampling_on_cpus(engine)
     if model.draft_vocabulary is not None:
         warnings.append(f"{engine} drafts the whole vocabulary: it does not read {DRAFT_VOCABULARY}")
+    if reason := ENGINE_ONLY.get(model_type):
+        warnings.append(f"this directory is for engines ({reason}); save_pretrained writes what loads here")
     if count > 1:
         warnings += [
             f"num_speculative_tokens above {count} must be a multiple of {count}, the number of modules",

@@ -88,9 +88,12 @@ def test_every_family_that_is_served(name, tmp_path):
     model, ids = family_model(name), random_ids()
     report = export(model, tmp_path, max_shard_size="40KB")
     assert (tmp_path / "model.safetensors.index.json").exists() and '"num_speculative_tokens": 1' in report.command
-    assert problems(tmp_path, model) == []
-    found = DeepSeekMTP.from_pretrained(tmp_path)(ids).mtp_logits[0]
-    torch.testing.assert_close(found, model(ids).mtp_logits[0], atol=1e-5, rtol=0)
+    if any("is for engines" in warning for warning in report.warnings):
+        assert name in ("longcat_flash", "mimo")
+    else:
+        assert problems(tmp_path, model) == []
+        found = DeepSeekMTP.from_pretrained(tmp_path)(ids).mtp_logits[0]
+        torch.testing.assert_close(found, model(ids).mtp_logits[0], atol=1e-5, rtol=0)
     was_run = name in module.MEASURED["vllm"]
     assert ("were run in vLLM 0.32.0" in str(report)) == was_run != ("read and not run" in str(report))
 
@@ -103,6 +106,42 @@ def test_hy3_has_the_fields_that_vllm_reads(tmp_path):
     dense = family_model("hy_v3", num_hidden_layers=3, mlp_layer_types=["dense", "dense", "sparse"])
     export(dense, tmp_path / "dense")
     assert json.loads((tmp_path / "dense" / "config.json").read_text())["first_k_dense_replace"] == 2
+
+
+def test_longcat_has_the_fields_that_vllm_reads_and_no_weights_of_zero_experts(tmp_path):
+    export(family_model("longcat_flash"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    wanted = {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}
+    assert {name: config[name] for name in wanted} == wanted and config["n_routed_experts"] == 4
+    assert not [name for name in tensor_dtypes(tmp_path) if ".experts.4." in name]
+
+
+def test_mimo_is_named_as_vllm_finds_it(tmp_path):
+    export(family_model("mimo"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("qwen2", ["MiMoForCausalLM"])
+    assert "model.mtp_layers.0.input_proj.weight" in tensor_dtypes(tmp_path)
+
+
+def test_mimo_v2_has_the_fields_that_vllm_reads(tmp_path):
+    export(family_model("mimo_v2_flash"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    wanted = {
+        "hybrid_layer_pattern": [1, 0],
+        "moe_layer_freq": [0, 1],
+        "swa_num_key_value_heads": 2,
+        "sliding_window_size": 5,
+        "swa_rope_theta": 10_000.0,
+        "rope_theta": 5_000_000.0,
+    }
+    assert {name: config[name] for name in wanted} == wanted
+    assert DeepSeekMTP.from_pretrained(tmp_path).config.sliding_window == 6
+
+
+def test_exaone_says_of_which_kind_its_modules_are(tmp_path):
+    model = family_model("exaone_moe")
+    export(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["mtp_layer_types"] == model.mtp.kinds
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "hy_v3"])

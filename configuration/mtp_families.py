@@ -14,6 +14,8 @@ from transformers import Qwen2Config
 
 from .fields import field
 
+SAME = "same"
+"""In the place of a kind of layer: that of the main model's layer of the module's own index."""
 COUNT = "num_nextn_predict_layers"
 """The field of config.json with the number of modules, in most families."""
 
@@ -39,8 +41,10 @@ class MTPFamily:
         embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
         norm_before_head: There is a `shared_head.norm`; otherwise h^k is the output of the decoder layer.
         copies: Tensors of the main model that official files repeat in every module.
-        block: Per-layer fields of the configuration with their value for a module, where it is unlike the last layer.
-            A field `mtp_<name>` of the model's configuration overrides it.
+        block: Per-layer fields of the configuration with their value for a module, where it is unlike the last layer;
+            `SAME`: that of the main model's layer of the same index, from 0. A field `mtp_<name>` of the model's
+            configuration overrides it.
+        rotates: Modules of full attention have rotary positions, which the model's own layers of full attention lack.
         body: Network of a module: `"layer"`, a decoder layer of the model; `"stack"`, several of them, of the kinds in
             `mtp_layers_block_type`; `"latent"`, one latent attention and a dense MLP.
         has_twin: The model has a layer of the module's kind, which `from_backbone` can copy.
@@ -54,6 +58,7 @@ class MTPFamily:
     norm_before_head: bool = True
     copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
     block: tuple[tuple[str, str], ...] = ()
+    rotates: bool = False
     body: str = "layer"
     has_twin: bool = True
     count: str = COUNT
@@ -131,7 +136,7 @@ FAMILIES: dict[str, MTPFamily] = {
         copies=(),
         has_twin=False,  # a dense layer, like the model's first ones only
     ),
-    "exaone_moe": MTPFamily(names=_MTP_NAMES, copies=(), block=(_DENSE,)),
+    "exaone_moe": MTPFamily(names=_MTP_NAMES, copies=(), block=(("layer_types", SAME), _DENSE), rotates=True),
     "glm4_moe": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": MTPFamily(copies=("embed_tokens.weight",), block=(("indexer_types", "full"),)),

@@ -23,7 +23,15 @@ from transformers import (
 )
 
 from ...configuration.fields import field
-from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
+from ...configuration.mtp_families import (
+    SAME,
+    MiMoConfig,
+    MTPFamily,
+    count_modules,
+    family_of,
+    num_layers,
+    set_modules,
+)
 from ..heads.backbone_parts import final_norm, layer_kind
 from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files
@@ -113,8 +121,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
-    of_family = dict(family_of(config).block)
-    own = field(config, f"mtp_{name}") or [of_family[name] if name in of_family else field(config, name)[-1]]
+    kind, of_layers = dict(family_of(config).block).get(name), field(config, name)
+    own = field(config, f"mtp_{name}") or (of_layers[:count] if kind == SAME else [kind or of_layers[-1]])
     return [*own, *own[-1:] * count][:count]
 
 
@@ -151,6 +159,8 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
                 layers.extend([new_body(layers, config) for _ in range(count)])
             for layer in layers[len(layers) - count :]:
                 _attach_parts(layer, final_norm(self.get_decoder()), config.hidden_size, family.norm_before_head)
+                if family.rotates:
+                    rotate_all(layer)
             if count:
                 self.init_weights()  # initialises the added parts only
 
@@ -183,6 +193,13 @@ def _attach_parts(layer: nn.Module, norm: nn.Module, hidden_size: int, norm_befo
     layer.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
     if norm_before_head:
         layer.shared_head = nn.ModuleDict({"norm": fresh_norm(norm)})
+
+
+def rotate_all(layer: nn.Module) -> None:
+    """Let a layer of full attention rotate its positions, which transformers' class does where it has no window."""
+    attention: Any = layer.get_submodule("self_attn")
+    if not attention.is_sliding:
+        attention.sliding_window = None
 
 
 def fresh_norm(norm: nn.Module) -> nn.Module:

@@ -27,6 +27,7 @@ from .conversion import (
     main_class,
     module_kinds,
     rotary_embedding,
+    rotate_all,
 )
 from .modules import MTPModule, MTPModules, Readout
 
@@ -121,8 +122,10 @@ def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shar
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]
     with torch.no_grad():
         eh_proj.weight.copy_(torch.cat(halves, dim=1))
-    norm = copy.deepcopy(last) if family.norm_before_head else nn.Identity()
-    return MTPModule(enorm, hnorm, eh_proj, copy.deepcopy(layer), norm, family.embedding_first)
+    norm, block = copy.deepcopy(last) if family.norm_before_head else nn.Identity(), copy.deepcopy(layer)
+    if family.rotates:
+        rotate_all(block)
+    return MTPModule(enorm, hnorm, eh_proj, block, norm, family.embedding_first)
 
 
 @torch.no_grad()

@@ -44,10 +44,10 @@ _EXPERTS = dict(
 _LATENT = dict(  # the ranks that vLLM's kernel has on CPUs
     kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, head_dim=64
 )
-_DELTA = dict(  # one recurrent layer, one of attention
+_DELTA = dict(  # one recurrent layer, with the head dimension that vLLM's kernel has on CPUs, and one of attention
     layer_types=["linear_attention", "full_attention"],
-    linear_key_head_dim=32,
-    linear_value_head_dim=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
     linear_num_key_heads=2,
     linear_num_value_heads=2,
     linear_conv_kernel_dim=4,
@@ -65,22 +65,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _EXPERTS | _LATENT,
     "hy_v3": dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_shared_experts=1),
     "llama": {},
-    "longcat_flash": _LATENT
-    | dict(
-        num_layers=2,
-        ffn_hidden_size=128,
-        expert_ffn_hidden_size=64,
-        moe_topk=2,
-        n_routed_experts=4,
-        zero_expert_num=2,
-        num_hidden_layers=4,
-    ),
     "mimo": {},
     "mimo_v2_flash": _EXPERTS | _WIDE | dict(num_key_value_heads=1, v_head_dim=32, mlp_layer_types=["dense", "sparse"]),
     "mistral": dict(sliding_window=None),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": {},
-    "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA
     | dict(
         moe_intermediate_size=64,

@@ -31,7 +31,11 @@ from .drafter_folders import (
 )
 from .engine_fields import ENGINE_ONLY, add_fields, engine_state
 
-MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
+MEASURED = {
+    "vllm": (
+        *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "mimo", "mimo_v2_flash"),
+    )
+}
 """The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
 ENGINES = {
     "vllm": (
@@ -47,7 +51,16 @@ _NOTES = {
     "deepseek_v3": _NATIVE,
     "glm4_moe_lite": _NATIVE,
     "ernie4_5_moe": " but for one in eight (k = 3): its module has rotary positions of another kind there",
+    "mimo_v2_flash": " where a text is shorter than sliding_window; beyond it vLLM attends to one token fewer (read)",
 }
+_RECURRENT = "its recurrent layers, with drafts, are kernels for GPUs in vLLM 0.32"
+_NOT_RUN = {
+    "longcat_flash": "it loads there on a CPU, but its routing to zero experts is a kernel for GPUs in vLLM 0.32",
+    "qwen3_5_moe_text": _RECURRENT,
+    "qwen3_5_text": _RECURRENT,
+    "qwen3_next": _RECURRENT,
+}
+"""Why families were not run, where it is more than that nobody did."""
 
 
 def export(
@@ -213,7 +226,8 @@ def _checked(model: DeepSeekMTP, engine: str) -> str:
     if family.retrofit:
         return f"retrofits of this family were {RUN_AS_HERE}"
     place = "names of its tensors" if family.names else "layout"
-    return f"the {place} follow {engine}'s loader, which was read and not run"
+    reason = f", because {_NOT_RUN[model_type]}" if engine == "vllm" and model_type in _NOT_RUN else ""
+    return f"the {place} follow {engine}'s loader, which was read and not run{reason}"
 
 
 def _retrofit_command(model: DeepSeekMTP, folder: Path) -> str:

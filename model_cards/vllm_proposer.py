@@ -271,10 +271,11 @@ def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
 
 
 def _mend_sampler(device: torch.device) -> None:
-    """Replaces what vLLM's rejection sampler expands temperatures with, where it does not give them back.
+    """Replaces what fails in vLLM's rejection sampler on CPUs, with a warning.
 
-    The CPU kernel of 0.32 (`vllm.utils.cpu_triton_utils._expand_kernel_impl`) writes into an int64 copy, which is
-    dropped: the sampler goes on with memory that nobody has written, for temperatures, `top_k` and `top_p`.
+    The CPU kernel of 0.32 that expands values of requests (`_expand_kernel_impl` in `vllm.utils.cpu_triton_utils`) writes
+    into an int64 copy, which is dropped: the sampler goes on with memory that nobody has written, for temperatures,
+    `top_k` and `top_p`. And in a step without drafts, as after a prompt, `top_k` takes the maximum of nothing.
     """
     sampler = importlib.import_module(_SAMPLER)
     original = getattr(sampler, _EXPAND, None)
@@ -282,9 +283,12 @@ def _mend_sampler(device: torch.device) -> None:
         return
     ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
     values = torch.rand(2, device=device)  # drawn: memory that was freed may hold what an earlier trial has left
-    if not torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
-        setattr(sampler, _EXPAND, _expand)
-        logger.warning("tokenahead: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
+    if torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
+        return
+    setattr(sampler, _EXPAND, _expand)
+    choose = sampler.apply_top_k_top_p
+    sampler.apply_top_k_top_p = lambda logits, k, p: choose(logits, k, p) if len(logits) else logits
+    logger.warning("tokenahead: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
 
 
 def _mend_sampler_when_called() -> None:

@@ -55,6 +55,7 @@ def runner_class(monkeypatch):
     sampler.expand_batch_to_tokens = lambda values, ends, size: values.repeat_interleave(
         ends.diff(prepend=ends.new_zeros(1)), output_size=size
     )
+    sampler.apply_top_k_top_p = lambda logits, k, p: logits[:, : k.max()]
     for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.sample"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, sampler.__name__, sampler)
@@ -192,6 +193,9 @@ def test_a_sampler_that_loses_temperatures_is_mended(runner_class, tmp_path, cap
     assert heat.tolist() == [0.5, 0.5, 1, 1, 1, 2]
     top_k = sampler.expand_batch_to_tokens(torch.tensor([3, 4, 5, 6], dtype=torch.int32), ends, 6)
     assert top_k.tolist() == [3, 3, 5, 5, 5, 6] and top_k.dtype == torch.int32
+    none = torch.zeros(0, 8)  # logits of drafts, where no request has any
+    assert sampler.apply_top_k_top_p(none, torch.zeros(0, dtype=torch.int32), None).shape == (0, 8)
+    assert sampler.apply_top_k_top_p(torch.zeros(1, 8), torch.tensor([2]), None).shape == (1, 2)
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])

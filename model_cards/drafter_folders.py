@@ -82,8 +82,8 @@ def sampling_on_cpus(engine: str) -> list[str]:
     if engine != "vllm":
         return []
     return [
-        "on CPUs vLLM 0.32 itself answers sampled requests with drafts wrongly, greedy ones in their batch, too, and ends "
-        f"at top_k; this library mends that where it is installed in vLLM's environment: {INSTALL}"
+        "on CPUs vLLM 0.32 itself answers sampled requests with drafts wrongly, and greedy ones in their batch, and "
+        f"ends at top_k; this library mends that where it is installed in vLLM's environment: {INSTALL}"
     ]
 
 

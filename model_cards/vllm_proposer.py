@@ -273,9 +273,10 @@ def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
 def _mend_sampler(device: torch.device) -> None:
     """Replaces what fails in vLLM's rejection sampler on CPUs, with a warning.
 
-    The CPU kernel of 0.32 that expands values of requests (`_expand_kernel_impl` in `vllm.utils.cpu_triton_utils`) writes
-    into an int64 copy, which is dropped: the sampler goes on with memory that nobody has written, for temperatures,
-    `top_k` and `top_p`. And in a step without drafts, as after a prompt, `top_k` takes the maximum of nothing.
+    The CPU kernel of 0.32 that expands values of requests (`_expand_kernel_impl` in `vllm.utils.cpu_triton_utils`)
+    writes into an int64 copy, which is dropped: the sampler goes on with memory that nobody has written, for
+    temperatures, `top_k` and `top_p`. And in a step without drafts, as after a prompt, `top_k` takes the maximum of
+    nothing.
     """
     sampler = importlib.import_module(_SAMPLER)
     original = getattr(sampler, _EXPAND, None)

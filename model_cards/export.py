@@ -34,6 +34,7 @@ from .engine_fields import ENGINE_ONLY, add_fields, engine_state
 MEASURED = {
     "vllm": (
         *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "mimo", "mimo_v2_flash"),
+        "qwen3_next",
     )
 }
 """The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
@@ -52,13 +53,13 @@ _NOTES = {
     "glm4_moe_lite": _NATIVE,
     "ernie4_5_moe": " but for one in eight (k = 3): its module has rotary positions of another kind there",
     "mimo_v2_flash": " where a text is shorter than sliding_window; beyond it vLLM attends to one token fewer (read)",
+    "qwen3_next": " (in bfloat16, with --no-enable-prefix-caching, which its kernels for CPUs want)",
 }
-_RECURRENT = "its recurrent layers, with drafts, are kernels for GPUs in vLLM 0.32"
+_VISION = "vLLM's file of it imports torchvision, of which PyPI has builds for CUDA only"
 _NOT_RUN = {
     "longcat_flash": "it loads there on a CPU, but its routing to zero experts is a kernel for GPUs in vLLM 0.32",
-    "qwen3_5_moe_text": _RECURRENT,
-    "qwen3_5_text": _RECURRENT,
-    "qwen3_next": _RECURRENT,
+    "qwen3_5_moe_text": _VISION,
+    "qwen3_5_text": _VISION,
 }
 """Why families were not run, where it is more than that nobody did."""
 

@@ -7,13 +7,14 @@ library.
     from tokenahead.model_cards.export import export
     backbone = Auto.from_pretrained('BACKBONE', dtype='bfloat16')
     export(EagleHead.from_pretrained('model_cards/smollm2/eagle3').attach(backbone), 'served')"
-    VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 vllm-env/bin/python benchmarks/serving_speed.py BACKBONE \\
+    export VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
+    vllm-env/bin/python benchmarks/serving_speed.py BACKBONE \\
         --speculative '{"method": "eagle3", "model": "served", "num_speculative_tokens": 3}' \\
         --prompts questions.jsonl --batch-sizes 1 8 --json served/speed.json
 
-Prompts are lines of JSON with a `prompt`, answered greedily through the chat template. Plain and drafting engines live in
-one process and take turns; a speed-up is the median of ratios by turns, beside its quartiles, and a second plain engine
-would be 1.00. `tokenahead bench` on the same prompts, with as many threads, is this library's own figure.
+Prompts are lines of JSON with a `prompt`, answered greedily through the chat template. A plain and a drafting engine
+live in one process and take turns; a speed-up is given as the quartiles of ratios by turns. `tokenahead bench` on the
+same prompts, with as many threads, is this library's own figure.
 """
 
 from __future__ import annotations

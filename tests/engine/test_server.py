@@ -64,7 +64,10 @@ def test_the_printed_command_serves_what_is_written_here(kind, tiny, interpreter
     assert str(tmp_path) in report.command and "BACKBONE" not in shlex.split(report.command)
     tokenizer, expected = tiny[1], []
     for prompt in PROMPTS:
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )
         expected.append(tokenizer.decode(out[0, len(prompt) :]))
     with Server(report.command, interpreter, tmp_path / "log") as server:
         assert [server.complete(prompt, **GREEDY) for prompt in PROMPTS] == expected
@@ -74,6 +77,7 @@ def test_the_printed_command_serves_what_is_written_here(kind, tiny, interpreter
         pieces = server.stream(asked, **GREEDY)
         assert len(pieces) > 1 and "".join(pieces) == expected[2]
         assert len(server.complete(asked, **SAMPLED)) == NEW
+        assert server.complete(asked, **SURE) == expected[2]
         with ThreadPoolExecutor(8) as pool:
             calls = [(prompt, options) for options in (GREEDY, SAMPLED, SURE) for prompt in PROMPTS]
             texts = list(pool.map(lambda call: server.complete(call[0], **call[1]), calls))

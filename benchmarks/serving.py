@@ -78,12 +78,17 @@ def compare(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 
 def row(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     """Return what is kept of a case."""
+    name = case.name
+    if "compilation_config" in case.engine:
+        name += ", native operators"
+    if "dtype" in case.engine:
+        name += f", {case.engine['dtype']}"
     if "error" in found:
-        return {"name": case.name, "error": found["error"]}
+        return {"name": name, "error": found["error"]}
     seen = compare(case, found)
     counts = seen.pop("counts")
     accepted = counts.get("accepted_tokens_per_pos") or counts["accepted_tokens"]
-    return {"name": case.name, "prompts": len(case.prompts)} | seen | {"accepted": accepted, "drafts": counts["drafts"]}
+    return {"name": name, "prompts": len(case.prompts)} | seen | {"accepted": accepted, "drafts": counts["drafts"]}
 
 
 def machine(interpreter: str) -> dict[str, str]:

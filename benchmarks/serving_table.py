@@ -19,7 +19,8 @@ def write(path: Path, machine: dict[str, Any], rows: list[dict[str, Any]]) -> No
     before = json.loads(path.read_text())["rows"] if path.is_file() else []
     new = {row["name"]: row for row in rows}
     merged = [new.pop(row["name"], row) for row in before] + list(new.values())
-    path.write_text(json.dumps({"machine": machine, "rows": merged}, indent=1) + "\n")
+    lines = ",\n  ".join(json.dumps(row) for row in merged)
+    path.write_text(f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def markdown(results: dict[str, Any]) -> str:

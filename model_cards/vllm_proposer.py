@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 OPTION = "tokenahead_heads"
 """The entry of vLLM's `additional_config` that names the directory of the heads."""
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
-_SAMPLER, _EXPAND = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"
+_SAMPLER, _EXPAND, _CUT = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", "apply_top_k_top_p"
 _CUSTOM, _PLATFORMS = "vllm.v1.spec_decode.custom_class_proposer", "vllm.platforms"
 _ARGUMENTS = ("sample_hidden_states", "spec_decode_metadata", "sampling_metadata")
 _ARE_PROBABILISTIC = "probabilistic"
@@ -287,8 +287,8 @@ def _mend_sampler(device: torch.device) -> None:
     if torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
         return
     setattr(sampler, _EXPAND, _expand)
-    choose = sampler.apply_top_k_top_p
-    sampler.apply_top_k_top_p = lambda logits, k, p: choose(logits, k, p) if len(logits) else logits
+    cut = getattr(sampler, _CUT)
+    setattr(sampler, _CUT, lambda logits, k, p: cut(logits, k, p) if len(logits) else logits)
     logger.warning("tokenahead: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
 
 

@@ -39,7 +39,8 @@ from transformers.utils import logging
 from ..configuration.fields import field
 from ..modeling.wrapped_models import caches_kept
 from .call.keywords import USUAL, Keywords
-from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
+from .call.obstacles import obstacle, warn_of_unread
+from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .drafter import BaseDrafter
@@ -78,6 +79,7 @@ class Call:
         streamer: As passed to `generate`.
         synced_gpus: Whether every peer calls the backbone until all of them are done.
         cache_is_given: Whether the user passed the cache.
+        new_cache: Makes the backbone's own kind of cache, if it has one.
     """
 
     generate: Callable[..., Any]
@@ -87,6 +89,7 @@ class Call:
     streamer: BaseStreamer | None
     synced_gpus: bool
     cache_is_given: bool
+    new_cache: Callable[[], SpeculativeCache] | None
 
 
 def prepared_call(
@@ -142,7 +145,7 @@ def prepared_call(
             resolved |= resolve_tokenizer(call, config, backbone)
         synced = call.get("synced_gpus")
         synced = _is_synced(backbone) if synced is None else bool(synced)
-        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, cache_is_given)
+        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, cache_is_given, new_cache)
         call["custom_generate"] = partial(speculative_decoding, state)
     return with_resolved(call, resolved) if resolved else call
 
@@ -338,7 +341,8 @@ def _with_chosen_tree(
     """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
 
     def trial(drafter: BaseDrafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs))
+        given = call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache
+        return call.generate(**prepared_call(*given))
 
     common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
     common |= {"synced_gpus": call.synced_gpus}

@@ -102,9 +102,9 @@ class ModuleSession(DraftSession):
         """A chain or a tree after every sequence, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        pending = self.pending
+        pending, masks = self.pending, self.options.masks(tokens)
         if self.options.draft_tree is not None and pending >= self.depth:  # else the prompt is too short
-            tree = grow(ModuleGrowth(self, tokens), self.options, length)
+            tree = grow(ModuleGrowth(self, tokens), self.options, length, masks)
             self.pending = self.depth - 1
             return tree
         hidden, ids, first = self.states[:, -pending:], tokens.newest(pending), -pending
@@ -115,7 +115,7 @@ class ModuleSession(DraftSession):
                 hidden, ids, first, prepared = hidden[:, -1:], ids[:, -1:], k - self.depth - 1, None
             hidden = self._step(k, hidden, ids, first, prepared)
             logits = self._logits(hidden[:, -1])
-            token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size)
+            token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size, masks)
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
             drafts.append(token)
             probs.append(distribution)

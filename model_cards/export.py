@@ -47,7 +47,10 @@ ENGINES = {
     "sglang": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
 }
 """The families whose modules each engine has code for."""
-_NATIVE = """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here"""
+_NATIVE = (
+    """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here, and without """
+    "AMX, whose kernels take no float32"
+)
 _NOTES = {
     "deepseek_v3": _NATIVE,
     "glm4_moe_lite": _NATIVE,

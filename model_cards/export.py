@@ -48,8 +48,8 @@ ENGINES = {
 }
 """The families whose modules each engine has code for."""
 _NATIVE = (
-    """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here, and without """
-    "AMX, whose kernels take no float32"
+    """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here; a CPU """
+    "with AMX did not start them in float32"
 )
 _NOTES = {
     "deepseek_v3": _NATIVE,

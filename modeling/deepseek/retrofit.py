@@ -29,6 +29,7 @@ from .conversion import (
     rotary_embedding,
     rotate_all,
 )
+from .main_model import has_towers
 from .modules import MTPModule, MTPModules, Readout
 
 _LENGTH, _PADDING = 8, 3
@@ -57,6 +58,8 @@ def retrofit(
         unwrap(model_or_path)  # refuses what is no model; `sharing_copy`, a PeftModel
         main = sharing_copy(uncompiled(model_or_path))
     family = family_of(main.config)
+    if has_towers(main.config):
+        raise ValueError(f"from_backbone does not support {type(main).__name__}: a model with a tower for images")
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
     if not family.retrofit and count_modules(main.config):

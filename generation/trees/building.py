@@ -76,6 +76,7 @@ def drawn_tree(
     top_k: int,
     total_tokens: int,
     generator: torch.Generator | None = None,
+    columns: Tensor | None = None,
 ) -> DraftTree:
     """A dynamic tree of draws without replacement, with their distributions.
 
@@ -93,12 +94,13 @@ def drawn_tree(
         top_k: The most children per node, and nodes in the frontier.
         total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
         generator: Source of randomness.
+        columns: [v] int64, the tokens that any distribution has; drawing looks at no others. None: all of them.
 
     Raises:
         ValueError: A size that leaves nothing to draft.
     """
     check_size(depth, top_k, total_tokens)
-    width = min(top_k, distribution.shape[-1])
+    width = min(top_k, distribution.shape[-1] if columns is None else len(columns))
     sizes = level_sizes(depth + 1, width, total_tokens - 1)
     rows = cached_arange(len(distribution), distribution.device)[:, None]
     probs = distribution.new_zeros(len(distribution), sum(sizes) + 1, distribution.shape[1])
@@ -106,7 +108,7 @@ def drawn_tree(
     tokens, parents = [], []
     for level, size in enumerate(sizes):
         probs[rows, place] = q
-        token, worth, parent = _draw_children(q, worth, width, size, generator)
+        token, worth, parent = _draw_children(q, worth, width, size, generator, columns)
         tokens.append(token)
         parents.append(place.gather(1, parent) - 1)
         if level + 1 < len(sizes):
@@ -117,7 +119,7 @@ def drawn_tree(
 
 
 def _draw_children(
-    q: Tensor, worth: Tensor, width: int, size: int, generator: torch.Generator | None
+    q: Tensor, worth: Tensor, width: int, size: int, generator: torch.Generator | None, columns: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, chances that their paths are kept, and parents (places in the frontier) of a level, all [B, size].
 
@@ -127,7 +129,9 @@ def _draw_children(
         width: The most children per node.
         size: Children in all.
         generator: Source of randomness.
+        columns: See `drawn_tree`.
     """
+    q = q if columns is None else q.index_select(-1, columns)
     drawn = race_order(q, width, generator)
     # of what will be drawn only the distribution is known: the first draw has its own mean probability, the others next
     # to none
@@ -137,7 +141,8 @@ def _draw_children(
     own = q.gather(-1, drawn)
     left = (1 - own.cumsum(-1) + own).clamp(min=torch.finfo(q.dtype).eps)
     reached = (worth[..., None] * _chance_kept((own / left).clamp(max=1)) * (own > 0)).flatten(1)
-    return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
+    tokens = drawn if columns is None else columns[drawn]
+    return tokens.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
 
 
 def _chance_kept(q: Tensor) -> Tensor:

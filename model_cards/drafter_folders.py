@@ -8,6 +8,7 @@ it takes a drafter from a directory of its own, and two families that it knows h
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from ..modeling.tensor_files import tensor_dtypes
 from .vllm_proposer import OPTION, HeadProposer
 
 PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
-_RUN = "directories of this kind were run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"
+RUN_AS_HERE = "run in vLLM 0.32.0 on an x86 CPU, in float32: greedy text equal, drafts as here"
+_RUN = f"directories of this kind were {RUN_AS_HERE}"
+INSTALL = "pip install --no-deps PATH_OR_WHEEL (a clone of this library, or its wheel)"
 _READ = "SGLang's loader was read and not run"
 LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
 """Families whose backbones vLLM serves with such a directory, and its layout."""
@@ -43,6 +46,8 @@ _MIMO_NAMES = {
     "norm.": "final_layernorm.",
     "block.": "",
 }
+_OURS = ("num_nextn_predict_layers", "keys_to_ignore_at_inference")
+"""Fields that only a model with modules has."""
 _BIASED = ("q_proj", "k_proj", "v_proj")
 
 
@@ -70,6 +75,16 @@ class ExportReport:
         lines = [f"{self.folder}: {self.num_tensors} tensors for {self.engine}", f"  serve:   {self.command}"]
         lines += [f"  checked: {text}" for text in self.checked]
         return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
+
+
+def sampling_on_cpus(engine: str) -> list[str]:
+    """Return the warning that vLLM needs this library where it samples on CPUs."""
+    if engine != "vllm":
+        return []
+    return [
+        "on CPUs vLLM 0.32 itself answers sampled requests with drafts wrongly, and greedy ones in their batch, and "
+        f"ends at top_k; this library mends that where it is installed in vLLM's environment: {INSTALL}"
+    ]
 
 
 def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> ExportReport:
@@ -112,7 +127,7 @@ def _write_for_proposer(heads: MTPHeads, folder: Path) -> ExportReport:
     was_run = heads.family.is_built_in and heads.family.circuit is not None
     checked = [_RUN if was_run else "directories of this kind were not run in vLLM"]
     warnings = [
-        "install this library beside vLLM, whose pin of transformers is older: pip install --no-deps tokenahead",
+        f"install this library in vLLM's environment, whose pin of transformers is older: {INSTALL}",
         "tensor parallelism was read in vLLM's source, and not run; vLLM calls custom_class experimental",
     ]
     if not heads.family.is_built_in:
@@ -121,7 +136,7 @@ def _write_for_proposer(heads: MTPHeads, folder: Path) -> ExportReport:
             "(entry points of the group vllm.general_plugins)"
         )
     report = _report(heads, folder, speculative, checked)
-    report.command += f" --additional-config '{json.dumps({OPTION: str(folder)})}'"
+    report.command += f" --additional-config {shlex.quote(json.dumps({OPTION: str(folder)}))}"
     report.warnings = warnings
     return report
 
@@ -133,16 +148,17 @@ def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ExportReport:
         method = "eagle" if version == 1 else "eagle3"
         return _report(head, folder, {"method": method, "model": str(folder), "num_speculative_tokens": 3}, [_RUN])
     command = (
-        f"python -m sglang.launch_server --model-path {_backbone(head)} --speculative-algorithm "
-        f"EAGLE{'' if version == 1 else '3'} --speculative-draft-model-path {folder} --speculative-num-steps 3 "
-        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+        f"python -m sglang.launch_server --model-path {shlex.quote(_backbone(head))} --speculative-algorithm "
+        f"EAGLE{'' if version == 1 else '3'} --speculative-draft-model-path {shlex.quote(str(folder))} "
+        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
     )
     return ExportReport(folder, engine, len(tensor_dtypes(folder)), command, checked=[_READ])
 
 
 def _report(drafter: Any, folder: Path, speculative: dict[str, Any], checked: list[str]) -> ExportReport:
-    command = f"vllm serve {_backbone(drafter)} --speculative-config '{json.dumps(speculative)}'"
-    return ExportReport(folder, "vllm", len(tensor_dtypes(folder)), command, checked=checked)
+    command = shlex.join(["vllm", "serve", _backbone(drafter), "--speculative-config", json.dumps(speculative)])
+    warnings = sampling_on_cpus("vllm")
+    return ExportReport(folder, "vllm", len(tensor_dtypes(folder)), command, warnings, checked)
 
 
 def _backbone(drafter: Any) -> str:
@@ -173,15 +189,14 @@ def check_retrofit(model: DeepSeekMTP) -> None:
         raise ValueError(f"head_dim={_head_dim(config)}: MiMo's layout has hidden_size / num_attention_heads")
 
 
-def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> tuple[Path, Path]:
+def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> None:
     """Write `folder/backbone`, which plain transformers reads, too, and `folder/draft`."""
     backbone, draft = folder / "backbone", folder / "draft"
-    count = model.config.num_nextn_predict_layers
-    del model.config.num_nextn_predict_layers
+    before = {name: vars(model.config).pop(name) for name in _OURS if name in vars(model.config)}
     try:
         model.main.save_pretrained(backbone, **options)
     finally:
-        model.config.num_nextn_predict_layers = count
+        vars(model.config).update(before)
     draft.mkdir(parents=True, exist_ok=True)
     layout = LAYOUTS[model.config.model_type]
     config, tensors = _hy3(model) if layout == "hy3" else _mimo(model)
@@ -189,7 +204,6 @@ def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> tuple[Pat
     (draft / "config.json").write_text(text, encoding="utf-8")
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
-    return backbone, draft
 
 
 def overrides(model: DeepSeekMTP) -> dict[str, Any]:

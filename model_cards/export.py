@@ -6,38 +6,65 @@ The report says for which families such directories were run in an engine, and f
 from __future__ import annotations
 
 import json
+import shlex
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import family_of
-from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
+from ..generation.call.options import OWN
+from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForCausalLM, PTPStudent
 from ..modeling.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.tensor_files import tensor_dtypes
 from ..training.utils import replace_text
-from .drafter_folders import ExportReport, check_retrofit, overrides, save_retrofit, write_drafter
+from .drafter_folders import (
+    RUN_AS_HERE,
+    ExportReport,
+    check_retrofit,
+    overrides,
+    sampling_on_cpus,
+    save_retrofit,
+    write_drafter,
+)
+from .engine_fields import ENGINE_ONLY, add_fields, engine_state
 
-MEASURED = {"vllm": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3")}
+MEASURED = {
+    "vllm": (
+        *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "mimo", "mimo_v2_flash"),
+        "qwen3_next",
+    )
+}
 """The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
 ENGINES = {
     "vllm": (
         *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
-        *("glm_moe_dsa", "hy_v3", "longcat_flash", "mimo_v2_flash", "nemotron_h", "qwen3_next"),
+        *("glm_moe_dsa", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "nemotron_h", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next"),
     ),
     "sglang": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
 }
 """The families whose modules each engine has code for."""
-_RUN = "run in vLLM 0.32.0 on CPUs: greedy text equal, drafts as here"
-_NATIVE = """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here"""
+_NATIVE = (
+    """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here; a CPU """
+    "with AMX did not start them in float32"
+)
 _NOTES = {
     "deepseek_v3": _NATIVE,
     "glm4_moe_lite": _NATIVE,
     "ernie4_5_moe": " but for one in eight (k = 3): its module has rotary positions of another kind there",
+    "mimo_v2_flash": " where a text is shorter than sliding_window; beyond it vLLM attends to one token fewer (read)",
+    "qwen3_next": " (in bfloat16, with --no-enable-prefix-caching, which its kernels for CPUs want)",
 }
-# fields of official files that transformers' classes no longer read, but engines do
-_FIELDS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}}
+_VISION = "vLLM's file of it imports torchvision, of which PyPI has builds for CUDA only"
+_NOT_RUN = {
+    "longcat_flash": "it loads there on a CPU, but its routing to zero experts is a kernel for GPUs in vLLM 0.32",
+    "qwen3_5_moe_text": _VISION,
+    "qwen3_5_text": _VISION,
+}
+"""Why families were not run, where it is more than that nobody did."""
 
 
 def export(
@@ -46,7 +73,7 @@ def export(
     engine: str = "vllm",
     tokenizer: PreTrainedTokenizerBase | None = None,
     copies: bool | None = None,
-    **options: Any,
+    max_shard_size: int | str | None = None,
 ) -> ExportReport:
     """Write a model as an engine reads it.
 
@@ -60,17 +87,20 @@ def export(
         model: Backbone and modules, not quantised; or a drafter that stands apart, attached.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
-        tokenizer: Saved beside it.
+        tokenizer: Saved beside the model. None: the one in the directory or cached repository that the model was
+            loaded from; a warning says where there is none. Drafters that stand apart take none.
         copies: Whether modules repeat embeddings and head. None: as official files do. vLLM 0.32 shares the main
-            model's in any case; older builds stop without copies, or draft nonsense in silence.
-        **options: As for `save_pretrained`, for example `max_shard_size="5GB"`.
+            model's in any case; older builds stop without copies, or draft nonsense in silence. For families whose
+            files may have copies.
+        max_shard_size: As for `save_pretrained`, for example `"5GB"`; for models, not for drafters that stand apart.
 
     Returns:
         How to serve the directory, what was checked, and warnings.
 
     Raises:
-        ValueError: An unknown engine, a family that it cannot serve, a model without modules, or more modules than it
-            loads.
+        TypeError: Another kind of model.
+        ValueError: An unknown engine, a family that it cannot serve, a model without modules, more modules than it
+            loads, or an option that has no meaning for this model.
 
     Example:
         >>> print(export(model, "served", engine="vllm", tokenizer=tokenizer))
@@ -80,22 +110,87 @@ def export(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
+    given = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
     if isinstance(model, (MTPHeads, EagleHead)):
+        _refuse_options(given, f"{type(model).__name__} is served beside its backbone's own directory")
         return write_drafter(model, Path(folder), engine)
-    warnings = _check_model(model, engine)
-    if family_of(model.config).retrofit:
-        return _export_retrofit(model, Path(folder), tokenizer, warnings, **options)
-    folder, before = Path(folder), model.shared_copies
-    model.shared_copies = bool(family_of(model.config).copies) if copies is None else copies
+    _check_kind(model)
+    warnings, folder = _check_model(model, engine), Path(folder)
+    family = family_of(model.config)
+    if not family.copies:
+        _refuse_options({"copies": copies}, f"files of model_type={model.config.model_type!r} have none")
+    shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    if family.retrofit:
+        save_retrofit(model, folder, **shards)
+        main, command = folder / "backbone", _retrofit_command(model, folder)
+        num_tensors = len(tensor_dtypes(main)) + len(tensor_dtypes(folder / "draft"))
+    else:
+        _save(model, folder, bool(family.copies) if copies is None else copies, **shards)
+        main, command, num_tensors = folder, _command(folder, engine, model.num_modules), len(tensor_dtypes(folder))
+    _drop_options_of_generate(main / "generation_config.json")
+    warnings += _save_tokenizer(model, tokenizer, main)
+    return ExportReport(folder, engine, num_tensors, command, warnings, [_checked(model, engine)])
+
+
+def _refuse_options(given: dict[str, Any], reason: str) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} would not be read: {reason}")
+
+
+def _check_kind(model: Any) -> None:
+    """Refuse what is no backbone with modules, by name.
+
+    Raises:
+        TypeError: Always for such a model.
+    """
+    if isinstance(model, DeepSeekMTP):
+        return
+    reason = "it is no model with modules and no heads: DeepSeekMTP, MTPHeads and EagleHead can be exported"
+    if isinstance(model, (PTPForCausalLM, PTPStudent)):
+        reason = "it drafts inside the call that verifies, which no engine has code for"
+    elif isinstance(model, EvaByteForMTPC):
+        reason = "it needs a kind of cache that no engine has"
+    elif isinstance(model, PreTrainedModel):
+        reason = (
+            "a plain model is written by its own save_pretrained; to draft for it, use DeepSeekMTP.from_backbone, "
+            "MTPHeads.from_backbone or EagleHead.from_backbone"
+        )
+    raise TypeError(f"export takes no {type(model).__name__}: {reason}")
+
+
+def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> None:
+    before = model.shared_copies
+    model.shared_copies = copies
     try:
-        model.save_pretrained(folder, **{"remote_code": None, **options})  # an engine has its own code
-        _add_fields(folder / "config.json", model.config)
+        # an engine has its own code
+        model.save_pretrained(folder, remote_code=None, state_dict=engine_state(model), **options)
+        add_fields(folder / "config.json", model)
     finally:
         model.shared_copies = before
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    command = _command(folder, engine, model.num_modules)
-    return ExportReport(folder, engine, len(tensor_dtypes(folder)), command, warnings, [_checked(model, engine)])
+
+
+def _drop_options_of_generate(path: Path) -> None:
+    """Remove this library's drafting options, which an engine has its own of, from generation_config.json."""
+    if not path.is_file():
+        return
+    values = json.loads(path.read_text(encoding="utf-8"))
+    ours = {*OWN, "use_mtp", "prompt_lookup_num_tokens"}
+    kept = {name: values[name] for name in values if name not in ours and "assistant" not in name}
+    replace_text(path, json.dumps(kept, indent=2, sort_keys=True) + "\n")
+
+
+def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> list[str]:
+    """Save a tokenizer, by default that of the directory the model came from, and return what there is to warn of."""
+    name = model.main.name_or_path
+    if tokenizer is None and name:
+        with suppress(OSError, ValueError):  # no files of one, or none that is understood
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    if tokenizer is None:
+        where = f"in {name}" if name else "given, and the model does not know where it came from"
+        return [f"no tokenizer {where}: an engine does not load such a directory; pass tokenizer="]
+    tokenizer.save_pretrained(folder)
+    return []
 
 
 def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
@@ -113,73 +208,44 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
         raise ValueError(f"SGLang loads exactly one module of {model_type!r}, and this model has {count}; train one")
     if model_type == "ernie4_5_moe" and count > 1:
         raise ValueError(f"vLLM knows the names of ERNIE's module 0 only, and this model has {count}; train one")
-    warnings = []
+    warnings = sampling_on_cpus(engine)
     if model.draft_vocabulary is not None:
         warnings.append(f"{engine} drafts the whole vocabulary: it does not read {DRAFT_VOCABULARY}")
-    if count == 1:
-        return warnings
-    return [
-        *warnings,
-        f"vLLM's model runner V1 drafts with module 0 alone, again and again, and V2 with all {count} (read in its "
-        "source, not run): for V1 train one module for reuse (unroll_steps)",
-    ]
+    if reason := ENGINE_ONLY.get(model_type):
+        warnings.append(f"this directory is for engines ({reason}); save_pretrained writes what loads here")
+    if count > 1:
+        warnings += [
+            f"num_speculative_tokens above {count} must be a multiple of {count}, the number of modules",
+            f"vLLM's model runner V1 drafts with module 0 alone, again and again, and V2 with all {count} (read in its "
+            "source, not run): for V1 train one module for reuse (unroll_steps)",
+        ]
+    return warnings
 
 
 def _checked(model: DeepSeekMTP, engine: str) -> str:
     """Return what is known of directories of the model's family, and how."""
     family, model_type = family_of(model.config), model.config.model_type
     if model_type in MEASURED.get(engine, ()):
-        return f"directories of this family were {_RUN}{_NOTES.get(model_type, '')}"
+        return f"directories of this family were {RUN_AS_HERE}{_NOTES.get(model_type, '')}"
+    if family.retrofit:
+        return f"retrofits of this family were {RUN_AS_HERE}"
     place = "names of its tensors" if family.names else "layout"
-    return f"the {place} follow {engine}'s loader, which was read and not run"
+    reason = f", because {_NOT_RUN[model_type]}" if engine == "vllm" and model_type in _NOT_RUN else ""
+    return f"the {place} follow {engine}'s loader, which was read and not run{reason}"
 
 
-def _export_retrofit(
-    model: DeepSeekMTP, folder: Path, tokenizer: PreTrainedTokenizerBase | None, warnings: list[str], **options: Any
-) -> ExportReport:
-    backbone, draft = save_retrofit(model, folder, **options)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(backbone)
-        tokenizer.save_pretrained(draft)
-    num_tensors = len(tensor_dtypes(backbone)) + len(tensor_dtypes(draft))
-    speculative = {"method": "mtp", "model": str(draft), "num_speculative_tokens": 1}
-    command = (
-        f"vllm serve {backbone} --hf-overrides '{json.dumps(overrides(model))}' "
-        f"--speculative-config '{json.dumps(speculative)}'"
-    )
-    return ExportReport(folder, "vllm", num_tensors, command, warnings, [f"retrofits of this family were {_RUN}"])
-
-
-def _add_fields(path: Path, own: PreTrainedConfig) -> None:
-    """Add what engines read under older names."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    rope = dict(config.get("rope_parameters") or {})
-    theta, kind = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
-    older = {"torch_dtype": config.get("dtype")}
-    if "full_attention" not in rope:  # else every kind of layer has its own, which the older fields cannot say
-        older |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope | {"type": kind}}
-    config = _FIELDS.get(own.model_type, {}) | _hy3_fields(own) | older | config
-    replace_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _hy3_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what vLLM's Hy3 reads; transformers has the first one as a list, and takes the others for granted."""
-    if config.model_type != "hy_v3":
-        return {}
-    kinds = [*config.mlp_layer_types, "sparse"]
-    return {
-        "first_k_dense_replace": kinds.index("sparse"),
-        "qk_norm": True,
-        "expert_hidden_dim": config.moe_intermediate_size,
-        "route_norm": True,
-    }
+def _retrofit_command(model: DeepSeekMTP, folder: Path) -> str:
+    speculative = {"method": "mtp", "model": str(folder / "draft"), "num_speculative_tokens": 1}
+    options = ["--hf-overrides", json.dumps(overrides(model)), "--speculative-config", json.dumps(speculative)]
+    return shlex.join(["vllm", "serve", str(folder / "backbone"), *options])
 
 
 def _command(folder: Path, engine: str, count: int) -> str:
     if engine == "sglang":
+        options = "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2"
         return (
-            f"python -m sglang.launch_server --model-path {folder} --speculative-algorithm NEXTN "
-            "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2"
+            f"python -m sglang.launch_server --model-path {shlex.quote(str(folder))} --speculative-algorithm NEXTN "
+            f"{options}"
         )
     speculative = json.dumps({"method": "mtp", "num_speculative_tokens": count})
-    return f"vllm serve {folder} --speculative-config '{speculative}'"
+    return shlex.join(["vllm", "serve", str(folder), "--speculative-config", speculative])

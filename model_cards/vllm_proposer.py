@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 OPTION = "tokenahead_heads"
 """The entry of vLLM's `additional_config` that names the directory of the heads."""
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
-_SAMPLER, _EXPAND = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"
+_SAMPLER, _EXPAND, _CUT = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", "apply_top_k_top_p"
+_CUSTOM, _PLATFORMS = "vllm.v1.spec_decode.custom_class_proposer", "vllm.platforms"
 _ARGUMENTS = ("sample_hidden_states", "spec_decode_metadata", "sampling_metadata")
 _ARE_PROBABILISTIC = "probabilistic"
 
@@ -62,6 +63,7 @@ class HeadProposer:
 
     On CPUs vLLM 0.32 loses the temperatures of requests with drafts, whoever drafts, and sampled text is not the
     backbone's. That is tried when the engine starts, and the one function of vLLM that is wrong is replaced there.
+    Where this library is installed in vLLM's environment, `register` does so for every other drafter, too.
 
     With tensor parallelism, heads that share the backbone's unembedding ask the backbone itself for logits, which
     gathers the shards; engines that gather on one rank only are refused. More than one device was not tried.
@@ -235,10 +237,14 @@ def listen() -> None:
 
 
 def register() -> None:
-    """The entry point that vLLM calls in every process: says early where `HeadProposer` would not work."""
-    name = "vllm.v1.spec_decode.custom_class_proposer"
-    if importlib.util.find_spec(name) is None:
-        logger.warning("tokenahead: this vLLM has no %s, so HeadProposer cannot be named there", name)
+    """The entry point that vLLM calls in every process.
+
+    Says early where `HeadProposer` would not work, and mends sampled requests on CPUs for every drafter of vLLM.
+    """
+    if importlib.util.find_spec(_CUSTOM) is None:
+        logger.warning("tokenahead: this vLLM has no %s, so HeadProposer cannot be named there", _CUSTOM)
+    if importlib.import_module(_PLATFORMS).current_platform.is_cpu():
+        _mend_sampler_when_called()
 
 
 def _folder(options: Any) -> Path:
@@ -265,10 +271,12 @@ def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
 
 
 def _mend_sampler(device: torch.device) -> None:
-    """Replaces what vLLM's rejection sampler expands temperatures with, where it does not give them back.
+    """Replaces what fails in vLLM's rejection sampler on CPUs, with a warning.
 
-    The CPU kernel of 0.32 (`vllm.utils.cpu_triton_utils._expand_kernel_impl`) writes into an int64 copy, which is
-    dropped: the sampler goes on with memory that nobody has written, for temperatures, `top_k` and `top_p`.
+    The CPU kernel of 0.32 that expands values of requests (`_expand_kernel_impl` in `vllm.utils.cpu_triton_utils`)
+    writes into an int64 copy, which is dropped: the sampler goes on with memory that nobody has written, for
+    temperatures, `top_k` and `top_p`. And in a step without drafts, as after a prompt, `top_k` takes the maximum of
+    nothing.
     """
     sampler = importlib.import_module(_SAMPLER)
     original = getattr(sampler, _EXPAND, None)
@@ -276,9 +284,27 @@ def _mend_sampler(device: torch.device) -> None:
         return
     ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
     values = torch.rand(2, device=device)  # drawn: memory that was freed may hold what an earlier trial has left
-    if not torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
-        setattr(sampler, _EXPAND, _expand)
-        logger.warning("HeadProposer: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
+    if torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
+        return
+    setattr(sampler, _EXPAND, _expand)
+    cut = getattr(sampler, _CUT)
+    setattr(sampler, _CUT, lambda logits, k, p: cut(logits, k, p) if len(logits) else logits)
+    logger.warning("tokenahead: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
+
+
+def _mend_sampler_when_called() -> None:
+    """Defers `_mend_sampler` to the first call: vLLM puts its kernels for CPUs in place after it has called plugins."""
+    sampler = importlib.import_module(_SAMPLER)
+    original = getattr(sampler, _EXPAND, None)
+    if original is None:
+        return
+
+    def first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        setattr(sampler, _EXPAND, original)
+        _mend_sampler(x.device)
+        return getattr(sampler, _EXPAND)(x, *args, **kwargs)
+
+    setattr(sampler, _EXPAND, first)
 
 
 def _expand(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import serving_table  # noqa: E402
 from analyze import analysis_figure, analyze, drafter_and_data  # noqa: E402
 
-__all__ = ["analysis_figure", "analyze", "drafter_and_data"]
+__all__ = ["analysis_figure", "analyze", "drafter_and_data", "serving_table"]

@@ -5,6 +5,7 @@ block behind `SETUP` in docs/index.md. A block that cannot run stands behind a c
 """
 
 import importlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import tokenahead
+from tests.benchmark_modules import serving_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -102,3 +104,11 @@ def test_links_of_the_readme_lead_somewhere():
     targets = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     files = [target for target in targets if "://" not in target]
     assert files and all((ROOT / file).exists() for file in files)
+
+
+def test_the_table_of_engines_is_that_of_the_last_run():
+    results = json.loads(serving_table.RESULTS.read_text())
+    assert serving_table.markdown(results) in (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    ran = [row for row in results["rows"] if "error" not in row]
+    assert len(ran) > 30 and all(row["alone"] == row["together"] == row["prompts"] for row in ran)
+    assert all(row["rejected"] for row in ran)

@@ -269,6 +269,11 @@ class DraftOptions:
         """The processors, applied to several places of ragged sequences."""
         return Processing(self.processors, self.shown_pad, self.ends, self.prompt.shape[1])
 
+    @property
+    def may_exclude_all(self) -> bool:
+        """Whether the processors may leave no token."""
+        return bool(self.processors) and self.processing.constraints.may_exclude_all
+
     def masks(self, tokens: Sequences, is_warped: bool | None = None) -> DraftMasks | None:
         """What the call's constraints let a draft after every sequence hold; None: nothing is excluded.
 
@@ -277,6 +282,8 @@ class DraftOptions:
             is_warped: Drafts are drawn from distributions that `choose` or `grow` made; None: where the call samples,
                 but for trees of fixed shape.
         """
+        if not self.processors:
+            return None
         is_fixed = self.draft_tree is not None and "choices" in self.draft_tree
         return self.processing.masks(tokens, self.do_sample and not is_fixed if is_warped is None else is_warped)
 

@@ -5,12 +5,13 @@ made from, ragged requests, distributions of sampled drafts, what is refused.
 """
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from tests.internals import HeadProposer, listen
+from tests.internals import HeadProposer, listen, vllm_proposer_module
 from tests.modeling.heads.backbones import backbone, shaken
 from tokenahead import MTPHeads
 
@@ -54,6 +55,7 @@ def runner_class(monkeypatch):
     sampler.expand_batch_to_tokens = lambda values, ends, size: values.repeat_interleave(
         ends.diff(prepend=ends.new_zeros(1)), output_size=size
     )
+    sampler.apply_top_k_top_p = lambda logits, k, p: logits[:, : k.max()]
     for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.sample"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, sampler.__name__, sampler)
@@ -191,6 +193,23 @@ def test_a_sampler_that_loses_temperatures_is_mended(runner_class, tmp_path, cap
     assert heat.tolist() == [0.5, 0.5, 1, 1, 1, 2]
     top_k = sampler.expand_batch_to_tokens(torch.tensor([3, 4, 5, 6], dtype=torch.int32), ends, 6)
     assert top_k.tolist() == [3, 3, 5, 5, 5, 6] and top_k.dtype == torch.int32
+    none = torch.zeros(0, 8)  # logits of drafts, where no request has any
+    assert sampler.apply_top_k_top_p(none, torch.zeros(0, dtype=torch.int32), None).shape == (0, 8)
+    assert sampler.apply_top_k_top_p(torch.zeros(1, 8), torch.tensor([2]), None).shape == (1, 2)
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_where_the_library_is_installed_every_drafter_is_mended_on_cpus(is_cpu, runner_class, monkeypatch):
+    platforms, custom = ModuleType("vllm.platforms"), ModuleType("vllm.v1.spec_decode.custom_class_proposer")
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: is_cpu)
+    custom.__spec__ = ModuleSpec(custom.__name__, None)
+    for module in (platforms, ModuleType("vllm.v1.spec_decode"), custom):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    sampler = sys.modules["vllm.v1.sample.rejection_sampler"]
+    sampler.expand_batch_to_tokens = lambda values, ends, size: values.new_full((size,), -1)
+    vllm_proposer_module.register()
+    heat = sampler.expand_batch_to_tokens(torch.tensor([0.5, 2.0]), torch.tensor([1, 3]), 3)
+    assert (heat.tolist() == [0.5, 2, 2]) == is_cpu
 
 
 def test_other_drafters_are_left_alone_and_the_runner_is_wrapped_once(runner_class):

@@ -8,6 +8,7 @@ def test_public_names_are_pinned():
     assert tokenahead.__all__ == [
         "AssistantDrafter",
         "DeepSeekMTP",
+        "DrafterCascade",
         "EagleHead",
         "EagleHeadConfig",
         "EvaByteCache",
@@ -25,6 +26,7 @@ def test_public_names_are_pinned():
         "PTPStudent",
         "PTPStudentConfig",
         "Speculation",
+        "SuffixDrafter",
     ]
     assert all(hasattr(tokenahead, name) for name in tokenahead.__all__)
 

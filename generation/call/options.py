@@ -388,6 +388,8 @@ def warped(
 ) -> torch.Tensor:
     """Return probabilities [..., V] after the call's processors; `is_part`: those of a draft vocabulary alone."""
     allowed = None if masks is None else masks.allowed(distribution.shape, distribution.device)
+    if is_part and allowed is not None:  # a token without a column has no successors: an excluded one ends the draft
+        allowed = allowed | ~(allowed & (distribution > 0)).any(-1, keepdim=True)
     probs = options.processing.warp(distribution, allowed)
     if not is_part or masks is not None:
         return probs

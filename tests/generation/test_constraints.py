@@ -148,6 +148,19 @@ def test_a_model_without_the_constraints_tokens_drafts_what_is_allowed():
     assert torch.equal(masks.paths, token[:, None, None])
 
 
+@pytest.mark.parametrize("name", ["ff", "hmm", "hydra"])
+def test_a_draft_ends_where_nothing_of_its_vocabulary_is_allowed(name):
+    model, ids = backbone(), prompts(1)[0][None]
+    heads = train_heads(model, steps=5, draft_ids=list(range(3, V, 2)), **HEADS[name])
+    for do_sample in (False, True):
+        for options in ({}, TREE):
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), assistant_model=heads, max_new_tokens=8, do_sample=do_sample,
+                prefix_allowed_tokens_fn=lambda row, prefix: [4, 6] if len(prefix) % 3 else [5, 6, 8], **options,
+            )  # fmt: skip
+            assert set(out[0, ids.shape[1] :].tolist()) <= {4, 5, 6, 8}
+
+
 def test_calls_without_constraints_know_nothing_of_them():
     tokens = Sequences(torch.tensor([[3, 4]]))
     plain = [library.TemperatureLogitsWarper(0.5), library.RepetitionPenaltyLogitsProcessor(1.2)]

@@ -41,7 +41,7 @@ from tokenahead.training.evaluation.expected import SAMPLED, ExpectedCalls, acce
 
 BLANK, SYMBOLS = 0, 27
 STEPS, WINDOWS_PER_STATE, PEAK_RATE = 500, 5, 0.2
-TEXTS, LENGTH = 500, 200
+TEXTS, LENGTH = 200, 200
 """Texts of the source that are read, and their symbols."""
 CYCLES, BURN_IN = 60, 10
 """Cycles that are decoded per text, and those before the first that counts."""

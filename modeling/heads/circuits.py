@@ -172,6 +172,13 @@ class ChainDistribution(LatentDistribution):
         self.root = root_logits if normalised else normalised_logits(root_logits)
         self.transitions = trans_logits if normalised else normalised_logits(trans_logits)
 
+    @cached_property
+    def _steps(self) -> list[Tensor]:
+        """Probabilities [..., r, r] of every step; taken apart at once, each of many slices would have a gradient as
+        large as the whole."""
+        steps = self.transitions.exp().unbind(-3)
+        return list(steps) if len(steps) > 1 else list(steps) * (self.window - 1)
+
     def _step(self, position: int) -> Tensor:
         return self.transitions[..., position if self.transitions.shape[-3] > 1 else 0, :, :]
 
@@ -180,7 +187,7 @@ class ChainDistribution(LatentDistribution):
         weights = [self.root.expand_as(evidence[..., 0, :])]
         for position in range(self.window - 1):
             joint = weights[-1] + evidence[..., position, :]
-            weights.append(logsumexp(joint[..., None] + self._step(position), -2))
+            weights.append(_moved(joint, self._steps[position]))
         return torch.stack(weights, -2)
 
     def condition(self, first: Tensor) -> ChainDistribution:
@@ -197,6 +204,21 @@ class ChainDistribution(LatentDistribution):
             if position + 1 < self.window:
                 step = steps[..., position if steps.shape[-3] > 1 else 0, :, :]
                 weights = (weights[..., None, :] @ step)[..., 0, :]
+
+
+def _moved(weights: Tensor, steps: Tensor) -> Tensor:
+    """log(exp(weights) @ steps) for log weights [..., r] and probabilities [..., r, r]: [..., r]."""
+    top = weights.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).min)
+    total = _times((weights - top).exp(), steps)
+    empty = total == 0
+    return torch.where(empty, -torch.inf, torch.where(empty, 1.0, total).log() + top)
+
+
+def _times(weights: Tensor, steps: Tensor) -> Tensor:
+    """weights @ steps, [..., r] by [..., r, r]; many prefixes of one distribution are one product."""
+    if steps.dim() > 2 and steps.shape[-3] == 1 and weights.dim() > 1:
+        return weights @ steps.squeeze(-3)
+    return (weights[..., None, :] @ steps)[..., 0, :]
 
 
 def _unit(weights: Tensor) -> Tensor:

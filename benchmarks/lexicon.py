@@ -49,7 +49,7 @@ CYCLES, BURN_IN = 60, 10
 
 TABLES = ("rank", "families", "start", "losses")
 FAMILIES = ("ff", "cp", "hmm", "btree")
-LOSSES = ("likelihood", "kl", "tv", "block")
+LOSSES = ("likelihood", "kl", "block", "tv")
 FIGURES = ("nll", "token", "block", "decoded", "biased", "seconds")
 
 
@@ -222,7 +222,7 @@ def cells(table: str) -> Iterator[dict[str, Any]]:
             shape = {"homogeneous": homogeneous, "contextual": contextual, "identity_bias": bias}
             yield {"head_type": "hmm", "window": 8, "rank": 32, **shape}
     else:
-        for kind, loss in product(FAMILIES, LOSSES):
+        for loss, kind in product(LOSSES, FAMILIES):
             yield {"head_type": kind, "window": 8, "rank": 1 if kind == "ff" else 4, "loss": loss}
 
 

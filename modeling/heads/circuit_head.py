@@ -14,7 +14,8 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
 from ..wrapped_models import call
 from .backbone_parts import BackboneParts
-from .circuits import ChainDistribution, MixtureDistribution, TreeDistribution
+from .balanced_trees import TreeDistribution
+from .circuits import ChainDistribution, MixtureDistribution
 from .family import FAMILIES, Circuit, HeadFamily, register
 from .ff import FFHead, SharedHead
 from .window_distribution import WindowDistribution, exact

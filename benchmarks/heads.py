@@ -5,12 +5,12 @@
     python benchmarks/heads.py --rank 8 --window 8 16 --lexicon lexicon.json --out heads.json --figure heads.png
 
 One table per window and rank, medians in milliseconds of the same run: `forward` is the backbone on n tokens behind a
-prompt, `head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from it
-to a sampled draft with its distributions, `warped` the same with each conditional warped, `verify` block verification.
+prompt, `head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from
+it to a sampled draft with its distributions, `warped` the same with each conditional warped, `verify` block rule.
 `share` is (head + draft + verify) / (forward + head + draft + verify). `weights` are the head's beside the backbone's,
-and `products` its multiply-adds of a cycle as a share of the backbone's on n tokens. `kernels` are the operators of head
-and draft, greedy / sampled: what an accelerator would launch. `--counts` prints these three alone, which depend on no
-machine. Random weights: costs do not depend on what was learned.
+and `products` its multiply-adds of a cycle as a share of the backbone's on n tokens. `kernels` are the operators of
+head and draft, greedy / sampled: what an accelerator would launch. `--counts` prints these three alone, which depend on
+no machine. Random weights: costs do not depend on what was learned.
 
 With `--lexicon`, the rows of `lexicon.py`, tokens per call as decoded there stand beside these costs: `kept/s` is what
 both make of a second, `most/s` the tokens per second if every draft was kept (MtPC's "max"). `--figure` draws tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -35,8 +35,8 @@ class BaseDrafter:
 
     rules: tuple[str, ...] = ("block", "token")
     window: int
-    drafts_trees: ClassVar[bool] = False
-    reads_prompt: ClassVar[bool] = True
+    drafts_trees: bool = False
+    reads_prompt: bool = True
 
     def longest_draft(self) -> int | None:
         """Return the most tokens that a draft may have; None: any number.

@@ -224,6 +224,7 @@ class SpeculativeLoop:
         if not is_prefill:
             self._count(before, accepted, counts, drafts, tree.depth)
         self.tokens.keep(new_tokens)
+        self.tokens.newest_on_host = [ids[:count] for ids, count in zip(verified, counts)]
         self.statistics.new_tokens += sum(counts)
         if self.streamer is not None:
             self._stream(self.streamer)

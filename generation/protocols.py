@@ -49,6 +49,8 @@ class DraftSession(Protocol):
         is_deterministic: Whether the output of a sequence depends on its seed and its prompt alone, so that neither
             the room that is left nor other sequences may shorten a draft.
         reads_cache: Whether drafting reads the backbone's own cache.
+        expected: Of look-ups: how many tokens of the newest draft they expect to be accepted, per open sequence; None
+            for sessions that cannot say so before they draw.
     """
 
     num_tokens: int
@@ -57,6 +59,7 @@ class DraftSession(Protocol):
     lookahead: int = 0
     is_deterministic: bool = False
     reads_cache: bool = False
+    expected: float | None = None
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Take in the prompt: the backbone's output of the prefill, and a view of its cache."""

@@ -36,7 +36,7 @@ def given_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | N
     mask = visible[:, None]
     if dtype is not None and config._attn_implementation != "sdpa":
         return additive_mask(mask, dtype)
-    setattr(mask, _MARK, True)
+    setattr(mask, _PACKED, {})
     return mask
 
 
@@ -45,8 +45,20 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-_MARK = "of_grouped_queries"
-"""Attribute of masks that all heads share and that grouped queries may read side by side."""
+_PACKED = "packed_for_groups"
+"""Attribute of masks that all heads share: what grouped queries read side by side, made by the first layer for all."""
+
+
+def _packed(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Return a mask [B, 1, F, W] for the F queries of every head of a group side by side, [B, 1, F or groups * F, W].
+
+    Attention adds it: of truth values every layer would make the same numbers again.
+    """
+    known = getattr(mask, _PACKED)
+    if (groups, dtype) not in known:
+        added = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        known[groups, dtype] = added if mask.shape[2] == 1 else added.repeat(1, 1, groups, 1)
+    return known[groups, dtype]
 
 
 def grouped_attention(
@@ -61,14 +73,15 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Return what transformers' "sdpa" does, without a copy of keys and values where the mask is ours."""
     groups, (batch, heads, fed, _) = query.shape[1] // key.shape[1], query.shape
-    if attention_mask is None or groups == 1 or not getattr(attention_mask, _MARK, False):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    packed = query.reshape(batch, heads // groups, groups * fed, -1)
-    mask = attention_mask.repeat(1, 1, groups, 1)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        packed, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
-    )
-    return output.reshape(batch, heads, fed, -1).transpose(1, 2).contiguous(), None
+    if attention_mask is not None and getattr(attention_mask, _PACKED, None) is not None:
+        attention_mask = _packed(attention_mask, groups, query.dtype)
+        if groups > 1:
+            packed = query.reshape(batch, heads // groups, groups * fed, -1)
+            output = torch.nn.functional.scaled_dot_product_attention(
+                packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+            )
+            return output.reshape(batch, heads, fed, -1).transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 AttentionInterface.register("sdpa", grouped_attention)

@@ -95,6 +95,7 @@ _NAMES = {
         "SlotLayout",
         "split_budget",
     ),
+    "tokenahead.generation.drafters.suffix_counts": ("Reader", "SuffixCounts"),
     "tokenahead.generation.drafters.vocabulary": ("SharedVocabulary",),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.backbones": ("target_of",),

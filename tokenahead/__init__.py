@@ -20,7 +20,9 @@ from .configuration.mtp_families import MiMoConfig
 from .configuration.transformers_names import CORE, check_names
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.drafters.assistant import AssistantDrafter
+from .generation.drafters.cascade import DrafterCascade
 from .generation.drafters.ngram import NgramDrafter
+from .generation.drafters.suffix import SuffixDrafter
 from .modeling import (
     DeepSeekMTP,
     EagleHead,
@@ -56,6 +58,7 @@ deprecated.install(__name__)
 __all__ = [
     "AssistantDrafter",
     "DeepSeekMTP",
+    "DrafterCascade",
     "EagleHead",
     "EagleHeadConfig",
     "EvaByteCache",
@@ -72,4 +75,5 @@ __all__ = [
     "PTPStudent",
     "PTPStudentConfig",
     "Speculation",
+    "SuffixDrafter",
 ]

@@ -64,7 +64,10 @@ class Sequences:
         lengths: Tokens per sequence, padding of the prompt included, as processors and criteria of transformers count
             them.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
+        newest_on_host: What every sequence got in the last cycle; nothing where it had ended.
     """
+
+    newest_on_host: list[list[int]]
 
     def __init__(self, prompt: torch.Tensor) -> None:
         self.prompt_length = prompt.shape[1]

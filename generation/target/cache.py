@@ -31,8 +31,9 @@ from ...modeling.masks import cached_arange, cached_range, given_mask
 from ..call.sequences import NewTokens
 from ..trees.contract import DraftTree
 
-_STEP, _ROOM = 64, 4096
-"""Widths are multiples of the first; a cache begins with room for so many new tokens at most."""
+_STEP, _ALIGNED, _ROOM = 64, 16, 4096
+"""Allocated widths are multiples of the first, and those that attention reads of the second, for masks are aligned; a
+cache begins with room for so many new tokens at most."""
 
 _STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)
 """What is kept of single tokens, and the dimension of its columns; the last one by dynamic sparse attention alone."""
@@ -141,7 +142,7 @@ class Rows:
     def width(self, fed: int, size: int) -> int:
         """Return how many columns attention gets in a forward of `fed` tokens."""
         end = max(self.lengths) + self.ahead + fed
-        return end if self.is_exact else min(size, -(-end // _STEP) * _STEP)
+        return end if self.is_exact else min(size, -(-end // _ALIGNED) * _ALIGNED)
 
     def slots(self, first: int, count: int, size: int, device: torch.device) -> Slots:
         """Return where columns go that begin `first` after the ends: an index of sequences and columns, or slices."""

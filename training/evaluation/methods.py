@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafters.assistant import AssistantDrafter
 from ...generation.drafters.ngram import NgramDrafter
+from ...generation.drafters.suffix import SuffixDrafter
 from ...modeling import EagleHead, MTPHeads, PTPStudent
 from ..loading import load_drafter
 from .bench import PLAIN
@@ -40,9 +41,9 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
 
     Args:
         specs: `KIND[:SOURCE][?OPTION=VALUE&...]`, before which `NAME=` names the row. Options are those of `generate`.
-            Kinds: `plain`, `own` (a model that drafts for itself), `ngram`, `assistant:SOURCE`, `heads:SOURCE`,
-            `eagle:SOURCE`, `student:SOURCE`, `transformers:prompt_lookup`, `transformers:assistant:SOURCE`,
-            `transformers:use_mtp`.
+            Kinds: `plain`, `own` (a model that drafts for itself), `ngram`, `suffix[:SOURCE]`, `assistant:SOURCE`,
+            `heads:SOURCE`, `eagle:SOURCE`, `student:SOURCE`, `transformers:prompt_lookup`,
+            `transformers:assistant:SOURCE`, `transformers:use_mtp`.
         model: The backbone; drafters are attached to it.
 
     Raises:
@@ -93,6 +94,11 @@ def _ngram(name: str, model: Any, source: str, options: dict[str, Any]) -> Metho
     return drafting_method(name, model, NgramDrafter(branches=options.pop("branches", 1)).attach(model), **options)
 
 
+def _suffix(name: str, model: Any, source: str, options: dict[str, Any]) -> Method:
+    drafter = SuffixDrafter.from_pretrained(source) if source else SuffixDrafter()
+    return drafting_method(name, model, drafter.attach(model), **options)
+
+
 def _assistant(name: str, model: Any, source: str, options: dict[str, Any]) -> Method:
     drafter = AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device)
     return drafting_method(name, model, drafter.attach(model), **options)
@@ -125,6 +131,7 @@ def _use_mtp(name: str, model: Any, source: str, options: dict[str, Any]) -> Met
 _KINDS: dict[str, Callable[..., Method]] = {
     "own": _own,
     "ngram": _ngram,
+    "suffix": _suffix,
     "assistant": _assistant,
     "heads": _trained(MTPHeads),
     "eagle": _trained(EagleHead),

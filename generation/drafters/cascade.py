@@ -1,0 +1,141 @@
+"""Several drafters for one call: look-ups where they are confident, a model elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..attach import AttachableDrafter
+from ..call.options import CallOptions, DraftOptions
+from ..call.sequences import Sequences
+from ..protocols import CacheView, DraftSession
+from ..target.target import HiddenLayers, TargetOutput
+from ..trees.contract import DraftTree, VerificationResult
+from ..verification.verifiers import Verifier
+
+
+class DrafterCascade(AttachableDrafter):
+    """In every cycle the first drafter that is confident drafts, and the last one where none is.
+
+    Who drafts is decided before anything is drawn: all but the last must look their drafts up, so that these and how
+    sure they are follow from the text alone. To draw first and to choose or merge afterwards would change the text.
+
+    Args:
+        drafters: At least two; those before the last are look-ups that say how many tokens they expect to be accepted
+            (`SuffixDrafter`).
+        least: Tokens, per sequence, that a look-up must expect to be accepted.
+
+    Raises:
+        ValueError: Fewer than two drafters, or a number that is not positive.
+
+    Example:
+        >>> cascade = DrafterCascade([SuffixDrafter(), EagleHead.from_pretrained("eagle")]).attach(model)
+        >>> out = model.generate(**inputs, assistant_model=cascade)
+    """
+
+    def __init__(self, drafters: Sequence[AttachableDrafter], least: float = 2.0) -> None:
+        if len(drafters) < 2 or not all(isinstance(drafter, AttachableDrafter) for drafter in drafters):
+            raise ValueError(f"drafters={drafters!r} must be at least two drafters that can be attached")
+        if not least > 0:
+            raise ValueError(f"least={least!r} must be positive")
+        self._backbones = []
+        self.drafters, self.least = list(drafters), least
+        self.last = self.drafters[-1]
+        self.rules, self.drafts_trees = self.last.rules, self.last.drafts_trees
+        self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
+
+    @property
+    def config(self) -> Any:
+        """The backbone's."""
+        return self.backbone.config
+
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """See `AttachableDrafter`."""
+        for drafter in self.drafters:
+            drafter.check_backbone(backbone)
+
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Attaches those that are not yet; they stay attached when the cascade is detached."""
+        for drafter in self.drafters:
+            drafter.attach(backbone)
+
+    def longest_draft(self) -> int | None:
+        """The most of all."""
+        longest = [drafter.longest_draft() for drafter in self.drafters]
+        return None if None in longest else max(cast("list[int]", longest))
+
+    def default_draft(self) -> int:
+        """The most of all."""
+        return max(drafter.default_draft() for drafter in self.drafters)
+
+    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+        """The first of any."""
+        return next(filter(None, (drafter.obstacle(config, model_kwargs) for drafter in self.drafters)), None)
+
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """The last drafter's; look-ups draft chains."""
+        return self.last.prepare_tree(options, config)
+
+    def start(self, options: DraftOptions) -> CascadeSession:
+        """The drafts of one call.
+
+        Raises:
+            ValueError: A drafter that cannot be one of several.
+        """
+        sessions = []
+        for drafter in self.drafters:
+            number = min(options.num_tokens, drafter.default_draft())
+            tree = options.draft_tree if drafter is self.last else None
+            sessions.append(drafter.start(replace(options, num_tokens=number, draft_tree=tree)))
+        for drafter, session in zip(self.drafters, sessions):
+            is_sure = drafter is self.last or session.expected is not None
+            if session.lookahead or session.is_deterministic or not is_sure:
+                reason = "drafts in the verifying call" if is_sure else "does not say what it expects before it draws"
+                raise ValueError(f"drafters: {type(drafter).__name__} {reason}, and cannot be one of several so")
+        return CascadeSession(sessions, self.least)
+
+    def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
+        """The last drafter's: it takes certain drafts, too."""
+        return self.last.make_verifier(options, cast(CascadeSession, session).sessions[-1])
+
+
+class CascadeSession(DraftSession):
+    """The drafts of one call; see `DrafterCascade`. All sessions read the text, whoever drafted it."""
+
+    def __init__(self, sessions: list[Any], least: float) -> None:
+        self.sessions, self.least = sessions, least
+        self.num_tokens = max(session.num_tokens for session in sessions)
+        self.reads_cache = any(session.reads_cache for session in sessions)
+        layers: list[int] = []
+        for session in sessions:
+            own = session.hidden_layers
+            layers += [] if own is None else [own] if isinstance(own, int) else own
+        self.hidden_layers: HiddenLayers = sorted(set(layers)) or None
+
+    def begin(self, outputs: Any, view: CacheView) -> None:
+        """See `DraftSession`."""
+        for session in self.sessions:
+            session.begin(outputs, view)
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """The draft of one of them; the others are asked for none, and take in what comes before."""
+        *sure, last = self.sessions
+        found: DraftTree | None = None
+        for session in sure:
+            tree = session.propose(tokens, 0 if found is not None else min(length, session.num_tokens))
+            if found is None and length and session.expected >= self.least:
+                found = tree
+        tree = last.propose(tokens, 0 if found is not None else min(length, last.num_tokens))
+        return tree if found is None else found
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """See `DraftSession`."""
+        for session in self.sessions:
+            session.advance(outputs, result)
+
+    def coverage(self, tokens: Any) -> float | None:
+        """The last drafter's: look-ups draft every token."""
+        return self.sessions[-1].coverage(tokens)

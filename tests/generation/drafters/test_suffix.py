@@ -1,0 +1,202 @@
+"""Counted continuations against a plain count, and what a drafter does with them in batches, calls and threads."""
+
+import copy
+import pickle
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.backbones import backbone, prompts
+from tests.internals import Reader, SuffixCounts
+from tests.models import left_padded
+from tokenahead import SuffixDrafter
+
+DEPTH = 5
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4)
+
+
+def counts_of(texts, max_nodes=10_000):
+    counts = SuffixCounts(DEPTH, max_nodes)
+    readers = [Reader() for _ in texts]
+    for step in range(max(map(len, texts), default=0)):  # by turns, as a batch is written
+        for reader, text in zip(readers, texts):
+            counts.read(reader, text[step : step + 1])
+    return counts, readers
+
+
+def runs(texts):
+    """How often every run of at most DEPTH tokens stands in the texts."""
+    return Counter(
+        tuple(text[start:end])
+        for text in texts
+        for start in range(len(text))
+        for end in range(start + 1, min(start + DEPTH, len(text)) + 1)
+    )
+
+
+def runs_in(counts):
+    tokens, parents, numbers = counts.flat()
+    found = []
+    for token, parent in zip(tokens, parents):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return Counter(dict(zip(found, numbers)))
+
+
+@given(TEXTS)
+@settings(max_examples=60, deadline=None)
+def test_every_run_is_counted(texts):
+    assert runs_in(counts_of(texts)[0]) == runs(texts)
+
+
+@given(TEXTS, st.integers(1, 6), st.integers(1, 3), st.sampled_from([0.0, 0.3]))
+@settings(max_examples=60, deadline=None)
+def test_a_draft_follows_the_likeliest_continuations_of_the_best_run(texts, length, width, least):
+    counts, readers = counts_of(texts)
+    known, factor = runs(texts), 2.0
+    for reader, text in zip(readers, texts):
+        draft, expected = counts.draft(reader.tail, length, 8, width, factor, least)
+        paths = []
+        for token, parent in draft:
+            assert parent < len(paths)
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert len(set(paths)) == len(paths) and all(len(path) <= length for path in paths)
+        children = Counter(parent for _, parent in draft)
+        assert max(children.values(), default=0) <= width
+        if not draft:
+            continue
+        # the likeliest next token after one of the runs that end the text comes first
+        ends = [tuple(text[-n:]) for n in range(1, min(len(text), DEPTH - 1) + 1)]
+        nexts = [{run[-1]: n for run, n in known.items() if run[:-1] == end} for end in ends]
+        assert any(found and found.get(draft[0][0]) == max(found.values()) for found in nexts)
+        assert len(draft) <= factor * (DEPTH - 1) and 0 < expected <= len(draft)
+
+
+def test_long_runs_draft_more_than_short_ones():
+    counts, _ = counts_of([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]])
+    assert [token for token, _ in counts.draft([3], 10, 10, 1, 1.0, 0.1)[0]] == [4]
+    assert [token for token, _ in counts.draft([1, 2, 3], 10, 10, 1, 1.0, 0.1)[0]] == [4, 5]  # runs have DEPTH tokens
+    assert counts.draft([99], 10, 10, 1, 1.0, 0.1) == ([], 0.0)
+
+
+def test_memory_is_bounded_and_what_is_new_is_known():
+    counts, reader = SuffixCounts(DEPTH, 1000), Reader()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        counts.read(reader, torch.randint(0, 1000, (100,), generator=generator).tolist())
+        assert len(counts.flat()[0]) <= 1000
+    newest = [5, 6, 7, 8]
+    counts.read(reader, newest)
+    assert counts.draft(newest[:3], 4, 4, 1, 1.0, 0.1)[0][0] == (8, -1)
+
+
+@pytest.mark.parametrize("tree", [None, {"top_k": 3, "total_tokens": 12}], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_greedy_text_is_the_backbones(name, tree):
+    model, batch = backbone(name), left_padded(prompts(6, seed=3))
+    plain = model.generate(**batch, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    drafter = SuffixDrafter(factor=2.0).attach(model)
+    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0, assistant_model=drafter, draft_tree=tree)
+    for _ in range(2):
+        out = model.generate(**batch, **options, return_dict_in_generate=True)
+        assert out.sequences.equal(plain)
+    told = out.speculation  # the second call continues what the first one wrote
+    assert told.tokens_per_call > 3
+    assert any(count > 2 for counts in told.rows_accepted for count in counts)
+
+
+def test_other_sequences_of_the_batch_are_read():
+    model, ids = backbone(), prompts(1, seed=5)[0][None]
+    ahead = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)
+    batch = left_padded([ids[0], ahead[0]])  # the second sequence has written what the first one will write
+    accepted = {}
+    for name, rows in (("alone", slice(0, 1)), ("together", slice(0, 2))):
+        drafter = SuffixDrafter().attach(model)
+        inputs = {key: value[rows] for key, value in batch.items()}
+        options = dict(max_new_tokens=20, do_sample=False, pad_token_id=0, assistant_model=drafter)
+        out = model.generate(**inputs, **options, return_dict_in_generate=True)
+        accepted[name] = sum(out.speculation.rows_accepted[0]), len(out.speculation.rows_accepted[0])
+    assert accepted["together"][1] < accepted["alone"][1]
+
+
+def test_sampled_text_has_the_backbones_distribution():
+    model = backbone()
+    ids = torch.tensor([[5, 9, 5, 9, 5]]).expand(3000, -1)
+    options = dict(max_new_tokens=3, do_sample=True, top_k=3, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    plain = Counter(map(tuple, model.generate(ids, **options)[:, 5:].tolist()))
+    drafter = SuffixDrafter(depth=4).attach(model)
+    drafter.add([[5, 9, 5, *text] for text in plain])
+    out = model.generate(ids, **options, assistant_model=drafter, return_dict_in_generate=True)
+    drafted = Counter(map(tuple, out.sequences[:, 5:].tolist()))
+    assert any(any(counts) for counts in out.speculation.rows_accepted)
+    pairs = sorted(plain | drafted)
+    expected = [(plain[pair] + drafted[pair]) / 2 for pair in pairs]
+    statistic = sum((drafted[pair] - e) ** 2 / e + (plain[pair] - e) ** 2 / e for pair, e in zip(pairs, expected))
+    degrees = len(pairs) - 1
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def test_saved_copied_and_pickled_drafters_draft_the_same(tmp_path):
+    drafter = SuffixDrafter(depth=6, num_tokens=5, max_nodes=5000)
+    drafter.add([[1, 2, 3, 4, 5, 6, 7], [3, 4, 8]])
+    drafter.save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["suffixes.safetensors"]
+    tail = [1, 2, 3, 4]
+    want = drafter.counts.draft(tail, 4, 8, 2, 1.0, 0.1)
+    assert want[0]
+    for other in (SuffixDrafter.from_pretrained(tmp_path), copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert other.counts.draft(tail, 4, 8, 2, 1.0, 0.1) == want
+        assert (other.depth, other.num_tokens, other.max_nodes) == (6, 5, 5000)
+
+
+def test_threads_share_a_drafter():
+    drafter, failures = SuffixDrafter(max_nodes=2000), []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(30):
+                drafter.add(torch.randint(0, 9, (40,), generator=generator))
+                drafter.counts.draft([1, 2], 8, 8, 2, 2.0, 0.1)
+        except Exception as error:  # reported by the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and len(drafter.counts.flat()[0]) <= 2000
+
+
+def test_an_empty_memory_drafts_nothing_and_the_text_is_plain():
+    model, ids = backbone(), torch.tensor([[3, 4, 5, 6]])
+    drafter = SuffixDrafter().attach(model)
+    options = dict(max_new_tokens=2, do_sample=False, pad_token_id=0)
+    out = model.generate(ids, **options, assistant_model=drafter, return_dict_in_generate=True)
+    assert out.sequences.equal(model.generate(ids, **options)) and out.speculation.rows_depths == [[0]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"depth": 1}, {"num_tokens": 0}, {"factor": 0}, {"least": 1.5}, {"max_nodes": 10}, {"depth": 2.5}],
+    ids=lambda options: next(iter(options)),
+)
+def test_bad_options_are_named(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        SuffixDrafter(**options)
+
+
+def test_bad_trees_texts_and_folders_are_named(tmp_path):
+    model = backbone()
+    drafter = SuffixDrafter().attach(model)
+    with pytest.raises(ValueError, match="draft_tree"):
+        model.generate(torch.tensor([[3, 4]]), assistant_model=drafter, draft_tree={"depth": 2})
+    with pytest.raises(ValueError, match="ids"):
+        drafter.add(["text"])
+    with pytest.raises(FileNotFoundError, match="suffixes"):
+        SuffixDrafter.from_pretrained(tmp_path)

@@ -44,7 +44,8 @@ class TreeDistribution(LatentDistribution):
         super().__init__(root_logits, leaf_logits)
         if node_logits is None:  # a window of one or two positions
             node_logits = root_logits.new_zeros(*root_logits.shape[:-1], 0, self.rank, self.rank)
-        self.node_logits, self.slots = node_logits, balanced(self.window)
+        self.node_logits: Tensor = node_logits
+        self.slots = balanced(self.window)
         self.depth, self.is_perfect = (self.window - 1).bit_length(), None not in self.slots
 
     @cached_property

@@ -307,7 +307,9 @@ class ChainDistribution(LatentDistribution):
         """One product per position gives both the next state's weights and the next token's probabilities."""
         steps = self.steps[..., : len(leaves) - 1, :, :]
         ahead = torch.cat([steps, steps @ torch.stack(leaves[1:], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
-        weights, probs = self.root, None if known else moved(self.root, leaves[0])
+        weights = probs = self.root  # which is no more than a start where the first token is known
+        if not known:
+            probs = moved(weights, leaves[0])
         for position, table in enumerate(ahead):
             found = known[position] if position < len(known) else (yield probs)
             weights, probs = moved(unit(weights * found), table).split([self.rank, self.size], -1)

@@ -4,6 +4,7 @@
     python benchmarks/trees.py demo-llama --seconds 240 --head demo-eagle3      # trains the head and keeps it
     python benchmarks/trees.py demo-llama --head demo-eagle3 --total 60 --depth 6 --top-k 10
     python benchmarks/trees.py demo-llama --head demo-eagle3 --expected --temperatures 0.6 1     # far less noise
+    python benchmarks/trees.py box --depth 5 --temperatures 0 1                 # the heads of the EvaByte in the box
 
 The official rule of EAGLE-2 and 3 at a temperature drafts the likeliest tokens and verifies them as certain ones
 (q = 1); a drawn tree of the same budget holds draws from the head's warped distributions, verified by recursive
@@ -11,13 +12,14 @@ rejection or by traversal. Tokens per call are counted over the cycles of all ro
 and recursion are besides compared on the very same drawn trees, by the exact expectation of what each would keep: no
 noise of draws. With `--expected`, all drafts are: behind 512 texts that the backbone wrote, the same for all, two
 drafts of each kind are drawn, and what both rules keep of them on average is calculated. None of these figures depends
-on the machine.
+on the machine. Of the box, every prompt is a call of its own, and the bytes per second, which do, are printed, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +35,7 @@ from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.trees.contract import DraftTree
 from tokenahead.generation.verification import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
-from tokenahead.training.box import code_prompts
+from tokenahead.training.box import box_folder, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
 from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.utils import replace_text
@@ -114,12 +116,14 @@ def counted(
 ) -> dict[str, float]:
     """Tokens per call and its standard error, over all cycles of all rows; means of notes [B] of these cycles, too."""
     torch.manual_seed(0)
+    begun = time.perf_counter()
     out = backbone.generate(**prompts, max_new_tokens=new, pad_token_id=0, return_dict_in_generate=True, **options)
     kept = torch.tensor([count + 1.0 for row in out.speculation.rows_accepted for count in row])
     figures = {
         "tokens per call": float(kept.mean()),
         "error": float(kept.std() / len(kept) ** 0.5),
         "cycles": len(kept),
+        "seconds": time.perf_counter() - begun,
     }
     counts = [len(row) for row in out.speculation.rows_accepted]  # rows that have ended are verified, but do not count
     for rule, known in (notes or {}).items():
@@ -130,9 +134,11 @@ def counted(
     return figures
 
 
-def shapes(arguments: argparse.Namespace) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """The tree, and chains as deep and as large as it, by name."""
-    lengths = (arguments.depth + 1, arguments.total - 1)
+def shapes(
+    arguments: argparse.Namespace, longest: int | None = None
+) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+    """The tree, and chains as deep and as large as it, as far as there are so long ones, by name."""
+    lengths = (arguments.depth + 1, min(arguments.total - 1, longest or arguments.total))
     tree = {"depth": arguments.depth, "top_k": arguments.top_k, "total_tokens": arguments.total}
     return tree, {f"chain of {length}": {"num_assistant_tokens": length} for length in lengths}
 
@@ -186,6 +192,31 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
     return figures
 
 
+def measure_box(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Chains and trees of every head in the box, prompt by prompt, after the same prompts of held-out code."""
+    texts = excerpt_prompts(load_excerpts(box_folder() / "held_out.json"), arguments.prompts)
+    figures: dict[str, Any] = {}
+    for name in heads_in(box_folder()):
+        model, tokenizer = load_box(name)
+        model.generation_config.eos_token_id = None
+        tree, chains = shapes(arguments, model.longest_draft())
+        prompts = [tokenizer(text, return_tensors="pt") for text in texts]
+        for heat in arguments.temperatures:
+            how = dict(do_sample=False) if heat == 0 else dict(do_sample=True, temperature=heat, top_k=0)
+            rows = figures.setdefault(f"{name}, T = {heat:g}", {})
+            for kind, options in (chains | {"tree": {"draft_tree": tree}}).items():
+                found = [counted(model, prompt, arguments.new_tokens, **options, **how) for prompt in prompts]
+                cycles = torch.tensor([each["cycles"] for each in found])
+                kept = torch.tensor([each["tokens per call"] for each in found]) * cycles
+                rows[kind] = {
+                    "tokens per call": float(kept.sum() / cycles.sum()),
+                    "error": float((kept - cycles * kept.sum() / cycles.sum()).norm() / cycles.sum()),
+                    "bytes per second": len(found) * arguments.new_tokens / sum(each["seconds"] for each in found),
+                }
+            print(json.dumps({f"{name}, T = {heat:g}": rows}), flush=True)
+    return figures
+
+
 def table(figures: dict[str, Any]) -> None:
     """The figures in Markdown."""
     names = list(dict.fromkeys(name for rows in figures.values() for name in rows))
@@ -199,7 +230,7 @@ def table(figures: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("backbone", type=Path)
+    parser.add_argument("backbone", type=Path, help="its directory, or `box`")
     parser.add_argument(
         "--head", type=Path, default=Path("demo-eagle3"), help="its directory; trained where there is none"
     )
@@ -215,6 +246,11 @@ def main() -> None:
     parser.add_argument("--expected", action="store_true", help="calculate what first drafts keep; count nothing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.backbone == Path("box"):
+        figures = measure_box(arguments)
+        replace_text(arguments.output, json.dumps(figures, indent=1))
+        table(figures)
+        return
     corpus, tokenizer = load_corpus(seed=0), EvaByteTokenizer(padding_side="left")
     backbone = LlamaForCausalLM.from_pretrained(arguments.backbone).eval()
     backbone.generation_config.eos_token_id = None

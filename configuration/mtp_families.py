@@ -14,6 +14,8 @@ from transformers import Qwen2Config
 
 from .fields import field
 
+SAME = "same"
+"""In the place of a kind of layer: that of the main model's layer of the module's own index."""
 COUNT = "num_nextn_predict_layers"
 """The field of config.json with the number of modules, in most families."""
 
@@ -38,27 +40,42 @@ class MTPFamily:
             such a family has one module.
         embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
         norm_before_head: There is a `shared_head.norm`; otherwise h^k is the output of the decoder layer.
+        own_heads: Each module has a head of its own, `shared_head.output` behind its norm, and hands on its state from
+            before that norm; the first reads the main model's state from before its final norm. Files may have
+            `.transformer.` in these names.
         copies: Tensors of the main model that official files repeat in every module.
-        block: Per-layer fields of the configuration with their value for a module, where it is unlike the last layer.
-            A field `mtp_<name>` of the model's configuration overrides it.
+        block: Per-layer fields of the configuration with their value for a module, where it is unlike the last layer;
+            `SAME`: that of the main model's layer of the same index, from 0. A field `mtp_<name>` of the model's
+            configuration overrides it.
+        rotates: Modules of full attention have rotary positions, which the model's own layers of full attention lack.
+        one_stream: A module is such a layer without hyper-connections: it has one stream, and adds to it.
         body: Network of a module: `"layer"`, a decoder layer of the model; `"stack"`, several of them, of the kinds in
             `mtp_layers_block_type`; `"latent"`, one latent attention and a dense MLP.
         has_twin: The model has a layer of the module's kind, which `from_backbone` can copy.
         count: The field of config.json that holds the number of modules.
+        counts_outside: Beside a vision tower, it is a field of the whole configuration, not of that of the text.
         layers: The field that holds L.
+        counts_columns: transformers' class counts positions by columns, padding included, whatever `generate` counts.
         retrofit: The family has no official modules: `DeepSeekMTP.from_backbone` makes them.
+        stem: Where the decoder is in the model: `model.language_model` beside a vision tower.
     """
 
     names: tuple[tuple[str, str], ...] = ()
     embedding_first: bool = True
     norm_before_head: bool = True
+    own_heads: bool = False
     copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
-    block: tuple[tuple[str, str], ...] = ()
+    block: tuple[tuple[str, str | float], ...] = ()
+    rotates: bool = False
+    one_stream: bool = False
     body: str = "layer"
     has_twin: bool = True
     count: str = COUNT
+    counts_outside: bool = False
+    counts_columns: bool = False
     layers: str = "num_hidden_layers"
     retrofit: bool = False
+    stem: str = "model"
 
     @property
     def most_modules(self) -> int | None:
@@ -73,6 +90,9 @@ class MTPFamily:
             num_modules: D.
         """
         pairs = self._pairs(num_layers, num_modules)
+        if self.own_heads:
+            layers = [f"layers.{num_layers + k}." for k in range(num_modules)]
+            pairs += [(f"model.{layer}transformer.", f"{self.stem}.{layer}") for layer in layers]
         return {"^" + theirs.replace(".", r"\."): ours for theirs, ours in pairs}
 
     def file_name(self, name: str, num_layers: int, num_modules: int) -> str:
@@ -84,14 +104,18 @@ class MTPFamily:
 
     def prefixes(self, num_layers: int, k: int) -> list[str]:
         """Return the prefixes of all tensors of module k, from 0, in the family's files."""
-        templates = [theirs for theirs, _ in self.names if "{layer}" not in theirs] or ["model.layers.{layer}."]
+        templates = [theirs for theirs, _ in self.names if "{layer}" not in theirs]
+        templates = templates or [f"{stem}.layers.{{layer}}." for stem in dict.fromkeys(["model", self.stem])]
         if k:
             templates = [template for template in templates if "{" in template]
         return [template.format(index=k, layer=num_layers + k) for template in templates]
 
     def _pairs(self, num_layers: int, num_modules: int) -> list[tuple[str, str]]:
         filled = [{"index": k, "layer": num_layers + k} for k in range(num_modules)]
-        return [(theirs.format(**numbers), ours.format(**numbers)) for numbers in filled for theirs, ours in self.names]
+        pairs = [
+            (theirs.format(**numbers), ours.format(**numbers)) for numbers in filled for theirs, ours in self.names
+        ]
+        return [(theirs, self.stem + ours.removeprefix("model")) for theirs, ours in pairs]
 
 
 def _names(layer: str = "", **parts: str) -> tuple[tuple[str, str], ...]:
@@ -131,11 +155,17 @@ FAMILIES: dict[str, MTPFamily] = {
         copies=(),
         has_twin=False,  # a dense layer, like the model's first ones only
     ),
-    "exaone_moe": MTPFamily(names=_MTP_NAMES, copies=(), block=(_DENSE,)),
+    "exaone4_5": MTPFamily(
+        names=_MTP_NAMES, copies=(), block=(("layer_types", SAME),), counts_outside=True, counts_columns=True
+    ),
+    "exaone_moe": MTPFamily(names=_MTP_NAMES, copies=(), block=(("layer_types", SAME), _DENSE), rotates=True),
     "glm4_moe": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
+    "glm4v_moe_text": _DEEPSEEK,
+    "glm_ocr_text": _DEEPSEEK,
     "glm_moe_dsa": MTPFamily(copies=("embed_tokens.weight",), block=(("indexer_types", "full"),)),
     "hy_v3": MTPFamily(names=_FINAL_NORM),
+    "hy_v4": MTPFamily(names=_FINAL_NORM, block=(("indexer_types", "full"), _SPARSE), one_stream=True, has_twin=False),
     "longcat_flash": MTPFamily(
         names=_names(
             "model.mtp.layers.0",
@@ -187,41 +217,54 @@ FAMILIES: dict[str, MTPFamily] = {
     "qwen3_5_moe_text": _QWEN_3_5,
     "qwen3_5_text": _QWEN_3_5,
     "qwen3_next": _QWEN,
+    "step3p7": MTPFamily(own_heads=True, copies=(), block=(("swiglu_limits", 0.0), ("swiglu_limits_shared", 0.0))),
     "kimi_linear": replace(RETROFIT, block=(_FULL,)),
 }
 """Families with official modules, or with modules unlike the model's last layer, by `model_type`."""
 
-_STREAMS = "its modules read several streams of hidden states (hyper-connections), not one"
-_OWN_HEAD = (
-    "each of its modules has its own head (shared_head.output), while here all share the main model's, and passes on "
-    "its state from before shared_head.norm, not from after it"
+_STREAMS = (
+    "its modules read several streams of hidden states (hyper-connections), not one (vllm/models/{}/nvidia/mtp.py)"
+)
+_ONE_STREAM = (
+    "its module is a layer without the main model's hyper-connections, which transformers' class for its layers always "
+    "has (vllm/models/{})"
+)
+_TEXT_ONLY = (
+    "transformers has its network as the text of step3p7 (Step-3.7) only, and no causal language model of it alone "
+    "(models/auto/modeling_auto.py)"
 )
 _CONVOLUTIONS = (
-    "its modules have short convolutions, which cannot be rolled back after a rejected draft, and share one norm "
-    "(chain_norm)"
+    "its modules have short convolutions, which cannot be rolled back after a rejected draft here, and share one norm, "
+    "chain_norm (vllm/models/inkling/nvidia/mtp.py)"
 )
-_UNSEEN = (
-    "transformers drops the tensors of its modules ({}) and has no class for them, and no file or description of their "
-    "layout has been seen: a guess would draft noise"
+_OWN_EMBEDDINGS = (
+    "its modules have embeddings of their own (model.mtp.embed_tokens), while here all read the main model's "
+    "(vllm/models/dots3_note/nvidia/mtp.py)"
+)
+_BLOCKS = (
+    "its modules attend to blocks chosen by an index (minimax_m3_sparse), whose keys cannot be rolled back here "
+    "(vllm/models/minimax_m3/nvidia/mtp.py)"
+)
+_DROPPED = (
+    "transformers drops the tensors of its drafter ({}), and neither transformers nor vLLM 0.32 has a class that reads "
+    "them (transformers/models/{})"
 )
 REFUSED: dict[str, str] = {
-    "deepseek_v4": _STREAMS,
-    "dots3_note": _UNSEEN.format("model.mtp.*"),
-    "dots3_note_text": _UNSEEN.format("model.mtp.*"),
-    "exaone4_5": _UNSEEN.format("mtp.*"),
-    "glm5_next": _STREAMS,
-    "glm5_next_text": _STREAMS,
-    "hy_v4": _STREAMS,
+    "deepseek_v4": _STREAMS.format("deepseek_v4"),
+    "dots3_note": _OWN_EMBEDDINGS,
+    "dots3_note_text": _OWN_EMBEDDINGS,
+    "glm5_next": _ONE_STREAM.format("glm5next/common/mtp.py"),
+    "glm5_next_text": _ONE_STREAM.format("glm5next/common/mtp.py"),
     "inkling_mm_model": _CONVOLUTIONS,
     "inkling_text": _CONVOLUTIONS,
-    "minimax_m3_vl": _UNSEEN.format("mtp.*"),
-    "minimax_m3_vl_text": _UNSEEN.format("mtp.*"),
-    "qwen4_exp": _STREAMS,
-    "qwen4_exp_text": _STREAMS,
-    "step3p5": _OWN_HEAD,
-    "step3p7": _OWN_HEAD,
+    "minimax_m3_vl": _BLOCKS,
+    "minimax_m3_vl_text": _BLOCKS,
+    "mistral_large4": _DROPPED.format("mtp_dspark.*", "mistral_large4/modeling_mistral_large4.py"),
+    "qwen4_exp": _STREAMS.format("qwen4_exp"),
+    "qwen4_exp_text": _STREAMS.format("qwen4_exp"),
+    "step3p5": _TEXT_ONLY,
 }
-"""Families with modules that are not supported, and why."""
+"""Families with modules that are not supported, why, and the file of vLLM 0.32 or transformers 5.23 that shows it."""
 
 
 def family_of(config: Any) -> MTPFamily:
@@ -235,12 +278,15 @@ def family_of(config: Any) -> MTPFamily:
     """
     if reason := REFUSED.get(config.model_type):
         raise ValueError(f"DeepSeekMTP does not support model_type={config.model_type!r}: {reason}")
-    return FAMILIES.get(config.model_type, RETROFIT)
+    text = config.get_text_config()
+    family = FAMILIES.get(config.model_type) or FAMILIES.get(text.model_type, RETROFIT)
+    return family if text is config else replace(family, stem="model.language_model")
 
 
 def announced_modules(config: Any) -> int | None:
     """Return the number of modules in a configuration; None where it has no such field."""
-    count = field(config, family_of(config).count)
+    family = family_of(config)
+    count = field(config if family.counts_outside else config.get_text_config(), family.count)
     return None if count is None else int(count)
 
 
@@ -261,9 +307,10 @@ def set_modules(config: Any, count: int) -> None:
             f"{family.count}={count}: files of {config.model_type} have names for {family.most_modules} module only, "
             "which is reused for longer drafts (num_assistant_tokens)"
         )
-    setattr(config, family.count, count)
+    setattr(config if family.counts_outside else config.get_text_config(), family.count, count)
 
 
 def num_layers(config: Any) -> int:
     """Return L, the number of decoder layers of the main model."""
-    return int(field(config, family_of(config).layers))
+    family = family_of(config)
+    return int(field(config.get_text_config(), family.layers))

@@ -54,7 +54,8 @@ CORE = {
         "_update_total_vocab_size": "overridden: called after every change of the added tokens",
     },
     "transformers.generation.logits_process:PrefixConstrainedLogitsProcessor": {
-        "_prefix_allowed_tokens_fn": "wrapped: the user's function sees the sequences of a tree's nodes"
+        "_num_beams": "how a prefix function numbers rows",
+        "_prefix_allowed_tokens_fn": "wrapped: the user's function sees the sequences of a tree's nodes",
     },
     "transformers.core_model_loading": {
         "_weight_conversions": "how the tensors of a checkpoint were converted, for saving them as they were"

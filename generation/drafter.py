@@ -114,7 +114,9 @@ class BaseDrafter:
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
         """Return a greedy verifier where the call is greedy, else one of the rule that was asked for."""
-        return SampledVerifier(options.verification) if options.do_sample else GreedyVerifier()
+        if options.do_sample:
+            return SampledVerifier(options.verification)
+        return GreedyVerifier(options.may_exclude_all)
 
     def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
         """Return a schedule that begins with what earlier calls of the same kind learned.

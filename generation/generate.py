@@ -39,7 +39,7 @@ from transformers.utils import logging
 from ..configuration.fields import field
 from ..modeling.wrapped_models import caches_kept
 from .call.keywords import USUAL, Keywords
-from .call.options import OWN, CallOptions, DraftOptions, obstacle, prepared_options, warn_of_unread
+from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .drafter import BaseDrafter
@@ -53,7 +53,9 @@ from .target.backbones import (
     crosses_border,
     is_repackable,
     last_position_of_trials,
+    obstacle,
     takes_fixed_room,
+    warn_of_unread,
 )
 from .target.static import planned_cache
 from .trees.choice import choose_tree
@@ -78,6 +80,7 @@ class Call:
         streamer: As passed to `generate`.
         synced_gpus: Whether every peer calls the backbone until all of them are done.
         cache_is_given: Whether the user passed the cache.
+        new_cache: Makes the backbone's own kind of cache, if it has one.
     """
 
     generate: Callable[..., Any]
@@ -87,6 +90,7 @@ class Call:
     streamer: BaseStreamer | None
     synced_gpus: bool
     cache_is_given: bool
+    new_cache: Callable[[], SpeculativeCache] | None
 
 
 def prepared_call(
@@ -142,7 +146,7 @@ def prepared_call(
             resolved |= resolve_tokenizer(call, config, backbone)
         synced = call.get("synced_gpus")
         synced = _is_synced(backbone) if synced is None else bool(synced)
-        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, cache_is_given)
+        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, cache_is_given, new_cache)
         call["custom_generate"] = partial(speculative_decoding, state)
     return with_resolved(call, resolved) if resolved else call
 
@@ -275,10 +279,8 @@ def _reason_to_decode_plainly(
             return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot go back behind a rejected draft"
-    if (
-        field(backbone.config.get_text_config(), "cross_attention_layers")
-        and model_kwargs.get("pixel_values") is not None
-    ):
+    crosses = field(backbone.config.get_text_config(), "cross_attention_layers")
+    if crosses and model_kwargs.get("pixel_values") is not None:
         return "pixel_values, which cross attention keeps among the layers of the cache"
     if drafter.reads_prompt and model_kwargs.get("inputs_embeds") is not None and model_kwargs.get("input_ids") is None:
         return "inputs_embeds without the input_ids of the prompt"
@@ -338,7 +340,7 @@ def _with_chosen_tree(
     """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
 
     def trial(drafter: BaseDrafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs))
+        return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
 
     common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
     common |= {"synced_gpus": call.synced_gpus}

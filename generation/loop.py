@@ -218,6 +218,7 @@ class SpeculativeLoop:
             along = TargetOutput(scores).along(result, tree).logits
             self.records.add(outputs.along(result, tree), along, counts, is_prefill)
         counts, self.done = self.stopping.cut(self.tokens, verified, before)
+        self.tokens.done = self.done
         new_tokens = NewTokens(counts, self.tokens.ids.device)
         if self.records is not None:
             self.records.cut([n + c - self.tokens.prompt_length for n, c in zip(self.tokens.lengths, counts)])
@@ -236,7 +237,7 @@ class SpeculativeLoop:
         """The cycle's one wait: accepted counts, new tokens and real drafts of every sequence.
 
         Raises:
-            ValueError: A row was to be sampled from scores that are no distribution.
+            ValueError: A row was to go on from scores that are no distribution.
         """
         faults, real, width = self.verifier.invalid(result), tree.num_nodes, result.tokens.shape[1]
         parts = [part[:, None] for part in (result.num_accepted, real, faults) if part is not None]
@@ -248,12 +249,14 @@ class SpeculativeLoop:
         return accepted, [row[:width] for row in rows], [row[width:][:count] for row, count in zip(rows, counts)]
 
     def _refuse(self, faults: list[int]) -> None:
+        constraints = [] if self.processing is None else self.processing.constraints.all
+        names = ", ".join(type(processor).__name__ for processor in constraints)
         for row, fault in enumerate(faults):
             if fault and not self.done[row]:
                 raise ValueError(
-                    f"row {row} has no token to sample: its scores are NaN, or all -inf, after the logits "
-                    "processors; look for a damaged checkpoint, an overflow in half precision, or processors that "
-                    "exclude every token"
+                    f"row {row} has no token to choose: its scores are NaN, or all -inf, after the logits processors; "
+                    "look for a damaged checkpoint, an overflow in half precision, or processors that exclude every "
+                    f"token (here: {names or 'none'})"
                 )
 
     def _count(

@@ -83,7 +83,7 @@ class ParallelDrafter(BaseDrafter):
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
         """Return a greedy verifier, a coupled one, or one of a speculative rule with uniforms of its own."""
         if not options.do_sample:
-            return GreedyVerifier()
+            return GreedyVerifier(options.may_exclude_all)
         session = cast(ParallelSession, session)
         if options.verification != "coupled":
             return SampledVerifier(options.verification, session.uniforms)

@@ -80,15 +80,22 @@ class DraftSession(Protocol):
 class SpeculativeCache(Protocol):
     """A cache that knows the length of every sequence, so that a rollback moves nothing.
 
-    The contract is provisional.
+    The contract is provisional. One that has `takes_trees = True` belongs to a model whose forward takes a `draft_tree`
+    (`DraftTree`), and its `keep_last` the accepted path.
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns of the longest sequence."""
         ...
 
-    def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Keep the first `kept.counts[b]` of the last `fed` tokens of sequence b."""
+    def keep_last(self, fed: int, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+        """Keep the first `kept.counts[b]` of the last `fed` tokens of sequence b.
+
+        Args:
+            fed: Tokens of the last forward.
+            kept: Tokens per sequence.
+            path: [B, k + 1] int64, the places of a tree that come first; None: a chain.
+        """
         ...
 
     def drop_padding(self, mask: torch.Tensor) -> None:

@@ -58,10 +58,15 @@ class DeepSeekMTPOutput(MTPOutput):
             predicts token i + k + 1. None in training and while generating, unless requested.
         aux_loss: Scalar, balance of the main model's experts; with `output_router_logits` only, and with labels it is
             part of `loss`, times `router_aux_loss_coef`.
+        inputs_embeds: [B, L, H] that the first layer read, features of images among them; of models with a tower for
+            images and with a cache only.
+        position_ids: Theirs, [B, L], or [3 or 4, B, L]: those of the text (4), then time, height and width.
     """
 
     mtp_logits: tuple[Tensor, ...] | None = None
     aux_loss: Tensor | None = None
+    inputs_embeds: Tensor | None = None
+    position_ids: Tensor | None = None
 
 
 @dataclass

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.models import left_padded
-from tokenahead import EagleHead, MTPHeads
+from tokenahead import EagleHead, EvaByteConfig, MTPHeads
 
 _SIZES = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -52,7 +52,15 @@ def _gpt2(vocabulary):
     return GPT2Config(vocab_size=vocabulary, **sizes, **_IDS)
 
 
-CONFIGS = {"llama": _llama, "qwen3": _qwen3, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2}
+def _evabyte(vocabulary):
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_pred_heads=1)
+    windows = dict(window_size=9, chunk_size=3, max_position_embeddings=256, initializer_range=0.2)
+    return EvaByteConfig(vocab_size=vocabulary, **sizes, **windows, **_IDS)
+
+
+CONFIGS = {
+    "llama": _llama, "qwen3": _qwen3, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2, "evabyte": _evabyte,
+}  # fmt: skip
 
 
 def backbone(name: str = "llama", vocabulary: int = 48, seed: int = 1) -> PreTrainedModel:

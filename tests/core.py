@@ -103,6 +103,7 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "tests/modeling/evabyte/test_rows.py": ("test_one_row_of_positions_serves_the_batch",),
     "tests/modeling/evabyte/test_tokenizer.py": ("test_a_saved_folder_names_no_code_files_of_the_folder_read",),
+    "tests/modeling/evabyte/test_trees.py": ("test_trees_at_every_offset_in_a_window",),
     "tests/modeling/heads/test_chunks.py": ("test_no_gradients_are_made_where_none_are_wanted",),
     "tests/modeling/heads/test_circuit_head.py": ("test_masked_tokens_are_observed_or_summed_out",),
     "tests/modeling/heads/test_divergences.py": ("test_values",),

@@ -69,6 +69,14 @@ _FAMILIES = {
     "glm4_moe_lite": _EXPERTS | _LATENT | dict(q_lora_rank=16),
     "glm_moe_dsa": _EXPERTS | _INDEXED | dict(indexer_types=["full", "shared"]),
     "hy_v3": dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_shared_experts=1, head_dim=8),
+    "hy_v4": _INDEXED
+    | dict(
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        indexer_types=["full", "shared"],
+        hc_mult=2,
+    ),
     "kimi_linear": _KDA | dict(linear_head_dim=8, linear_num_heads=4),
     "llama": {},
     "longcat_flash": _LATENT

@@ -39,6 +39,7 @@ _MODULES = {
     "trainer_base": "tokenahead.training.trainer_base",
     "tree_verification_module": "tokenahead.generation.verification.rules",
     "trees_module": "tokenahead.generation.trees.building",
+    "verifiers_module": "tokenahead.generation.verification.verifiers",
     "verification_module": "tokenahead.generation.verification.rules",
     "web_module": "tokenahead.training.web",
     "vllm_proposer_module": "tokenahead.model_cards.vllm_proposer",
@@ -72,6 +73,7 @@ _NAMES = {
     "tokenahead.generation.call.options": (
         "CallOptions",
         "DraftOptions",
+        "chosen",
     ),
     "tokenahead.generation.call.outputs": ("Records",),
     "tokenahead.generation.call.processing": ("Processing",),

@@ -16,6 +16,7 @@ def test_public_names_are_pinned():
         "EvaByteModel",
         "EvaByteTokenizer",
         "GenerateSpeculativeOutput",
+        "GrammarConstraint",
         "MTPHeadConfig",
         "MTPHeads",
         "NgramDrafter",

@@ -116,9 +116,13 @@ def ends(tree: DraftTree, accept: torch.Tensor, rule: str) -> torch.Tensor:
     return distribution
 
 
-def emitted_distribution(world: World, tree: DraftTree, chance: torch.Tensor, rule: str) -> torch.Tensor:
-    """The distribution of depth + 1 tokens [2, V^(depth + 1)]: the kept path, the added token, then the target's
-    own."""
-    accept, residual = tree_acceptance(tree, world.along(world.p, tree), rule)
+def emitted_distribution(
+    world: World, tree: DraftTree, chance: torch.Tensor, rule: str, p: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The distribution of depth + 1 tokens [2, V^(depth + 1)]: the kept path, the added token, then the target's own.
+
+    `p` [2 n, m + 1, V] is what the target gives in a forward of the trees, if that is not looked up in the world.
+    """
+    accept, residual = tree_acceptance(tree, world.along(world.p, tree) if p is None else p, rule)
     assert accept.isfinite().all() and residual.isfinite().all()
     return world.completed(tree, (chance[:, None] * ends(tree, accept, rule))[..., None] * residual)

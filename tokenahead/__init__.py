@@ -19,6 +19,7 @@ from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPCon
 from .configuration.mtp_families import MiMoConfig
 from .configuration.transformers_names import CORE, check_names
 from .generation import GenerateSpeculativeOutput, Speculation
+from .generation.call.grammar import GrammarConstraint
 from .generation.drafters.assistant import AssistantDrafter
 from .generation.drafters.cascade import DrafterCascade
 from .generation.drafters.ngram import NgramDrafter
@@ -67,6 +68,7 @@ __all__ = [
     "EvaByteModel",
     "EvaByteTokenizer",
     "GenerateSpeculativeOutput",
+    "GrammarConstraint",
     "MTPHeadConfig",
     "MTPHeads",
     "NgramDrafter",

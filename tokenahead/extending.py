@@ -7,6 +7,8 @@ may move. The contract of `SpeculativeCache` is provisional.
 
 from .configuration.head_families import HeadFamilyFacts
 from .generation.attach import AttachableDrafter, MTPGenerationMixin
+from .generation.call.automata import AutomatonProcessor, OffersAutomaton, TableAutomaton
+from .generation.call.constraints import DraftMasks, OffersMask
 from .generation.call.options import CallOptions, DraftOptions, draft_probs
 from .generation.call.sequences import NewTokens, Sequences
 from .generation.candidates import CandidateAdapter, candidate_generator
@@ -26,11 +28,13 @@ Drafter = BaseDrafter
 __all__ = [
     "Ancestry",
     "AttachableDrafter",
+    "AutomatonProcessor",
     "BaseDrafter",
     "CacheView",
     "CallOptions",
     "CandidateAdapter",
     "CoupledVerifier",
+    "DraftMasks",
     "DraftOptions",
     "DraftSession",
     "DraftTree",
@@ -41,9 +45,12 @@ __all__ = [
     "HeadFamilyFacts",
     "MTPGenerationMixin",
     "NewTokens",
+    "OffersAutomaton",
+    "OffersMask",
     "SampledVerifier",
     "Sequences",
     "SpeculativeCache",
+    "TableAutomaton",
     "TargetOutput",
     "TrainableDrafter",
     "VerificationResult",

@@ -11,7 +11,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
 from ...modeling.sampling import draw
+from .constraints import DraftMasks
 from .processing import Processing
+from .sequences import Sequences
 
 if TYPE_CHECKING:
     from ..drafter import BaseDrafter
@@ -192,55 +194,6 @@ def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
         raise ValueError(f"assistant_confidence_threshold={threshold!r} must lie between 0 and 1")
 
 
-def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
-    """What in a call rules out our loop on any backbone, in the user's words.
-
-    Args:
-        config: Of the call.
-        of_drafts: Also name the caches that cannot go back, which hinder drafts alone.
-    """
-    for name, is_plain in _PLAIN.items():
-        value = getattr(config, name, None)
-        if not is_plain(value) and (of_drafts or name != "cache_implementation"):
-            return f"{name}={value!r}"
-    if config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample:
-        return "contrastive search (penalty_alpha)"
-    if config.constraints is not None or config.force_words_ids is not None:
-        return "constrained beams"
-    if type(config.watermarking_config).__name__ == "SynthIDTextWatermarkingConfig":
-        return "a SynthID watermark, which counts its calls"
-    return None
-
-
-_PLAIN = {
-    "num_beams": lambda value: (value or 1) == 1,
-    "use_cache": lambda value: value is not False,
-    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded", "static"),
-    "guidance_scale": lambda value: value in (None, 1),
-    "output_attentions": lambda value: not value,
-    "dola_layers": lambda value: value is None,
-}
-"""Fields of a GenerationConfig, and which of their values leave room for speculation."""
-
-
-_UNREAD = {
-    "compile_config": "pass cache_implementation='static' beside it, or compile the backbone itself, by "
-    "model.forward = torch.compile(model.forward)",
-    "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
-    "speculation_type": "the drafter that the call was given drafts",
-}
-"""Fields of a GenerationConfig that transformers' own loops read and ours does not, and what there is to do."""
-
-
-def warn_of_unread(config: GenerationConfig) -> None:
-    """Warns of what a call asks for and our loop does not do."""
-    for name, instead in _UNREAD.items():
-        value = getattr(config, name, None)
-        is_read = name == "compile_config" and config.cache_implementation == "static"
-        if value is not None and not is_read:
-            logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")
-
-
 @dataclass(frozen=True, eq=False)
 class DraftOptions:
     """What the drafter and the rule of one call are told.
@@ -261,6 +214,7 @@ class DraftOptions:
         pad: Id that `generate` writes after a sequence's end.
         extra: See `CallOptions`.
         cache: The `cache_implementation` that was asked for.
+        ends: Ids that end a sequence.
     """
 
     backbone: PreTrainedModel
@@ -278,6 +232,7 @@ class DraftOptions:
     pad: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     cache: str | None = None
+    ends: frozenset[int] = frozenset()
 
     @classmethod
     def of_call(
@@ -289,7 +244,7 @@ class DraftOptions:
         prompt: torch.Tensor,
     ) -> DraftOptions:
         """Puts together what was asked and what transformers prepared."""
-        pad = getattr(config, "_pad_token_tensor", None)
+        pad, end = getattr(config, "_pad_token_tensor", None), config.eos_token_id
         return cls(
             backbone=backbone,
             drafts=options.speculates,
@@ -306,12 +261,31 @@ class DraftOptions:
             pad=0 if pad is None else int(pad),
             extra=options.extra,
             cache=config.cache_implementation,
+            ends=frozenset(end if isinstance(end, (list, tuple)) else () if end is None else (end,)),
         )
 
     @cached_property
     def processing(self) -> Processing:
         """The processors, applied to several places of ragged sequences."""
-        return Processing(self.processors, self.shown_pad)
+        return Processing(self.processors, self.shown_pad, self.ends, self.prompt.shape[1])
+
+    @property
+    def may_exclude_all(self) -> bool:
+        """Whether the processors may leave no token."""
+        return bool(self.processors) and self.processing.constraints.may_exclude_all
+
+    def masks(self, tokens: Sequences, is_warped: bool | None = None) -> DraftMasks | None:
+        """What the call's constraints let a draft after every sequence hold; None: nothing is excluded.
+
+        Args:
+            tokens: The sequences, of which a draft is to be made.
+            is_warped: Drafts are drawn from distributions that `choose` or `grow` made; None: where the call samples,
+                but for trees of fixed shape.
+        """
+        if not self.processors:
+            return None
+        is_fixed = self.draft_tree is not None and "choices" in self.draft_tree
+        return self.processing.masks(tokens, self.do_sample and not is_fixed if is_warped is None else is_warped)
 
     @property
     def shown_pad(self) -> int:
@@ -319,7 +293,11 @@ class DraftOptions:
         return self.pad if 0 <= self.pad < self.backbone.config.get_text_config().vocab_size else 0
 
     def choose(
-        self, logits: torch.Tensor, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
+        self,
+        logits: torch.Tensor,
+        draft_ids: torch.Tensor | None = None,
+        vocab_size: int = 0,
+        masks: DraftMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A token of a chain, and the distribution that it was drawn from.
 
@@ -327,16 +305,21 @@ class DraftOptions:
             logits: [B, v] of the drafter.
             draft_ids: See `draft_probs`.
             vocab_size: See `draft_probs`.
+            masks: What may be drafted now, of `masks`; it goes on with the token.
 
         Returns:
             Tokens [B], and distributions [B, V] in float32 at least: warped where drawn, raw where greedy with a
             threshold, None where greedy without one.
         """
-        if not self.do_sample and not self.threshold:
+        if not (self.do_sample or self.threshold) and (masks is None or draft_ids is None):
+            if masks is not None:
+                logits = logits.masked_fill(~masks.allowed(logits.shape, logits.device), -torch.inf)
             token = logits.argmax(-1)
+            if masks is not None:
+                masks.extend(token)
             return token if draft_ids is None else draft_ids[token], None
-        distribution = draft_probs(logits, self, draft_ids, vocab_size)
-        return (draw(distribution) if self.do_sample else distribution.argmax(-1)), distribution
+        distribution = draft_probs(logits, self, draft_ids, vocab_size, masks)
+        return chosen(distribution, self, masks), distribution
 
     def is_unsure(self, token: torch.Tensor, distribution: torch.Tensor | None) -> bool:
         """Whether all sequences gave their tokens [B] less than the threshold; then a draft ends.
@@ -367,8 +350,20 @@ class DraftOptions:
             )
 
 
+def chosen(distribution: torch.Tensor, options: DraftOptions, masks: DraftMasks | None) -> torch.Tensor:
+    """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; `masks` goes on with it."""
+    token = draw(distribution) if options.do_sample else distribution.argmax(-1)
+    if masks is not None:
+        masks.extend(token)
+    return token
+
+
 def draft_probs(
-    logits: torch.Tensor, options: DraftOptions, draft_ids: torch.Tensor | None = None, vocab_size: int = 0
+    logits: torch.Tensor,
+    options: DraftOptions,
+    draft_ids: torch.Tensor | None = None,
+    vocab_size: int = 0,
+    masks: DraftMasks | None = None,
 ) -> torch.Tensor:
     """Probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
 
@@ -377,6 +372,7 @@ def draft_probs(
         options: Of the call.
         draft_ids: [v] int64, the token ids that columns of logits stand for; None: every token, in order.
         vocab_size: V; not read where every token has a column.
+        masks: What may be drafted now (`DraftOptions.masks`).
     """
     distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
     is_part = draft_ids is not None and distribution.shape[-1] < vocab_size
@@ -384,13 +380,16 @@ def draft_probs(
         distribution = distribution.new_zeros(*distribution.shape[:-1], vocab_size).index_copy_(
             -1, draft_ids, distribution
         )
-    return warped(distribution, options, is_part) if options.do_sample else distribution
+    return warped(distribution, options, is_part, masks) if options.do_sample or masks is not None else distribution
 
 
-def warped(distribution: torch.Tensor, options: DraftOptions, is_part: bool) -> torch.Tensor:
+def warped(
+    distribution: torch.Tensor, options: DraftOptions, is_part: bool, masks: DraftMasks | None = None
+) -> torch.Tensor:
     """Return probabilities [..., V] after the call's processors; `is_part`: those of a draft vocabulary alone."""
-    probs = options.processing.warp(distribution)
-    if not is_part:
+    allowed = None if masks is None else masks.allowed(distribution.shape, distribution.device)
+    probs = options.processing.warp(distribution, allowed)
+    if not is_part or masks is not None:
         return probs
     # processors may have left none of its tokens: any distribution will do then
     return torch.where(probs.isnan().any(-1, keepdim=True), distribution, probs)

@@ -9,52 +9,22 @@ their newest ids (after padding, where they are shorter); what it says of those 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as library
+from transformers.utils import logging
 
+from ...modeling.masks import numbers
 from ..trees.contract import DraftTree
+from .automata import fitted
+from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
+from .places import BY_HISTORY, BY_LENGTH, POINTWISE, TreePlaces
 from .sequences import Sequences
 
-_POINTWISE = (
-    library.TemperatureLogitsWarper,
-    library.TopKLogitsWarper,
-    library.TopPLogitsWarper,
-    library.TopHLogitsWarper,
-    library.MinPLogitsWarper,
-    library.TypicalLogitsWarper,
-    library.EpsilonLogitsWarper,
-    library.EtaLogitsWarper,
-    library.LogitNormalization,
-    library.InfNanRemoveLogitsProcessor,
-    library.SuppressTokensLogitsProcessor,
-)
-"""Processors that look at scores alone."""
-
-
-_BY_HISTORY = (
-    library.RepetitionPenaltyLogitsProcessor,
-    library.NoRepeatNGramLogitsProcessor,
-    library.SequenceBiasLogitsProcessor,
-    library.NoBadWordsLogitsProcessor,
-)
-"""Processors that look at each sequence's own ids, and for which an id beyond the vocabulary is no token."""
-
-
-_BY_LENGTH = (
-    library.MinLengthLogitsProcessor,
-    library.MinNewTokensLengthLogitsProcessor,
-    library.ForcedBOSTokenLogitsProcessor,
-    library.ForcedEOSTokenLogitsProcessor,
-    library.ExponentialDecayLengthPenalty,
-    library.SuppressTokensAtBeginLogitsProcessor,
-)
-"""Processors that look at the number of ids."""
-
+logger = logging.get_logger(__name__)
 
 _COUNTING = (
     library.UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -70,20 +40,34 @@ def counts_calls(processor: Any) -> bool:
     return isinstance(processor, _COUNTING) or bool(getattr(processor, "counts_calls", False))
 
 
+_CHECKED = 4
+"""How often a mask that a processor offers is compared with what the processor excludes."""
+
+
 class Processing:
     """Applies a list of logits processors in its order.
 
     Args:
         processors: The list that transformers prepared for this call of `generate`.
         pad: An id of the vocabulary, shown where a row has no token.
+        ends: Ids that end a sequence; nobody is asked what follows them.
+        prompt_length: Ids of the prompt; None: what the sequences say.
     """
 
-    def __init__(self, processors: LogitsProcessorList, pad: int = 0) -> None:
-        self.processors, self.pad = list(processors), pad
-        self.pointwise = [p for p in self.processors if type(p) in _POINTWISE]
-        known = _POINTWISE + _BY_HISTORY + _BY_LENGTH
-        self.is_known = all(type(p) in known for p in self.processors)
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        pad: int = 0,
+        ends: frozenset[int] = frozenset(),
+        prompt_length: int | None = None,
+    ) -> None:
+        self.processors, self.pad, self.ends = list(processors), pad, ends
+        self.pointwise = [p for p in self.processors if type(p) in POINTWISE]
+        known = POINTWISE + BY_HISTORY + BY_LENGTH
+        self.is_known = all(type(p) in known or is_automaton(p) for p in self.processors)
         self.is_pointwise = len(self.pointwise) == len(self.processors)
+        self.constraints = Constraints(self.processors, ends, prompt_length)
+        self.unchecked = _CHECKED
 
     def __call__(self, tokens: Sequences, logits: torch.Tensor, tree: DraftTree, done: list[bool]) -> torch.Tensor:
         """Scores of the target.
@@ -101,17 +85,25 @@ class Processing:
             return logits
         if not self.is_known:
             return self._by_length(tokens, logits, tree, done)
-        places, flat = _Places(tokens, tree, logits.shape[-1]), logits.flatten(0, 1)
+        places, flat = TreePlaces(tokens, tree, logits.shape[-1]), logits.flatten(0, 1)
         for processor in self.processors:
-            flat = _apply_known(processor, places, flat)
+            flat = self.constraints.applied(processor, places, flat, None)
         return flat.view(logits.shape)
+
+    def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
+        """See `Constraints.masks`."""
+        return self.constraints.masks(tokens, is_warped) if self.constraints.all else None
 
     def _by_length(self, tokens: Sequences, logits: torch.Tensor, tree: DraftTree, done: list[bool]) -> torch.Tensor:
         """The whole list at one length after the other, along paths until they meet a token that it excludes.
 
-        What follows such a token is never used, and a constraint need not know what to say of it.
+        What follows such a token, or an end, is never used, and a constraint need not know what to say of it.
         """
-        output, ids = logits.clone(), _Places(tokens, tree, self.pad).ids
+        places, size = TreePlaces(tokens, tree, self.pad), logits.shape[-1]
+        output, ids, offered = logits.clone(), places.ids, dict[int, torch.Tensor]()
+        for processor in self.processors:
+            if is_automaton(processor) or (self.unchecked and offers_automaton(processor)):
+                offered[id(processor)] = self.constraints.of_automaton(processor, tokens, places.paths, size)
         positions, parents = _on_host(tree)
         possible = [[True] * logits.shape[1] for _ in done]
         every = torch.arange(len(done), device=logits.device)
@@ -121,15 +113,33 @@ class Processing:
                 continue
             place = torch.tensor([chosen.get(row, 0) for row in range(len(done))], device=logits.device)
             shown, scores = ids[every, place, ids.shape[2] - length :], logits[every, place]
-            for processor in self.processors:
-                scores = _ask(processor, asked, shown, scores)
             rows = torch.tensor(asked, device=logits.device)
+            for processor in self.processors:
+                mask = offered[id(processor)][every, place] if id(processor) in offered else None
+                if mask is not None and is_automaton(processor):
+                    scores = scores.masked_fill(~mask, -torch.inf)
+                    continue
+                before = scores.clone() if self.unchecked else scores
+                scores = _ask(processor, chosen, asked, shown, scores)
+                if self.unchecked and (mask is not None or offers_mask(processor)):
+                    offer = processor.allowed(shown[rows]) if mask is None else mask[rows]
+                    self._compare(processor, fitted(offer, size, processor), before[rows], scores[rows])
             output[rows, place[rows]] = scores[rows].to(output.dtype)
             self._close(possible, asked, chosen, parents, scores.softmax(-1), tree.tokens)
+        self.unchecked = max(self.unchecked - 1, 0)
         return output
 
-    @staticmethod
+    def _compare(self, processor: Any, offer: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Warns of a processor whose mask is not what it excludes [N, v]; its drafts are worse, and the text is not."""
+        excluded = after == -torch.inf
+        if bool(((excluded == offer) & (before > -torch.inf)).any()):
+            logger.warning_once(
+                f"{type(processor).__name__} excludes other tokens than its `allowed` says: drafts follow `allowed`, "
+                "the text follows the processor, and fewer drafts are accepted than could be"
+            )
+
     def _close(
+        self,
         possible: list[list[bool]],
         asked: list[int],
         chosen: dict[int, int],
@@ -137,10 +147,12 @@ class Processing:
         distribution: torch.Tensor,
         drafted: torch.Tensor,
     ) -> None:
-        """Marks the children of the places that were asked about as impossible where the distribution excludes them."""
+        """Marks places after the children of those that were asked about as impossible: after tokens that the
+        distribution excludes, and after ends."""
         if not drafted.shape[1]:
             return
-        allowed = (distribution.gather(-1, drafted) > 0).tolist()
+        is_end = (drafted[..., None] == numbers(tuple(sorted(self.ends)), drafted.device)).any(-1)
+        allowed = ((distribution.gather(-1, drafted) > 0) & ~is_end).tolist()
         for row in asked:
             for node, parent in enumerate(parents[row]):
                 if parent + 1 == chosen[row]:
@@ -148,108 +160,58 @@ class Processing:
                 elif not possible[row][parent + 1]:
                     possible[row][node + 1] = False
 
-    def warp(self, probs: torch.Tensor) -> torch.Tensor:
+    def warp(self, probs: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
         """Draft distributions [..., v] after the processors that look at scores alone; probabilities in, probabilities
         out.
 
-        A draft's distribution may be any distribution, so the processors that read prefixes are left out.
+        A draft's distribution may be any distribution, so the processors that read prefixes are left out: what they
+        exclude is told by a mask.
+
+        Args:
+            probs: [..., v].
+            allowed: [..., v] bool, tokens that may be drafted; uniform where the distribution has none of them.
         """
-        if not self.pointwise:
+        if not self.pointwise and allowed is None:
             return probs
+        if allowed is not None:
+            probs = probs.masked_fill(~allowed, 0)
+            total = probs.sum(-1, keepdim=True)
+            probs = torch.where((total == 0) & allowed, 1.0, probs)
+            if not self.pointwise:
+                return probs / torch.where(total == 0, allowed.sum(-1, keepdim=True), total)
         flat = probs.flatten(0, -2).log()
         for processor in self.pointwise:
             flat = processor(None, flat)
         return flat.softmax(-1).view(probs.shape)
 
 
-class _Places:
-    """Every place of every sequence as a row of its own.
+def _ask(
+    processor: Any, chosen: dict[int, int], asked: list[int], ids: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Scores of all sequences after one processor; a constraint on prefixes is asked about its own rows only.
 
-    Attributes:
-        size: Places per sequence, m + 1.
+    One that allows nothing is refused where the text has come so far; after a draft it need not.
     """
-
-    def __init__(self, tokens: Sequences, tree: DraftTree, fill: int) -> None:
-        self.tokens, self.tree, self.fill = tokens, tree, fill
-        self.size = tree.tokens.shape[1] + 1
-        self._ids: torch.Tensor | None = None
-
-    @property
-    def ids(self) -> torch.Tensor:
-        """The ids before every place, right-aligned after `fill`: [B, m + 1, W]."""
-        if self._ids is None:
-            tokens, tree = self.tokens, self.tree
-            longest = max(tokens.lengths)
-            if self.size == 1:  # nothing is drafted
-                self._ids = self._rows(longest)[:, None]
-                return self._ids
-            steps = torch.arange(longest + tree.depth, device=tokens.ids.device)
-            ends = tokens.ends[:, None] + tree.positions()
-            source = steps - (len(steps) - ends)[..., None]  # [B, m + 1, W]: each column's place in its own text
-            texts = torch.cat([tokens.ids[:, :longest], tree.tokens], dim=1)
-            behind = (source - tokens.ends[:, None, None] + 1).clamp(min=0, max=tree.depth)
-            nodes = longest - 1 + tree.paths().gather(2, behind)
-            source = torch.where(source < tokens.ends[:, None, None], source, nodes)
-            found = texts[:, None].expand(-1, self.size, -1).gather(2, source.clamp(min=0))
-            self._ids = found.masked_fill_(source < 0, self.fill)
-        return self._ids
-
-    def _rows(self, longest: int) -> torch.Tensor:
-        """The rows themselves, right-aligned after `fill`: [B, W]."""
-        tokens = self.tokens
-        rows = tokens.ids[:, :longest]
-        if min(tokens.lengths) == longest:
-            return rows
-        source = torch.arange(longest, device=rows.device) - (longest - tokens.ends)[:, None]
-        return rows.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Ids before every place, [B (m + 1)]."""
-        return (self.tokens.ends[:, None] + self.tree.positions()).flatten()
-
-    def by_length(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Lengths, and which of the B (m + 1) places have them."""
-        depths = range(self.tree.depth + 1)
-        lengths = self.lengths
-        for length in sorted({n + depth for n in self.tokens.lengths for depth in depths}):
-            yield length, lengths == length
-
-
-def _apply_known(processor: Any, places: _Places, flat: torch.Tensor) -> torch.Tensor:
-    """Scores [B (m + 1), v] after one processor."""
-    if type(processor) in _POINTWISE:
-        return processor(places.tokens.ids[:, :0], flat)
-    if type(processor) in _BY_HISTORY:
-        ids = places.ids.flatten(0, 1)
-        ignored = getattr(processor, "prompt_ignore_length", None)
-        if ignored is not None:
-            processor = copy.copy(processor)
-            processor.prompt_ignore_length = None
-            ids = _without_prompt(ids, places, ignored)
-        return processor(ids, flat)
-    result = flat
-    for length, chosen in places.by_length():
-        ids = places.tokens.ids[:1, :1].expand(len(flat), length)  # it looks at their number only
-        result = torch.where(chosen[:, None], processor(ids, flat.clone()), result)
-    return result
-
-
-def _without_prompt(ids: torch.Tensor, places: _Places, ignored: int | torch.Tensor) -> torch.Tensor:
-    """Right-aligned ids [B (m + 1), W] of which the first `ignored` (per sequence, where a tensor) are no tokens."""
-    if isinstance(ignored, torch.Tensor):
-        ignored = ignored.to(ids.device).repeat_interleave(places.size)
-    start = ids.shape[1] - places.lengths + ignored
-    return ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) < start[:, None], places.fill)
-
-
-def _ask(processor: Any, asked: list[int], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Scores of all sequences after one processor; a constraint on prefixes is asked about its own rows only."""
     if not isinstance(processor, library.PrefixConstrainedLogitsProcessor):
         return processor(ids, scores)
-    allowed, rows = processor._prefix_allowed_tokens_fn, torch.tensor(asked, device=ids.device)
-    of_rows = library.PrefixConstrainedLogitsProcessor(lambda index, prefix: allowed(asked[index], prefix), 1)
-    return scores.index_copy(0, rows, of_rows(ids[rows], scores[rows]))
+    rows, empty = torch.tensor(asked, device=ids.device), list[int]()
+
+    def allowed(index: int, prefix: torch.Tensor) -> list[int]:
+        found = allowed_ids(processor, asked[index], prefix, scores.shape[-1])
+        if found:
+            return found
+        if not chosen[asked[index]]:
+            raise ValueError(
+                f"prefix_allowed_tokens_fn allows nothing after the {len(prefix)} ids of row {asked[index]}"
+            )
+        empty.append(asked[index])
+        return [0]
+
+    of_rows = library.PrefixConstrainedLogitsProcessor(allowed, 1)(ids[rows], scores[rows])
+    scores = scores.index_copy(0, rows, of_rows)
+    for row in empty:
+        scores[row] = -torch.inf
+    return scores
 
 
 def _on_host(tree: DraftTree) -> tuple[list[list[int]], list[list[int]]]:

@@ -80,10 +80,11 @@ def add_cache(
         cache.activate_past_recording()
     if config.cache_implementation is None:
         return set()
-    logger.warning_once(
-        f"cache_implementation={config.cache_implementation!r} is ignored: {type(backbone).__name__} has a cache of "
-        "its own."
-    )
+    if config.cache_implementation != "dynamic":
+        logger.warning_once(
+            f"cache_implementation={config.cache_implementation!r} is ignored: {type(backbone).__name__} has a cache "
+            "of its own."
+        )
     return {"cache_implementation"}
 
 

@@ -63,15 +63,16 @@ class Sequences:
         ids: [B, capacity] int64; sequence b holds tokens in its first `lengths[b]` columns.
         lengths: Tokens per sequence, padding of the prompt included, as processors and criteria of transformers count
             them.
+        done: Whether each sequence has ended.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
         newest_on_host: What every sequence got in the last cycle; nothing where it had ended.
     """
 
-    newest_on_host: list[list[int]]
-
     def __init__(self, prompt: torch.Tensor) -> None:
         self.prompt_length = prompt.shape[1]
         self.lengths = [prompt.shape[1]] * prompt.shape[0]
+        self.done = [False] * prompt.shape[0]
+        self.newest_on_host = [list[int]() for _ in self.lengths]
         self._ends: torch.Tensor | None = None
         self.ids = torch.nn.functional.pad(prompt, (0, _GROWTH))
         self.steps = torch.arange(self.ids.shape[1], device=prompt.device)

@@ -191,9 +191,10 @@ class AssistantSession(DraftSession):
             self.lag += 1
             return DraftTree.chain(tokens.ids[:, :0])
         block, drafts, probs = self.vocabulary.readable(tokens.newest(2 + self.lag)), [], []
+        masks = self.options.masks(tokens)
         for _ in range(length):
             logits = self.target.extend(block.to(self.model.device), logits_to_keep=1).logits[:, -1]
-            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options)
+            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options, masks)
             drafts.append(token)
             probs.append(distribution)
             if self.options.is_unsure(token, distribution):
@@ -276,11 +277,11 @@ class Gemma4Chain(DraftSession):
         """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        token, state, lent = tokens.last(), self.state, self._lent()
+        token, state, lent, masks = tokens.last(), self.state, self._lent(), self.options.masks(tokens)
         drafts, probs = [], []
         while len(drafts) < length and not (drafts and self.options.is_unsure(token, probs[-1])):
             logits, state = self._step(token, state, lent)
-            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options)
+            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options, masks)
             drafts.append(token)
             probs.append(distribution)
         return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ...modeling.masks import cached_range
+from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
@@ -84,7 +85,10 @@ class EagleSession(DraftSession):
         for pairs in self.pairs:
             self._settle(pairs)
         self.pairs, self.rows.ahead = [], 0
-        return self._chain(length) if self.options.draft_tree is None else grow(_Growth(self), self.options, length)
+        masks = self.options.masks(tokens)
+        if self.options.draft_tree is None:
+            return self._chain(length, masks)
+        return grow(_Growth(self), self.options, length, masks)
 
     def _settle(self, pairs: _Pairs) -> None:
         """Runs new pairs for good."""
@@ -109,12 +113,12 @@ class EagleSession(DraftSession):
         rows.ahead += size
         return features
 
-    def _chain(self, length: int) -> DraftTree:
+    def _chain(self, length: int, masks: DraftMasks | None) -> DraftTree:
         """Up to `length` tokens one after the other; it ends with a token of which no sequence was sure."""
         features, drafts, probs = self.features, [], []
         for step in range(length):
             logits = self.head.draft_logits(features)[:, 0]
-            token, distribution = self.options.choose(logits, self.draft_ids, self.vocab_size)
+            token, distribution = self.options.choose(logits, self.draft_ids, self.vocab_size, masks)
             drafts.append(token)
             probs.append(distribution)
             if step + 1 == length or self.options.is_unsure(token, distribution):

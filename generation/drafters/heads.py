@@ -15,6 +15,7 @@ what other sequences did not keep leaves the cache at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from ...modeling.draft_vocabulary import DraftVocabulary
 from ...modeling.heads.window_distribution import PartialDistribution, WindowDistribution
 from ...modeling.masks import cached_arange, cached_range, to_device
 from ...modeling.sampling import draw
-from ..call.options import DraftOptions, warped
+from ..call.constraints import DraftMasks
+from ..call.options import DraftOptions, chosen, warped
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows, block_mask
@@ -81,6 +83,7 @@ class HeadSession(DraftSession):
             return DraftTree.chain(tokens.ids[:, :0])
         last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
         hidden = self.hidden
+        masks = self.options.masks(tokens)
         if is_tree:
             hidden, last = hidden[:, None], last[:, None]
         distribution = self.distribution(hidden, last, length)
@@ -88,16 +91,20 @@ class HeadSession(DraftSession):
             _refuse_nan(distribution, last)
             self._unchecked = False
         if is_tree:
-            return grow(WindowGrowth(distribution, last), self.options, length)
-        return DraftTree.chain(*self._chain(distribution, length))
+            return grow(WindowGrowth(distribution, last), self.options, length, masks)
+        return DraftTree.chain(*self._chain(distribution, length, masks))
 
-    def _chain(self, distribution: WindowDistribution, length: int) -> tuple[Tensor, Tensor | None]:
+    def _chain(
+        self, distribution: WindowDistribution, length: int, masks: DraftMasks | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Up to `length` tokens, and their distributions where drawn; they end with a token of which no sequence was
         sure."""
         options = self.options
-        if not options.do_sample and not options.threshold:
+        if masks is not None:
+            draft, probs = distribution.draft(partial(self._choose_within, masks), length)
+        elif not options.do_sample and not options.threshold:
             return distribution.greedy(length), None
-        if not options.do_sample:
+        elif not options.do_sample:
             draft, probs = distribution.draft(_likeliest, length)
         elif not options.processing.pointwise:  # nothing to warp: one ancestral sample
             draft, probs = distribution.sample_with_probs(length)
@@ -115,6 +122,14 @@ class HeadSession(DraftSession):
     def _choose(self, probs: Tensor) -> tuple[Tensor, Tensor]:
         q = warped(probs, self.options, self.vocabulary is not None)
         return draw(q), q
+
+    def _choose_within(self, masks: DraftMasks, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of one position after the other, also where all positions [B, n, v] come at once."""
+        if probs.dim() == 2:
+            q = warped(probs, self.options, self.vocabulary is not None, masks)
+            return chosen(q, self.options, masks), q
+        steps = [self._choose_within(masks, step) for step in probs.unbind(1)]
+        return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)
 
     def coverage(self, tokens: Tensor) -> float | None:
         """The share of tokens [N] that could be drafted; None where all can."""

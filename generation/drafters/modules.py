@@ -75,6 +75,8 @@ class ModuleSession(DraftSession):
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
         self.view, self.states = view, outputs.hidden_states[-1]
+        given = outputs.get("inputs_embeds")
+        self.prompt = None if given is None else PromptParts(given, outputs.get("position_ids"), view.counts)
         self.pending = self.states.shape[1]
         # pending columns are fed again, and sequences that keep fewer tokens go back by as many meanwhile
         span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
@@ -102,9 +104,9 @@ class ModuleSession(DraftSession):
         """A chain or a tree after every sequence, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        pending = self.pending
+        pending, masks = self.pending, self.options.masks(tokens)
         if self.options.draft_tree is not None and pending >= self.depth:  # else the prompt is too short
-            tree = grow(ModuleGrowth(self, tokens), self.options, length)
+            tree = grow(ModuleGrowth(self, tokens), self.options, length, masks)
             self.pending = self.depth - 1
             return tree
         hidden, ids, first = self.states[:, -pending:], tokens.newest(pending), -pending
@@ -114,8 +116,8 @@ class ModuleSession(DraftSession):
             if k > self.depth:  # the last module goes on, one new column at a time
                 hidden, ids, first, prepared = hidden[:, -1:], ids[:, -1:], k - self.depth - 1, None
             hidden = self._step(k, hidden, ids, first, prepared)
-            logits = self._logits(hidden[:, -1])
-            token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size)
+            logits = self._logits(k, hidden[:, -1])
+            token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size, masks)
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
             drafts.append(token)
             probs.append(distribution)
@@ -130,6 +132,9 @@ class ModuleSession(DraftSession):
         """Module k over columns that begin `first` after the backbone's, [B, R, H]."""
         self.rows.ahead = first
         embeddings = self.model.get_input_embeddings()(ids)
+        if self.prompt is not None:
+            own = cached_range(first, ids.shape[1], self.rows.ends.device)
+            embeddings = self.prompt.embeddings(embeddings, self.rows.counts[:, None] + own + k)
         inputs = {"position_ids": prepared["position_ids"]} if prepared else self._inputs(k, ids.shape[1])
         return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
@@ -142,8 +147,9 @@ class ModuleSession(DraftSession):
         rows.is_exact = seen is None and not rows.needs_mask(size)
         mask = None if rows.is_exact else rows.visible(size, window, chunk, new=seen, depths=places)[:, None]
         own = cached_range(rows.ahead, size, rows.ends.device) if places is None else places[:, -size:]
+        positions = (rows.counts[:, None] + own).clamp(min=0)
         return {
-            "position_ids": (rows.counts[:, None] + own).clamp(min=0),
+            "position_ids": positions if self.prompt is None else self.prompt.positions(positions),
             "attention_mask": mask,
             "past_key_values": self.cache,
         }
@@ -175,12 +181,12 @@ class ModuleSession(DraftSession):
         inputs = self._inputs(k, count, seen, distances[None] - 1)
         return self.model.mtp.step(k, states, self.model.get_input_embeddings()(ids), **inputs)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits [.., v] of the tokens that may be drafted."""
+    def _logits(self, k: int, hidden: Tensor) -> Tensor:
+        """Logits [.., v] of the tokens that may be drafted, of states at depth k."""
+        readout = self.model.readout_of(k)
         if self.vocabulary is None:
-            return self.model.readout(hidden)
-        readout = self.model.readout
-        return readout.finish(self.vocabulary.logits(readout.head, hidden))
+            return readout(hidden)
+        return readout.finish(self.vocabulary.logits(readout.head, readout.normed(hidden)))
 
     def draft_ids(self, device: torch.device) -> Tensor | None:
         """The token ids that columns of logits stand for; None: every token, in order."""
@@ -189,6 +195,39 @@ class ModuleSession(DraftSession):
     def coverage(self, tokens: Tensor) -> float | None:
         """The share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
+
+
+class PromptParts:
+    """Embeddings and positions of a prompt with images, which its ids alone do not say.
+
+    Args:
+        embeds: [B, L, H] of its last L columns, right-aligned.
+        position_ids: [3 or 4, B, L], the last three rotated by; or [B, L] or None, where images change no positions.
+        counts: [B] int64, its real tokens.
+    """
+
+    def __init__(self, embeds: Tensor, position_ids: Tensor | None, counts: Tensor) -> None:
+        self.embeds, self.first = embeds, (counts - embeds.shape[1]).clone()  # the text's position of column 0
+        self.shifts = None
+        if position_ids is not None and position_ids.dim() == 3:
+            rotated = position_ids[-3:].to(counts.device)
+            own = self.first[:, None] + cached_range(0, embeds.shape[1], counts.device)
+            behind = rotated.masked_fill(own < 0, 0).amax((0, 2))[:, None] + 1 - counts[:, None]
+            self.shifts = torch.cat([rotated - own, behind.expand(3, -1, -1)], dim=2)
+
+    def embeddings(self, embeds: Tensor, places: Tensor) -> Tensor:
+        """Return embeddings [B, R, H] of tokens at `places` [B, R] in the text: the prompt's own where it has them."""
+        columns = (places - self.first[:, None]).to(embeds.device)
+        size = self.embeds.shape[1]
+        known = taken(self.embeds.to(embeds.device), columns.clamp(0, size - 1))
+        return torch.where(((columns >= 0) & (columns < size))[..., None], known, embeds)
+
+    def positions(self, positions: Tensor) -> Tensor:
+        """Return what is rotated by at positions [B, R] of the text, [3, B, R]; or these where images change none."""
+        if self.shifts is None:
+            return positions
+        columns = (positions - self.first[:, None]).clamp(0, self.shifts.shape[2] - 1)
+        return positions + self.shifts.gather(2, columns.expand(3, -1, -1))
 
 
 class ModuleGrowth:
@@ -218,7 +257,7 @@ class ModuleGrowth:
                 hidden, ids = hidden[:, :-1], ids[:, 1:]
             hidden = drafter._step(k, hidden, ids, -pending)
             self.tops.append(hidden[:, -1:])
-        return drafter._logits(self.tops[0])[:, 0]
+        return drafter._logits(1, self.tops[0])[:, 0]
 
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """See `Growth`."""
@@ -235,7 +274,7 @@ class ModuleGrowth:
         states = self.drafter._nodes(module, torch.cat(inputs, 1), ids, self._distances(module), torch.cat(seen, 1))
         parts = states.split([self.nodes[level].shape[1] for level in levels], dim=1)
         self.states[first:] = parts
-        return self.drafter._logits(parts[-1])
+        return self.drafter._logits(module, parts[-1])
 
     def _input(self, level: int, module: int) -> Tensor:
         """What the nodes of a level read: their parents' states, or those of the newest settled column."""

@@ -86,6 +86,7 @@ class NgramSession(DraftSession):
 
     def __init__(self, options: DraftOptions, longest: int, branches: int) -> None:
         self.num_tokens, self.longest, self.branches = options.num_tokens, longest, branches
+        self.options = options
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Continuations of the best places, which repeat from the place on where they reach the end of the text."""
@@ -115,6 +116,12 @@ class NgramSession(DraftSession):
             shifted = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, :width]
             same = same & (shifted == newest[:, self.longest - 1 - back, None])
             length = length + same
+        masks = self.options.masks(tokens, is_warped=False)
+        if masks is not None:  # places before an excluded token
+            size = self.options.backbone.config.get_text_config().vocab_size
+            allowed = masks.allowed((len(ids), size), ids.device)
+            following = torch.nn.functional.pad(ids[:, 1:], (0, 1)).clamp(max=size - 1)
+            length = torch.where(allowed.gather(1, following), length, 0)
         return torch.where(length > 0, length * width + steps, 0)
 
 

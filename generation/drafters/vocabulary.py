@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ...modeling.masks import cached_arange
+from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 
 _LEAST = 1e-30
@@ -32,11 +33,13 @@ class SharedVocabulary:
         """Return ids that the assistant can embed: for those that it lacks, its last one."""
         return ids if self.own >= self.theirs else ids.clamp(max=self.own - 1)
 
-    def choose(self, logits: Tensor, options: DraftOptions) -> tuple[Tensor, Tensor | None]:
+    def choose(
+        self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return tokens [B], and the distributions that they were drawn from (`DraftOptions.choose`)."""
         if self.is_whole:
-            return options.choose(logits)
-        return options.choose(logits[..., : self.shared], cached_arange(self.shared, logits.device), self.theirs)
+            return options.choose(logits, masks=masks)
+        return options.choose(logits[..., : self.shared], cached_arange(self.shared, logits.device), self.theirs, masks)
 
     def fitted(self, probs: Tensor) -> Tensor:
         """Return the assistant's probabilities [..., own] over the ids of the backbone, [..., theirs]."""

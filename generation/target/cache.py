@@ -32,8 +32,7 @@ from ..call.sequences import NewTokens
 from ..trees.contract import DraftTree
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
-"""Allocated widths are multiples of the first, and those that attention reads of the second, for masks are aligned; a
-cache begins with room for so many new tokens at most."""
+"""Widths that are allocated, and that attention reads, are multiples; a cache begins with room for so many tokens."""
 
 _STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)
 """What is kept of single tokens, and the dimension of its columns; the last one by dynamic sparse attention alone."""

@@ -143,9 +143,9 @@ class RowLengthTarget(Target):
         """See `Target`.
 
         Raises:
-            ValueError: A draft that is no chain.
+            ValueError: A draft that is no chain, on a cache that takes none.
         """
-        if not tree.is_chain:
+        if not tree.is_chain and not getattr(self.cache, "takes_trees", False):
             raise ValueError(f"{type(self.cache).__name__} takes chains, and no trees of drafts: leave draft_tree out")
         self.fed = block.shape[1]
         outputs = self.model(
@@ -155,13 +155,14 @@ class RowLengthTarget(Target):
             return_dict=True,
             output_hidden_states=hidden_layers,
             **self.keywords,
+            **({} if tree.is_chain else {"draft_tree": tree}),
         )
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
     def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
         """See `Target`."""
         self.new_tokens = kept
-        self.cache.keep_last(self.fed, kept)
+        self.cache.keep_last(self.fed, kept, *(() if path is None else (path,)))
 
     def align(self, columns: int) -> None:
         """Nothing to do: every sequence starts where it ends."""

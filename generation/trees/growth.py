@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, draft_probs
 from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
 from .contract import DraftTree
@@ -43,7 +44,7 @@ class Growth(Protocol):
         ...
 
 
-def grow(growth: Growth, options: DraftOptions, length: int) -> DraftTree:
+def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks | None = None) -> DraftTree:
     """A tree whose paths have at most `length` tokens: of draws where the call samples, else of likely tokens.
 
     A tree of fixed shape has likely tokens in any case.
@@ -52,23 +53,35 @@ def grow(growth: Growth, options: DraftOptions, length: int) -> DraftTree:
         growth: What the drafter thinks.
         options: Of the call; `draft_tree` is complete (`tree_options`).
         length: At least 1.
+        masks: What the call's constraints let the tree hold (`DraftOptions.masks`).
     """
     tree, logits = dict(options.draft_tree or {}), growth.first()
+
+    def after(tokens: Tensor, parents: Tensor) -> Tensor:
+        if masks is not None:
+            masks.extend(tokens, parents)
+        return growth.after(tokens, parents)
+
+    def ranking(logits: Tensor) -> Tensor:
+        return _log_distribution(logits, growth, masks)
+
     if "choices" in tree:
         choices = [path for path in tree["choices"] if len(path) <= length]
-        found = ranked_tree(choices, logits, lambda tokens, parents: growth.after(_ids(growth, tokens), parents))
+        scores = (lambda logits: logits) if masks is None else ranking
+        following = lambda tokens, parents: scores(after(_ids(growth, tokens), parents))  # noqa: E731
+        found = ranked_tree(choices, scores(logits), following)
         return _spelled(growth, found)
     tree["depth"] = min(tree["depth"], length - 1)
     if options.do_sample:
-        columns = growth.draft_ids, growth.vocab_size
+        columns = growth.draft_ids, growth.vocab_size, masks
         return drawn_tree(
             draft_probs(logits, options, *columns),
-            lambda tokens, parents: draft_probs(growth.after(tokens, parents), options, *columns),
+            lambda tokens, parents: draft_probs(after(tokens, parents), options, *columns),
             **tree,
         )
     found = dynamic_tree(
-        _log_distribution(logits),
-        lambda tokens, parents: _log_distribution(growth.after(_ids(growth, tokens), parents)),
+        ranking(logits),
+        lambda tokens, parents: ranking(after(_ids(growth, tokens), parents)),
         **tree,
     )
     return _spelled(growth, found)
@@ -157,6 +170,16 @@ def _spelled(growth: Growth, tree: DraftTree) -> DraftTree:
     return tree
 
 
-def _log_distribution(logits: Tensor) -> Tensor:
-    """What ranks nodes: the drafter's raw distribution, in float32 at least (in half precision ties are common)."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+def _log_distribution(logits: Tensor, growth: Growth, masks: DraftMasks | None) -> Tensor:
+    """What ranks nodes: the drafter's raw distribution, in float32 at least (in half precision ties are common).
+
+    Excluded tokens have -inf, and the others what the drafter thinks of them without those.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if masks is None:
+        return logits.log_softmax(-1)
+    ids = growth.draft_ids
+    mask = masks.allowed((*logits.shape[:-1], logits.shape[-1] if ids is None else growth.vocab_size), logits.device)
+    mask = mask if ids is None else mask[..., ids]
+    least = torch.finfo(logits.dtype).min / 4  # -inf alone has no softmax
+    return logits.masked_fill(~mask, least).log_softmax(-1).masked_fill(~mask, -torch.inf)

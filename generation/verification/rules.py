@@ -280,7 +280,7 @@ def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Te
         rest[here] = (surplus / total).masked_fill(total <= tiny, 0)
         accept[:, node + 1] = (chance / drawn).masked_fill(drawn == 0, 0).clamp(max=1)[:, 0]
         if rule == "block":
-            accept[here] = (total / (total + 1 - weight)).nan_to_num(nan=1.0)[:, 0]
+            accept[here] = (total / (total + (1 - weight))).nan_to_num(nan=1.0)[:, 0]
     return accept[:, 1:], torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 

@@ -39,19 +39,33 @@ class Verifier(Protocol):
 
 
 class GreedyVerifier:
-    """The target's argmax at every place."""
+    """The target's argmax at every place.
+
+    Args:
+        is_checked: Also look for places where every token is excluded; plain greedy decoding does not.
+    """
+
+    def __init__(self, is_checked: bool = False) -> None:
+        self.is_checked = is_checked
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
-        return scores.argmax(-1)
+        return self._picks(scores[:, None])[:, 0]
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
-        return follow(tree, scores.argmax(-1))
+        return follow(tree, self._picks(scores))
+
+    def _picks(self, scores: Tensor) -> Tensor:
+        if not self.is_checked:
+            return scores.argmax(-1)
+        best = scores.max(-1)
+        self.faults = torch.where(best.values == -torch.inf, torch.nan, 0.0)[..., None]
+        return best.indices
 
     def invalid(self, result: VerificationResult) -> Tensor | None:
-        """Plain greedy decoding does not ask either."""
-        return None
+        """See `Verifier`."""
+        return _reached_faults(self.faults, result) if self.is_checked else None
 
 
 class SampledVerifier:

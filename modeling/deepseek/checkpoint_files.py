@@ -52,7 +52,9 @@ def check_checkpoint(
         set_modules(config, found)
     elif found != wanted:
         raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {found} modules")
-    copies = {copy_: family.file_name(f"model.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies}
+    copies = {
+        copy_: family.file_name(f"{family.stem}.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies
+    }
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
 

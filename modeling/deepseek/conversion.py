@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -23,14 +24,24 @@ from transformers import (
 )
 
 from ...configuration.fields import field
-from ...configuration.mtp_families import MiMoConfig, MTPFamily, count_modules, family_of, num_layers, set_modules
+from ...configuration.mtp_families import (
+    SAME,
+    MiMoConfig,
+    MTPFamily,
+    count_modules,
+    family_of,
+    num_layers,
+    set_modules,
+)
 from ..heads.backbone_parts import final_norm, layer_kind
 from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files
 from .checkpoint_files import dequantized_tensors
 from .modules import MTPModule, MTPModules
 
-PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
+PER_LAYER = (
+    *("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"),
+)
 """Fields of configurations that hold one entry for each layer."""
 
 
@@ -84,6 +95,14 @@ class LatentBody(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class OneStream(nn.Module):
+    """What stands for a hyper-connection in a layer with one stream, to which what the layer makes is added."""
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights [B, R, 1] of what is added, all 1, and the stream [B, R, H] of streams [B, R, 1, H]."""
+        return streams.new_ones(streams.shape[:-1]), streams.squeeze(-2)
+
+
 def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
     """Return a module's body with new weights, made of the classes of the model's layers (not for `body="layer"`)."""
     if family_of(config).body == "latent":
@@ -100,34 +119,44 @@ def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
 
 def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return transformers' class for a configuration, or ours for a family that transformers does not know."""
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if config.get_text_config() is not config and type(config) in whole:
+        return whole[type(config)]
     return _OWN_CLASSES.get(config.model_type) or cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the nested configuration of the language model where transformers' text class takes no other."""
-    nested = config.sub_configs.get("text_config")
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    is_text_only = type(config) in mapping and mapping[type(config)].config_class is nested
-    return config.get_text_config() if nested is not None and is_text_only else config
-
-
-def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[str]:
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[Any]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
-    of_family = dict(family_of(config).block)
-    own = field(config, f"mtp_{name}") or [of_family[name] if name in of_family else field(config, name)[-1]]
+    kind, text = dict(family_of(config).block).get(name), config.get_text_config()
+    of_layers = field(text, name)
+    own = field(text, f"mtp_{name}") or [of_layers[-1] if kind is None else kind]
+    own = of_layers[:count] if own == [SAME] else own
     return [*own, *own[-1:] * count][:count]
 
 
 def extended_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     """Return a copy of the configuration with `count` more layers of the modules' kind."""
     config = copy.deepcopy(config)
+    text: Any = config.get_text_config()
     if family_of(config).body != "layer":
         return config
     for name in PER_LAYER:
-        if values := field(config, name):
-            setattr(config, name, [*values, *module_kinds(config, name, count)])
-    config.num_hidden_layers += count
+        if values := field(text, name):
+            setattr(text, name, [*values, *module_kinds(config, name, count)])
+    size = text.num_hidden_layers
+    text.num_hidden_layers += count
+    if text.is_heterogeneous:
+        layers = _overrides(text)
+        for index in range(size, size + count):
+            like = text.layer_types.index(text.layer_types[index])
+            layers |= {index: layers[like]} if like in layers else {}
+        text.per_layer_config = layers
     return config
+
+
+def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+    """Return the fields of single layers that differ from the configuration's own."""
+    return {int(index): dict(own) for index, own in config.to_dict()["per_layer_config"].items()}
 
 
 def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> type[PreTrainedModel]:
@@ -146,11 +175,13 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
 
         def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            layers = decoder_layers(self)
+            layers, text = decoder_layers(self), config.get_text_config()
             if family.body != "layer":
-                layers.extend([new_body(layers, config) for _ in range(count)])
+                layers.extend([new_body(layers, text) for _ in range(count)])
             for layer in layers[len(layers) - count :]:
-                _attach_parts(layer, final_norm(self.get_decoder()), config.hidden_size, family.norm_before_head)
+                _attach_parts(layer, final_norm(self.get_decoder()), text, family)
+                if family.rotates:
+                    rotate_all(layer)
             if count:
                 self.init_weights()  # initialises the added parts only
 
@@ -177,12 +208,24 @@ def rotary_embedding(model: PreTrainedModel) -> nn.Module | None:
     return dict(model.get_decoder().named_children()).get("rotary_emb")
 
 
-def _attach_parts(layer: nn.Module, norm: nn.Module, hidden_size: int, norm_before_head: bool) -> None:
-    """Give a decoder layer the parts of a module, under DeepSeek-V3's names."""
+def _attach_parts(layer: nn.Module, norm: nn.Module, config: PreTrainedConfig, family: MTPFamily) -> None:
+    """Give a decoder layer the parts of a module, under DeepSeek-V3's names; `config` is that of the text."""
     layer.enorm, layer.hnorm = fresh_norm(norm), fresh_norm(norm)
-    layer.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-    if norm_before_head:
-        layer.shared_head = nn.ModuleDict({"norm": fresh_norm(norm)})
+    layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    head: dict[str, nn.Module] = {"norm": fresh_norm(norm)} if family.norm_before_head else {}
+    if family.one_stream:
+        layer.attn_hc, layer.ffn_hc = OneStream(), OneStream()
+    if family.own_heads:
+        head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    if head:
+        layer.shared_head = nn.ModuleDict(head)
+
+
+def rotate_all(layer: nn.Module) -> None:
+    """Let a layer of full attention rotate its positions, which transformers' class does where it has no window."""
+    attention: Any = layer.get_submodule("self_attn")
+    if not attention.is_sliding:
+        attention.sliding_window = None
 
 
 def fresh_norm(norm: nn.Module) -> nn.Module:
@@ -199,8 +242,8 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
     Returns:
         The main model, and the modules.
     """
-    config, layers, plain_class = model.config, decoder_layers(model), main_class(model.config)
-    family, size = family_of(config), len(layers) - count
+    config, layers, plain_class = model.config.get_text_config(), decoder_layers(model), main_class(model.config)
+    family, size = family_of(model.config), len(layers) - count
     modules = [_module_of(layer, family) for layer in layers[size:]]
     kinds = [layer_kind(config, size + k) if family.body == "layer" else "full_attention" for k in range(count)]
     del layers[size:]
@@ -208,8 +251,10 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
         for name in PER_LAYER:
             if values := field(config, name):
                 setattr(config, name, values[:size])
+        if config.is_heterogeneous:
+            config.per_layer_config = {index: own for index, own in _overrides(config).items() if index < size}
         config.num_hidden_layers = size
-    set_modules(config, count)
+    set_modules(model.config, count)
     model.__class__ = plain_class
     vars(model).pop("_weight_conversions", None)  # of this file, perhaps quantised; saving uses those of the class
     model._keys_to_ignore_on_load_unexpected = set(type(model)._keys_to_ignore_on_load_unexpected or [])
@@ -219,9 +264,12 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
 def _module_of(layer: nn.Module, family: MTPFamily) -> MTPModule:
     parts: dict[str, Any] = {name: layer.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj")}
     norm = layer.get_submodule("shared_head.norm") if family.norm_before_head else nn.Identity()
+    head = layer.get_submodule("shared_head.output") if family.own_heads else None
     for name in (*parts, "shared_head") if family.norm_before_head else parts:
         delattr(layer, name)
-    return MTPModule(**parts, block=layer, norm=norm, embedding_first=family.embedding_first)
+    module = MTPModule(**parts, block=layer, norm=norm, embedding_first=family.embedding_first, head=head)
+    module.one_stream = family.one_stream
+    return module
 
 
 def build(config: PreTrainedConfig) -> tuple[PreTrainedModel, MTPModules]:
@@ -285,7 +333,8 @@ def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> lis
     if inference_only:
         return others + ["^" + re.escape(prefix) for prefix in theirs]
     copies = "|".join(re.escape(name) for name in family.copies)
-    return others + ([rf"^model\.layers\.\d+\.({copies})$"] if copies else [])
+    stem = re.escape(family.stem)
+    return others + ([rf"^{stem}\.layers\.\d+\.({copies})$"] if copies else [])
 
 
 def load_dequantized(

@@ -20,7 +20,8 @@ from .checkpoint_files import COPIES
 from .conversion import load
 from .modules import MTPModules
 
-_PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj.", "shared_head.norm.": "norm.", "": "block."}
+_PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj."}
+_PARTS |= {"shared_head.norm.": "norm.", "shared_head.output.": "head.", "": "block."}
 """Prefixes of the parts of a module, in DeepSeek-V3 and here."""
 _OURS = "keys_to_ignore_at_inference"  # describes the outputs of this class, and is not saved
 
@@ -46,7 +47,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         Raises:
             ValueError: No ids, ids out of range, or a repeated id.
         """
-        self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.vocab_size)
+        self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.get_text_config().vocab_size)
 
     def save_pretrained(
         self,
@@ -80,15 +81,17 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
 
     def _official_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         layers, family = num_layers(self.config), family_of(self.config)
-        state = renamed(state, _names(layers, self.mtp.count), "this model", back=True)
+        state = renamed(state, _names(self.config, self.mtp.count), "this model", back=True)
         if self.shared_copies:
-            embeddings = state["model.embed_tokens.weight"]
+            embeddings = state[f"{family.stem}.embed_tokens.weight"]
             sources = {
                 "embed_tokens.weight": embeddings,
                 "shared_head.head.weight": state.get("lm_head.weight", embeddings),
             }
             for index in range(self.mtp.count):
-                state |= {f"model.layers.{layers + index}.{name}": sources[name].clone() for name in family.copies}
+                state |= {
+                    f"{family.stem}.layers.{layers + index}.{name}": sources[name].clone() for name in family.copies
+                }
         return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
 
     def _save_main(self, folder: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
@@ -142,9 +145,10 @@ def _size(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() for name, tensor in tensors.items() if name not in copies)
 
 
-def _names(num_layers: int, count: int) -> Names:
-    """Return DeepSeek-V3's names of a model with L = `num_layers` and so many modules, and those of `DeepSeekMTP`."""
-    indices = [(f"model.layers.{num_layers + k}.", f"mtp.{k}.") for k in range(count)]
+def _names(config: PreTrainedConfig, count: int) -> Names:
+    """Return DeepSeek-V3's names of a model with so many modules, and those of `DeepSeekMTP`."""
+    stem, layers = family_of(config).stem, num_layers(config)
+    indices = [(f"{stem}.layers.{layers + k}.", f"mtp.{k}.") for k in range(count)]
     pairs = [(theirs + part, ours + own) for theirs, ours in indices for part, own in _PARTS.items()] + indices
     return [(theirs + "{rest}", ours + "{rest}") for theirs, ours in (*pairs, ("", "main."), ("", ""))]
 
@@ -153,7 +157,7 @@ def own_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[st
     """Rename the device map of an extended main model to the names of a `DeepSeekMTP`."""
     if "" in devices:
         return devices
-    names = _names(num_layers(config), count_modules(config))
+    names = _names(config, count_modules(config))
     found = renamed({f"{name}.": device for name, device in devices.items()}, names, "device_map")
     return {name.strip("."): device for name, device in found.items()}
 
@@ -170,6 +174,6 @@ def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> di
     each = {part: device for part, device in devices.items() if part != "mtp"}
     if "mtp" in devices:
         each = {f"mtp.{k}": devices["mtp"] for k in range(count)} | each
-    names = _names(num_layers(config), count)
+    names = _names(config, count)
     found = renamed({f"{name}.": device for name, device in each.items()}, names, "device_map", back=True)
     return {name.strip("."): device for name, device in found.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ..draft_vocabulary import DraftVocabulary
-from ..heads.backbone_parts import BackboneParts
+from ..heads.backbone_parts import BackboneParts, text_positions
 from ..heads.chunks import Part, chunked_sums, term_rows
 from ..heads.losses import IGNORE, check_targets, counts_of_update
 from ..heads.teacher import ACCEPTANCES, ahead, block_terms, taught_terms, text_log_probs
@@ -40,7 +41,7 @@ def depth_weights(counts: Tensor, options: ModuleLossOptions) -> Tensor:
 
 
 def chain_loss(
-    head: Readout,
+    heads: Readout | Sequence[Readout],
     states: Sequence[Tensor],
     targets: Sequence[Tensor],
     vocab_size: int,
@@ -56,7 +57,7 @@ def chain_loss(
     but for what is accepted (`tv`, `lk`, `lk_kl`); depth 0 has all tokens.
 
     Args:
-        head: The readout of the main model.
+        heads: The readout of the main model; or one for every depth, the main model's first.
         states: Per depth [B, R_k, H].
         targets: Per depth [B, R_k] int64, -100 where there is none.
         vocab_size: V.
@@ -68,17 +69,19 @@ def chain_loss(
         ValueError: A target that is not a token id, or counts for another number of depths.
     """
 
-    def drafted(state: Tensor) -> Tensor:
-        return head(state) if vocabulary is None else head.finish(vocabulary.logits(head.head, state))
+    heads = [heads] * len(states) if isinstance(heads, Readout) else heads
+    head = heads[0]
+
+    def drafted(own: Readout, state: Tensor) -> Tensor:
+        return own(state) if vocabulary is None else own.finish(vocabulary.logits(own.head, own.normed(state)))
 
     def target_probs(state: Tensor) -> Tensor:
         if vocabulary is None or options.divergence not in ACCEPTANCES:
-            return drafted(state).float().log_softmax(-1)
+            return drafted(head, state).float().log_softmax(-1)
         return head(state).float().log_softmax(-1)[..., vocabulary.on(state.device)]
 
-    def terms(state: Tensor, target: Tensor, *of_module: Tensor | None) -> Tensor:
-        is_module, taught = of_module
-        logits, target = (head if is_module is None else drafted)(state).float(), target[:, 0]
+    def terms(state: Tensor, target: Tensor, taught: Tensor | None, depth: int = 0) -> Tensor:
+        logits, target = (drafted(heads[depth], state) if depth else head(state)).float(), target[:, 0]
         losses = nn.functional.cross_entropy(logits, target.to(logits.device), ignore_index=IGNORE, reduction="none")
         accepted = torch.zeros_like(losses)
         if is_block and taught is not None:
@@ -92,6 +95,10 @@ def chain_loss(
             losses, accepted = (torch.where(scored, value, 0.0) for value in both)
         return torch.stack([losses, accepted], -1)
 
+    def learns(reads: Readout, depth: int) -> bool:
+        is_held = depth and reads.module is None and options.detach_head
+        return not is_held and any(parameter.requires_grad for parameter in reads.parameters())
+
     own = torch.stack([(check_targets(part, vocab_size) != IGNORE).sum() for part in targets])
     weights = depth_weights(counts_of_update(own, counts), options)
     if vocabulary is not None:
@@ -99,19 +106,21 @@ def chain_loss(
     teaches = options.target == "teacher"
     is_block = teaches and options.divergence == "block"
     if is_block and len(states) > 1:
-        taught = _block_slopes(head, drafted, states, targets, vocab_size, options)
+        taught = _block_slopes(heads, drafted, states, targets, vocab_size, options)
     elif teaches:
         taught = [states[0].detach()[:, depth : depth + state.shape[1]] for depth, state in enumerate(states)]
     parts = [
         Part(
             state,
-            (target[..., None], target[..., None] if depth else None, taught[depth] if teaches and depth else None),
+            (target[..., None], taught[depth] if teaches and depth else None),
             nn.functional.pad(weight[None], (0, 1)),
-            trains_module=depth == 0 or not options.detach_head,
+            trains_module=learns(heads[depth], depth),
+            terms=partial(terms, depth=depth),
         )
         for depth, (state, target, weight) in enumerate(zip(states, targets, weights))
     ]
-    loss, sums = chunked_sums(terms, head, parts, vocab_size)
+    learning = nn.ModuleList(dict.fromkeys(module for own in heads for module in own.roots()))
+    loss, sums = chunked_sums(terms, learning, parts, vocab_size)
     means, accepted = (torch.stack([part.to(own.device) for part in sums]) / own[:, None]).unbind(1)
     found = MTPOutput(loss=loss, head_losses=means)
     if teaches and len(own) > 1:
@@ -121,8 +130,8 @@ def chain_loss(
 
 
 def _block_slopes(
-    head: Readout,
-    drafted: Callable[[Tensor], Tensor],
+    heads: Sequence[Readout],
+    drafted: Callable[[Readout, Tensor], Tensor],
     states: Sequence[Tensor],
     targets: Sequence[Tensor],
     vocab_size: int,
@@ -134,10 +143,9 @@ def _block_slopes(
     computed first, without gradients, and the loss is then linear in it. `drafted` makes the logits of modules.
     """
 
-    def likelihood(state: Tensor, target: Tensor) -> Tensor:
-        return -nn.functional.cross_entropy(drafted(state).float(), target[:, 0].clamp(min=0), reduction="none")[
-            :, None
-        ]
+    def likelihood(own: Readout, state: Tensor, target: Tensor) -> Tensor:
+        logits = drafted(own, state).float()
+        return -nn.functional.cross_entropy(logits, target[:, 0].clamp(min=0), reduction="none")[:, None]
 
     length = states[0].shape[1]
 
@@ -147,11 +155,11 @@ def _block_slopes(
     pairs = list(zip(states, targets))[1:]
     nothing = states[0].new_zeros(1)
     parts = [Part(state, (target[..., None],), nothing) for state, target in pairs]
-    found = [term_rows(likelihood, part, vocab_size) for part in parts]
+    found = [term_rows(partial(likelihood, own), part, vocab_size) for own, part in zip(heads[1:], parts)]
     log_q = torch.stack([whole(part.view(target.shape)) for part, (_, target) in zip(found, pairs)], -1)
     is_drafted = torch.stack([whole(target != IGNORE) for _, target in pairs], -1)
     first = targets[0]
-    log_p = text_log_probs(BackboneParts(head.main), states[0], first.clamp(min=0))
+    log_p = text_log_probs(BackboneParts(heads[0].main), states[0], first.clamp(min=0))
     places = (first != IGNORE) & nn.functional.pad(first != IGNORE, (-1, 1))
     with torch.enable_grad():
         log_q.requires_grad_()
@@ -176,7 +184,7 @@ def teacher_forced(
         modules: The chain.
         hidden_states: h^0, [B, L, H].
         inputs_embeds: Embeddings of the same L tokens.
-        position_ids: [B or 1, L].
+        position_ids: [B or 1, L], or as `rotary_positions` reads them.
         attention_mask: [B, L], 0 for padding.
         depths: Number of depths; those beyond D reuse the last module.
 
@@ -188,7 +196,7 @@ def teacher_forced(
     for k in range(1, min(once, length - 1) + 1):
         rows = length - k
         mask = None if attention_mask is None else attention_mask[:, :rows]
-        states.append(modules.step(k, states[-1][:, :rows], inputs_embeds[:, k:], position_ids[:, :rows], mask))
+        states.append(modules.step(k, states[-1][:, :rows], inputs_embeds[:, k:], position_ids[..., :rows], mask))
     if depths > modules.count and length > modules.count:
         states += _unrolled(modules, states[-1], inputs_embeds, position_ids, attention_mask, depths)
     empty = hidden_states[:, :0]
@@ -206,7 +214,7 @@ def _unrolled(
     """Return h^D to h^depths from h^{D-1}."""
     length, first = inputs_embeds.shape[1], modules.count
     columns = length - first
-    causal = _causal_mask(modules, state[:, :columns], position_ids[:, :columns], attention_mask)
+    causal = _causal_mask(modules, state[:, :columns], position_ids[..., :columns], attention_mask)
     states, earlier = [], ()
     for k in range(first, min(depths, length - 1) + 1):
         rows = length - k
@@ -216,8 +224,8 @@ def _unrolled(
             inputs_embeds[:, k:],
             earlier=earlier,
             attention_mask=_diagonals(causal, rows, sizes),
-            position_ids=position_ids[:, :rows] + (k - first),
-            position_embeddings=modules.rotary(state[:, :rows], position_ids[:, :rows] + (k - first)),
+            position_ids=text_positions(position_ids[..., :rows] + (k - first)),
+            position_embeddings=modules.rotary(state[:, :rows], position_ids[..., :rows] + (k - first)),
         )
         states.append(state)
         earlier = tuple(new)
@@ -232,7 +240,7 @@ def _causal_mask(modules: MTPModules, states: Tensor, position_ids: Tensor, atte
         inputs_embeds=states,
         attention_mask=padding,
         past_key_values=None,
-        position_ids=position_ids,
+        position_ids=text_positions(position_ids),
         layer_idx=modules.count - 1,
         allow_is_causal_skip=False,
     )

@@ -15,6 +15,7 @@ from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
 from ..draft_vocabulary import DraftVocabulary, stored_ids
+from ..heads.backbone_parts import text_positions
 from ..heads.losses import depth_targets
 from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
@@ -22,20 +23,27 @@ from ..masks import selected_positions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
-from .conversion import build, load, load_dequantized, text_config
+from .conversion import build, load, load_dequantized
 from .export import OfficialCheckpointModel, official_device_map, own_device_map
 from .losses import chain_loss, depth_weights, router_loss, teacher_forced
-from .modules import MTPModules, Readout
+from .main_model import OverMainModel, prompt_parts, run_main, with_state
+from .modules import MTPModules
 
 if TYPE_CHECKING:
     from ...generation.call.options import CallOptions, DraftOptions
     from ...generation.drafters.modules import ModuleSession
 
-_NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances"]
+_NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "inputs_embeds", "position_ids"]
 
 
 class DeepSeekMTP(
-    DepthCountsMixin, AroundBackboneMixin, OfficialCheckpointModel, PicklableMixin, MTPGenerationMixin, PreTrainedModel
+    OverMainModel,
+    DepthCountsMixin,
+    AroundBackboneMixin,
+    OfficialCheckpointModel,
+    PicklableMixin,
+    MTPGenerationMixin,
+    PreTrainedModel,
 ):
     """A causal language model and its D sequential modules (DeepSeek-V3), which draft tokens that the model verifies.
 
@@ -85,7 +93,8 @@ class DeepSeekMTP(
     @property
     def remote_classes(self) -> dict[str, str]:
         """Auto class and class that load this model from bundled code."""
-        return {"AutoModelForCausalLM": "MiMoMTP" if isinstance(self.config, MiMoConfig) else "DeepSeekMTP"}
+        auto = "AutoModelForCausalLM" if self.config.get_text_config() is self.config else "AutoModelForImageTextToText"
+        return {auto: "MiMoMTP" if isinstance(self.config, MiMoConfig) else "DeepSeekMTP"}
 
     def init_weights(self) -> None:
         """Initialise a model that was made on the meta device, once it has storage."""
@@ -130,7 +139,6 @@ class DeepSeekMTP(
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(cast(Any, config or name), **hub)
-        config = text_config(config)
         wants_info = kwargs.pop("output_loading_info", False)
         if name is None:
             model, report = cast(Any, super()).from_pretrained(None, config=config, output_loading_info=True, **kwargs)
@@ -223,7 +231,7 @@ class DeepSeekMTP(
         others = {key: value for key, value in options.extra.items() if key != name}
         options = super().prepare_call(replace(options, extra=others), config)
         if ids is not None and not isinstance(ids, DraftVocabulary):
-            ids = DraftVocabulary(ids, self.config.vocab_size)
+            ids = DraftVocabulary(ids, self.config.get_text_config().vocab_size)
         return options if ids is None else replace(options, extra=options.extra | {name: ids})
 
     @property
@@ -234,15 +242,6 @@ class DeepSeekMTP(
     @mtp_loss_weight.setter
     def mtp_loss_weight(self, value: float) -> None:
         self.loss_options.weight = float(value)
-
-    @property
-    def readout(self) -> Readout:
-        """The map from normed states to logits, for main model and modules alike."""
-        return Readout(self.main)
-
-    def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the main model without its head."""
-        return self.main.get_decoder()
 
     def train_only(self, part: str) -> None:
         """Choose what is trained: `"all"`, or `"drafter"` (also `"mtp"`): the modules, with the backbone frozen.
@@ -261,14 +260,6 @@ class DeepSeekMTP(
         for name, module in self.mtp.named_modules():
             if "block" in name.split(".") and "gradient_checkpointing" in vars(module):
                 vars(module)["gradient_checkpointing"] = False
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Return the main model's inputs; teacher-forced logits are off."""
-        prepare = cast(Any, self.main).prepare_inputs_for_generation
-        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-        return inputs | {"output_mtp_logits": False}
 
     @can_return_tuple
     def forward(
@@ -291,7 +282,8 @@ class DeepSeekMTP(
         Args:
             input_ids: [B, L] int64.
             attention_mask: [B, past + L], 0 for padding.
-            position_ids: [B or 1, L]; where they restart, another packed document begins.
+            position_ids: [B or 1, L]; where they restart, another packed document begins. Beside images, also as the
+                main model reads them.
             past_key_values: Cache of the main model, which is extended.
             inputs_embeds: [B, L, H] instead of `input_ids`.
             labels: [B, L] int64 as in transformers (shifted here, -100 ignored).
@@ -302,9 +294,9 @@ class DeepSeekMTP(
             logits_to_keep: Number of last positions whose main logits are computed (0: all), or these positions. None:
                 all, but none in training with labels.
             num_items_in_batch: Targets per depth over all micro-batches, [D + 1] or one number (from the Trainer).
-            **kwargs: Of the main model without its head; `shift_labels` [B, L], the target of every position, replaces
-                `labels`. With `output_router_logits`, also of the configuration, the balance of the experts is part of
-                the loss.
+            **kwargs: Of the main model without its head, pixels for example; `shift_labels` [B, L], the target of every
+                position, replaces `labels`. With `output_router_logits`, also of the configuration, the balance of the
+                experts is part of the loss.
 
         Returns:
             See `DeepSeekMTPOutput`.
@@ -321,47 +313,48 @@ class DeepSeekMTP(
             raise ValueError("past_key_values: labels and output_mtp_logits need whole sequences; leave it out")
         if has_labels and use_cache is None:
             use_cache = False  # with a cache, transformers ignores packed documents
-        if inputs_embeds is None:
-            inputs_embeds = cast(Tensor, self.get_input_embeddings()(input_ids))
-        if field(self.config, "output_router_logits"):
+        if field(self.config.get_text_config(), "output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
+        inputs: dict[str, Any] = kwargs | {
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "output_hidden_states": states_asked_for(output_hidden_states, self.config),
+        }
         with caches_kept(self):
-            outputs = self.get_decoder()(
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                output_hidden_states=states_asked_for(output_hidden_states, self.config),
-                **kwargs,
-            )
+            found = run_main(self.main, input_ids, inputs_embeds, position_ids, inputs)
+        outputs, position_ids = found.outputs, found.position_ids
+        places = None if position_ids is None else text_positions(position_ids)
         hidden = outputs.last_hidden_state
         chain, loss, shown, logits, mtp_logits = [hidden], None, {}, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
-            chain = self._chain(hidden, inputs_embeds, attention_mask, position_ids, depths)
+            chain[1:] = self._chain(found.state, found.inputs_embeds, attention_mask, position_ids, depths)[1:]
         if has_labels:
-            targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-            trained, size = chain[: self.window], self.config.vocab_size
+            targets = depth_targets(labels, self.window, attention_mask, places, shift_labels)
+            trained, size = chain[: self.window], self.config.get_text_config().vocab_size
             windows = [targets[:, : state.shape[1], k] for k, state in enumerate(trained)]
-            learns = not self.loss_options.detach_head and any(p.requires_grad for p in self.readout.parameters())
+            heads = [self.readout_of(depth) for depth in range(len(trained))]
+            detached = self.loss_options.detach_head and heads[-1].module is None
+            learns = not detached and any(p.requires_grad for p in heads[-1].parameters())
             part = None if learns else self.draft_vocabulary
-            found = chain_loss(self.readout, trained, windows, size, self.loss_options, num_items_in_batch, part)
-            loss, shown = found.loss, dict(found)
+            result = chain_loss(heads, trained, windows, size, self.loss_options, num_items_in_batch, part)
+            loss, shown = result.loss, dict(result)
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
             loss = loss + vars(self.main)["router_aux_loss_coef"] * aux_loss.to(loss.device)
         if output_mtp_logits:
-            mtp_logits = tuple(self.readout(state) for state in chain[1 : self.num_modules + 1])
+            mtp_logits = tuple(self.readout_of(k)(chain[k]) for k in range(1, self.num_modules + 1))
         if logits_to_keep is not None or not (has_labels and self.training):
             logits = self.readout(selected_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             logits=logits,
             past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
+            hidden_states=with_state(outputs.hidden_states, found),
             attentions=outputs.attentions,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
+            **(prompt_parts(self.config, found) if use_cache else {}),
             **(shown | {"loss": loss}),
         )
 

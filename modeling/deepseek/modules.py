@@ -1,7 +1,8 @@
 """Sequential modules (DeepSeek-V3): each turns a hidden state and the embedding of one more token into the next state.
 
 x = eh_proj [enorm(Emb(t)); hnorm(h)], y = block(x), h' = norm(y). Depth k reads h^{k-1} and the k-th next token.
-The main model's head reads h' as it reads its own last hidden state (`Readout`).
+The main model's head reads h' as it reads its own last hidden state (`Readout`). Where modules have heads of their own,
+these read norm(y), and h' = y.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..heads.backbone_parts import finished_logits, knows_layer_types, layer_kind, layer_options, set_cache_slots
+from ..heads.backbone_parts import (
+    finished_logits,
+    knows_layer_types,
+    layer_kind,
+    layer_options,
+    rotary_positions,
+    set_cache_slots,
+)
 from ..wrapped_models import caches_kept, call
 
 
@@ -30,6 +38,8 @@ class MTPModule(GradientCheckpointingLayer):
         block: A decoder layer of the family.
         norm: Norm whose output goes to the head and to the next module (`nn.Identity` where a family has none).
         embedding_first: Order of the two halves that `eh_proj` reads.
+        head: The module's own head, which reads what `norm` makes of its state; the state is then handed on without
+            it. None: the main model's head and the next module read the state behind the norm.
     """
 
     def __init__(
@@ -40,8 +50,10 @@ class MTPModule(GradientCheckpointingLayer):
         block: nn.Module,
         norm: nn.Module,
         embedding_first: bool = True,
+        head: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.head, self.one_stream = head, False
         self.enorm, self.hnorm, self.eh_proj, self.block, self.norm = enorm, hnorm, eh_proj, block, norm
         self.embedding_first, self.slot, self.kind = embedding_first, 0, "full_attention"
 
@@ -67,16 +79,19 @@ class MTPModule(GradientCheckpointingLayer):
         parts = self.enorm(inputs_embeds), self.hnorm(hidden_states)
         merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
         if earlier is None:
-            return self.norm(self.run(merged, **options))
+            return self._handed_on(self.run(merged, **options))
         cache = new_cache(self.kind)
         if earlier:
             cache.update(earlier[0], earlier[1], self.slot)
             for keys in earlier[2:]:
                 cache.update_indexer(keys, self.slot)
-        state = self.norm(self.run(merged, past_key_values=cache, **options))
+        state = self._handed_on(self.run(merged, past_key_values=cache, **options))
         layer = cast(CacheLayerMixin, cache.layers[self.slot])
         indexed = [layer.indexer_keys] if isinstance(layer, DynamicIndexedLayer) else []
         return state, *cast(list[Tensor], [layer.keys, layer.values, *indexed])
+
+    def _handed_on(self, states: Tensor) -> Tensor:
+        return self.norm(states) if self.head is None else states
 
     def _check_dtype(self, states: Tensor) -> None:
         dtype = self.eh_proj.weight.dtype
@@ -86,8 +101,9 @@ class MTPModule(GradientCheckpointingLayer):
 
     def run(self, states: Tensor, **options: Any) -> Tensor:
         """Run the block alone, [B, R, H] to [B, R, H]."""
-        output = self.block(states, **options)  # layers of some families also return their index
-        return output[0] if isinstance(output, tuple) else output
+        output = self.block(states.unsqueeze(-2) if self.one_stream else states, **options)
+        output = output[0] if isinstance(output, tuple) else output  # layers of some families also return their index
+        return output.squeeze(-2) if self.one_stream else output
 
 
 class MTPModules(nn.Module):
@@ -167,7 +183,7 @@ class MTPModules(nn.Module):
             k: Depth from 1 on; beyond D the last module is reused.
             hidden_states: h^{k-1}, [B, R, H], after the norm of its depth.
             inputs_embeds: Embeddings of the tokens k positions ahead, [B, R, H].
-            position_ids: [B or 1, R]; a constant shift changes nothing.
+            position_ids: [B or 1, R], or as `rotary_positions` reads them; a constant shift changes nothing.
             attention_mask: [B, past + R], 0 for padding, or what is seen [B, 1, R, W] bool.
             past_key_values: The modules' own cache; module k has slot k - 1.
             prepared: Result of `options` for the same positions, mask, columns and attention type.
@@ -195,43 +211,48 @@ class MTPModules(nn.Module):
         )
 
     def rotary(self, states: Tensor, position_ids: Tensor, index: int = -1) -> tuple[Tensor, Tensor] | None:
-        """Return the rotary embedding of position_ids [B or 1, R] for module `index`."""
+        """Return the rotary embedding of position ids for module `index`."""
         if self.rotary_emb is None:
             return None
         kind = (self[index].kind,) if knows_layer_types(type(self.rotary_emb)) else ()
-        return self.rotary_emb(states, position_ids, *kind)
+        return self.rotary_emb(states, rotary_positions(position_ids), *kind)
 
 
 class Readout:
-    """The main model's head and its family's changes to logits (`finished_logits`).
+    """The head that reads states of the main model or of a module, and its family's changes to logits.
 
     Args:
         main: The main model; its head is looked up at every call.
+        module: A module whose own head reads its states; None, or one without: the main model's.
     """
 
-    def __init__(self, main: PreTrainedModel) -> None:
-        self.main = main
+    def __init__(self, main: PreTrainedModel, module: MTPModule | None = None) -> None:
+        self.main, self.module = main, None if module is None or module.head is None else module
 
     @property
     def head(self) -> nn.Module:
-        """The output embeddings of the main model."""
-        return cast(nn.Module, self.main.get_output_embeddings())
+        """The output embeddings of the main model, or the module's own."""
+        return cast(nn.Module, self.main.get_output_embeddings() if self.module is None else self.module.head)
+
+    def roots(self) -> list[nn.Module]:
+        """Return the head, and the norm before it where that is the head's alone."""
+        return [self.head] if self.module is None else [self.head, self.module.norm]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the head's parameters."""
-        return self.head.parameters()
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return the head's modules."""
-        return self.head.modules()
+        """Return their parameters."""
+        return (parameter for root in self.roots() for parameter in root.parameters())
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return logits [..., V] of normed states [..., H]."""
-        return self.finish(call(self.head, states))
+        """Return logits [..., V] of states [..., H] as they are handed on."""
+        return self.finish(call(self.head, self.normed(states)))
+
+    def normed(self, states: Tensor) -> Tensor:
+        """Return what the head reads of states [..., H] as they are handed on."""
+        return states if self.module is None else self.module.norm(states)
 
     def finish(self, logits: Tensor) -> Tensor:
         """Apply the family's changes to logits of the head, of all tokens or of some."""
-        return finished_logits(logits, self.main.config)
+        return finished_logits(logits, self.main.config.get_text_config())
 
 
 def new_cache(kind: str) -> Cache:

@@ -27,7 +27,9 @@ from .conversion import (
     main_class,
     module_kinds,
     rotary_embedding,
+    rotate_all,
 )
+from .main_model import has_towers
 from .modules import MTPModule, MTPModules, Readout
 
 _LENGTH, _PADDING = 8, 3
@@ -56,6 +58,8 @@ def retrofit(
         unwrap(model_or_path)  # refuses what is no model; `sharing_copy`, a PeftModel
         main = sharing_copy(uncompiled(model_or_path))
     family = family_of(main.config)
+    if has_towers(main.config):
+        raise ValueError(f"from_backbone does not support {type(main).__name__}: a model with a tower for images")
     if type(main) is not main_class(main.config):
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
     if not family.retrofit and count_modules(main.config):
@@ -121,8 +125,10 @@ def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shar
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]
     with torch.no_grad():
         eh_proj.weight.copy_(torch.cat(halves, dim=1))
-    norm = copy.deepcopy(last) if family.norm_before_head else nn.Identity()
-    return MTPModule(enorm, hnorm, eh_proj, copy.deepcopy(layer), norm, family.embedding_first)
+    norm, block = copy.deepcopy(last) if family.norm_before_head else nn.Identity(), copy.deepcopy(layer)
+    if family.rotates:
+        rotate_all(block)
+    return MTPModule(enorm, hnorm, eh_proj, block, norm, family.embedding_first)
 
 
 @torch.no_grad()

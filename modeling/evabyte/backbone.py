@@ -7,7 +7,7 @@ drafts are made and verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from ..loading import StrictLoadingMixin
 from .attention import EvaAttention, States
 from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths
 from .geometry import EvaBlock, Rows
+
+if TYPE_CHECKING:
+    from ...generation.trees.contract import DraftTree
 
 Layer = Callable[..., Tensor]
 """Called as `EvaByteDecoderLayer` is."""
@@ -117,6 +120,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
+        draft_tree: DraftTree | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Run the layers.
@@ -129,6 +133,8 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             inputs_embeds: [B, L, D] instead of `input_ids`.
             use_cache: Return a cache; defaults to the config's `use_cache`; off where activations are checkpointed.
             output_hidden_states: True for all layers, or the indices to return (-1: after the final norm).
+            draft_tree: Which of `input_ids` descend from which, where drafts after the first one are a tree; needs a
+                cache, whose `keep_last` leaves one path.
 
         Returns:
             `last_hidden_state` [B, L, D] after the final norm, the cache and the requested hidden states.
@@ -140,7 +146,8 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
-        states, kept = self._runner(cache)(hidden, attention_mask, position_ids, cache, output_hidden_states)
+        given = hidden, attention_mask, position_ids, cache, output_hidden_states
+        states, kept = self._runner(cache)(*given, tree=draft_tree)
         return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache, hidden_states=kept)
 
     def continue_from(
@@ -169,13 +176,14 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         cache: EvaByteCache | None,
         output_hidden_states: bool | int | list[int] | None,
         layers: Iterable[Layer] | None = None,
+        tree: DraftTree | None = None,
     ) -> tuple[Tensor, KeptStates | None]:
         """Return the last states of the forward from embeddings [B, L, D] on, and those that were requested."""
         rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
         hidden = hidden if rows is None else rows.gather(hidden)
         counts = [hidden.shape[1]] * hidden.shape[0] if rows is None or cache is None else rows.counts.tolist()
         plan = SequenceLengths(self.config.window_size, self.config.chunk_size) if cache is None else cache.sequences
-        block = plan.begin(counts, hidden.shape[1], hidden.device)
+        block = plan.begin(counts, hidden.shape[1], hidden.device, tree)
         block.with_mask(hidden.dtype, explicit=self.config._attn_implementation == "eager")
         rotary = self.rotary_emb(hidden, block.positions())
         chosen, states = _chosen(self.config, output_hidden_states), []

@@ -8,6 +8,7 @@ rollback is a change of length. The attention layer passes in how summaries are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...configuration import EvaByteConfig
 from ...generation.call.sequences import NewTokens
 from .geometry import EvaBlock
+
+if TYPE_CHECKING:
+    from ...generation.trees.contract import DraftTree
 
 States = tuple[Tensor, Tensor]
 """Keys and values, or what else comes in pairs."""
@@ -34,7 +38,10 @@ class SequenceLengths:
         starts: Position of each sequence's first raw token, a multiple of the window.
         gaps: Columns of padding, per sequence.
         settled: Tokens per sequence that no later `crop` will remove, while past recording is on.
+        tree_slots: [R or 1, M] int64, slots of the buffers to which the last forward wrote a tree.
     """
+
+    tree_slots: Tensor
 
     def __init__(self, window: int, chunk: int) -> None:
         self.window, self.chunk, self.record_past = window, chunk, False
@@ -53,7 +60,7 @@ class SequenceLengths:
         lengths, starts = self._mirror
         return lengths - starts, starts // self.chunk
 
-    def begin(self, counts: list[int], length: int, device: torch.device) -> EvaBlock:
+    def begin(self, counts: list[int], length: int, device: torch.device, tree: DraftTree | None = None) -> EvaBlock:
         """Plan a forward that appends `counts[r]` tokens to sequence r, in `length` columns."""
         if not self.lengths:
             self.lengths, self.starts, self.gaps, self.settled = ([0] * len(counts) for _ in range(4))
@@ -77,10 +84,13 @@ class SequenceLengths:
             settle=[(new - start) // self.window for new, start in zip(settle, self.starts)],
             device=device,
             on_device=lambda: self._on_device(device),
+            tree=tree,
         )
 
     def finish(self, block: EvaBlock, counts: list[int]) -> None:
         """Record the tokens of a forward that all layers have seen."""
+        if block.tree is not None:
+            self.tree_slots = block.new_slots
         self.lengths = [n + count for n, count in zip(self.lengths, counts)]
         if self._mirror is not None:
             even = len(set(counts)) == 1 and not any(block.settle)
@@ -163,13 +173,21 @@ class EvaCacheLayer(CacheLayerMixin):
         return self.keys[:, :, : block.used], self.values[:, :, : block.used]
 
     def raw(self, block: EvaBlock, total: int) -> tuple[Tensor, Tensor]:
-        """Return raw slots 0 .. total - 1 of all sequences, [R, H, total, d]; unwritten ones hold anything."""
+        """Return raw slots 0 .. total - 1 of all sequences, [R, H, total, d]; unwritten ones hold anything.
+
+        Those of a tree are followed by chunks along its paths (`EvaBlock.raw_slots`).
+        """
         self._reserve(max(block.summaries) + total)
-        if block.is_uniform:
+        if block.is_uniform and block.tree is None:
             start = block.summaries[0]
             return self.keys[:, :, start : start + total], self.values[:, :, start : start + total]
-        slots = block.count_from(1, 0, total)[:, None, :, None].expand(-1, self.keys.shape[1], -1, self.keys.shape[3])
+        slots = _for_states(block.raw_slots(total), self.keys)
         return self.keys.gather(2, slots), self.values.gather(2, slots)
+
+    def put_in_row(self, source: Tensor, target: Tensor) -> None:
+        """Copy the slots `source` [R, k] to `target` [R, k]."""
+        for buffer in (self.keys, self.values):
+            buffer.scatter_(2, _for_states(target, buffer), buffer.gather(2, _for_states(source, buffer)))
 
     def settle(self, block: EvaBlock, summarise: Summarise) -> None:
         """Fold the windows before the last one of a long forward, and free their memory."""
@@ -243,6 +261,7 @@ class EvaByteCache(Cache):
     """
 
     layers: list[EvaCacheLayer]
+    takes_trees = True
     max_cache_len = -1
     """Without limit; peft asks."""
 
@@ -275,8 +294,12 @@ class EvaByteCache(Cache):
             raise ValueError(f"crop: tokens_to_remove has {len(removed)} numbers for {batch} sequences")
         self.sequences.crop([-count for count in removed])
 
-    def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Keep the first `kept.counts[r]` of the last `fed` tokens of sequence r."""
+    def keep_last(self, fed: int, kept: NewTokens, path: Tensor | None = None) -> None:
+        """Keep the first `kept.counts[r]` of the last `fed` tokens of sequence r, or of their `path` [R, k + 1]."""
+        if path is not None and kept.longest > 1:
+            slots, path = self.sequences.tree_slots.expand(len(path), -1), path[:, : kept.longest]
+            for layer in self.layers:
+                layer.put_in_row(slots.gather(1, path), slots[:, : kept.longest])
         self.sequences.keep_last(fed, kept)
 
     def drop_padding(self, mask: Tensor) -> None:
@@ -322,6 +345,11 @@ class EvaByteCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+
+def _for_states(slots: Tensor, states: Tensor) -> Tensor:
+    """Return slots [R, k] as an index of states [R, H, T, d]."""
+    return slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
 
 
 def _write(buffer: Tensor, states: Tensor, block: EvaBlock) -> None:

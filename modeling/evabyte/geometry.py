@@ -6,6 +6,10 @@ have the raw slots `offset .. offset + length - 1`. A query at slot t sees (spec
 - raw slot s where s // W == t // W and s <= t,
 - every summary of an earlier window: those in the cache, and those of raw windows before its own, which the layer
   computes on the fly ("provisional": they may contain speculative tokens and are not stored).
+
+The nodes of a tree have consecutive columns, too, but node i stands at slot `offset + depth of i`, and of the columns
+from `offset` on it sees its ancestors and itself. Where a window closes within the tree, its chunks from b's on differ
+from path to path: the layer summarises them for every node along its own path.
 """
 
 from __future__ import annotations
@@ -13,11 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from ..masks import cached_arange, cached_range
+
+if TYPE_CHECKING:
+    from ...generation.trees.contract import DraftTree
 
 
 @dataclass
@@ -33,6 +41,7 @@ class EvaBlock:
         fold: Whole windows that each row's cache must summarise before the block is written.
         settle: Whole windows that each row's cache must summarise after the block was attended to.
         on_device: `offsets` and `summaries` as [R] int64 on the device; computed only where rows differ.
+        tree: Which of the new tokens descend from which; None: each from the one before.
         mask: Additive mask for the attention function, or None where plain causal attention is right.
     """
 
@@ -45,6 +54,7 @@ class EvaBlock:
     settle: list[int]
     device: torch.device
     on_device: Callable[[], tuple[Tensor, Tensor]]
+    tree: DraftTree | None = None
     mask: Tensor | None = None
 
     @cached_property
@@ -55,7 +65,7 @@ class EvaBlock:
     @property
     def is_long(self) -> bool:
         """Return whether attention runs window by window rather than over one dense mask."""
-        return self.length > self.window
+        return self.length > self.window and self.tree is None
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -65,7 +75,8 @@ class EvaBlock:
     @cached_property
     def provisional(self) -> int:
         """Number of raw windows before the last one of the longest row."""
-        return (max(self.offsets) + self.length - 1) // self.window
+        ahead = self.length - 1 if self.tree is None else self.tree.depth
+        return (max(self.offsets) + ahead) // self.window
 
     @cached_property
     def used(self) -> int:
@@ -95,7 +106,26 @@ class EvaBlock:
 
     def positions(self) -> Tensor:
         """Return the true positions of the new tokens, [R, M] or [1, M]."""
-        return self.count_from(self.chunk, 1, self.length)
+        return self._slots(self.chunk)
+
+    def raw_slots(self, total: int) -> Tensor:
+        """Return the slots of the buffers that hold raw tokens 0 .. total - 1, and those of `_path_slots` of a tree."""
+        slots = self.count_from(1, 0, total)
+        return slots if self.tree is None else torch.cat([slots.expand(len(self.offsets), -1), self._path_slots], dim=1)
+
+    @cached_property
+    def _path_chunks(self) -> int:
+        """Chunks, from b's on, that a path of the tree may fill."""
+        return 0 if self.tree is None else (self.tree.depth + 2 * self.chunk - 2) // self.chunk
+
+    @cached_property
+    def _path_slots(self) -> Tensor:
+        """Slots of the buffers that hold b's and the next chunks along the path to every node, [R, M * chunks * C]."""
+        tree = cast("DraftTree", self.tree)
+        ahead = cached_arange(self._path_chunks * self.chunk, self.device) - self.count_from(0, 1, 1) % self.chunk
+        index = ahead.clamp(0, tree.depth)[:, None].expand(len(self.offsets), self.length, -1)
+        behind_b = torch.where(ahead[:, None] < 0, ahead[:, None], tree.paths().gather(2, index))
+        return (self.count_from(1, 1, 1)[..., None] + behind_b).flatten(1)
 
     def place(self, states: Tensor, total: int) -> Tensor:
         """Put per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
@@ -116,12 +146,17 @@ class EvaBlock:
         """Build the mask; `explicit` requires one even where `is_causal` would do (eager attention)."""
         if self.is_long:
             self.mask = _additive(self._visible_by_window(), dtype)
+        elif self.tree is not None:
+            self.mask = _additive(self._visible_in_tree(self.tree), dtype)[:, None]
         elif (explicit or not self.is_fresh) and (self.length > 1 or not self.is_uniform or self.provisional):
             self.mask = _additive(self._visible(), dtype)[:, None]
         return self
 
-    def _slots(self) -> Tensor:
-        return self.count_from(0, 1, self.length)
+    def _slots(self, summaries: int = 0) -> Tensor:
+        """Return raw slots of the new tokens, [R or 1, M], after `summaries` for every summary."""
+        if self.tree is None:
+            return self.count_from(summaries, 1, self.length)
+        return self.count_from(summaries, 1, 1) + self.tree.positions()
 
     def _visible(self) -> Tensor:
         """Return visibility [R or 1, M, used + provisional summaries]."""
@@ -133,6 +168,25 @@ class EvaBlock:
         chunks = torch.arange(self.provisional * self.window // self.chunk, device=self.device)
         earlier = chunks // (self.window // self.chunk) < query // self.window
         return torch.cat([(key < 0) | same_window, earlier], dim=-1)
+
+    def _visible_in_tree(self, tree: DraftTree) -> Tensor:
+        """Return visibility [R, M, used + provisional summaries + summaries of every node's path]."""
+        node = self.count_from(-1, -1, self.used)
+        place = node.clamp(0, self.length - 1).expand(len(self.offsets), -1)
+        on_path = tree.mask().gather(2, place[:, None].expand(-1, self.length, -1))
+        seen = (node < 0)[:, None] | (on_path & (node < self.length)[:, None])
+        if not self.provisional:
+            return seen
+        key, window = self.count_from(-1, 0, self.used), self._slots() // self.window
+        key_window = torch.where(node < 0, key // self.window, window.gather(1, place))
+        seen = seen & ((key < 0)[:, None] | (key_window[:, None] == window[..., None]))
+        per_window, first = self.window // self.chunk, self.count_from(0, 1, 1) // self.chunk  # b's chunk
+        chunks = cached_arange(self.provisional * per_window, self.device)
+        shared = (chunks < first)[:, None] & (chunks // per_window < window[..., None])
+        chunks = first + cached_arange(self._path_chunks, self.device)
+        own = chunks[:, None] // per_window < window[..., None]
+        itself = torch.eye(self.length, dtype=torch.bool, device=self.device)[..., None]
+        return torch.cat([seen, shared, (itself & own[:, :, None]).flatten(2)], dim=-1)
 
     def _visible_by_window(self) -> Tensor:
         """Return visibility window by window, [R * windows, 1, W, cached + new summaries + W]."""

@@ -44,7 +44,7 @@ class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPG
 
     silent_part = "_silent_head"
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
-    reads_prompt = False
+    drafts_trees, reads_prompt = True, False
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: EvaByteConfig) -> None:

@@ -220,8 +220,8 @@ def layer_options(
     """Return what a layer takes besides its states [B, T, d], whose shape, dtype and device are read.
 
     `attention_mask` is [B, past + T], or what is seen [B, 1, T, W] bool, of all layers or by kind; `position_ids` is
-    [B or 1, T]; `past_key_values` is the caller's cache, in which the layer has a `slot`; `kind` says how the layer
-    attends, as `layer_types` calls it; `cache_name`: see `LayerSource`.
+    [B or 1, T], or three beside images (`rotary_positions`); `past_key_values` is the caller's cache, in which the
+    layer has a `slot`; `kind` says how the layer attends, as `layer_types` calls it; `cache_name`: see `LayerSource`.
     """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]
@@ -232,16 +232,28 @@ def layer_options(
         inputs_embeds=states,
         attention_mask=attention_mask,
         past_key_values=past_key_values,
-        position_ids=position_ids,
+        position_ids=text_positions(position_ids),
         layer_idx=slot,
     )
     kinds = [kind] if rotary is not None and knows_layer_types(type(rotary)) else []
     return {
         "attention_mask": mask,
-        "position_ids": position_ids,
-        "position_embeddings": None if rotary is None else rotary(states, position_ids, *kinds),
+        "position_ids": text_positions(position_ids),
+        "position_embeddings": None if rotary is None else rotary(states, rotary_positions(position_ids), *kinds),
         cache_name: past_key_values,
     }
+
+
+def text_positions(position_ids: Tensor) -> Tensor | None:
+    """Return the positions in the text, [B, T], of position ids [B, T] or [4, B, T]; None of three alone."""
+    if position_ids.dim() == 2:
+        return position_ids
+    return position_ids[0] if len(position_ids) == 4 else None
+
+
+def rotary_positions(position_ids: Tensor) -> Tensor:
+    """Return the part of position ids that is rotated by, [B, T] or [3, B, T] (time, height, width)."""
+    return position_ids if position_ids.dim() == 2 else position_ids[-3:]
 
 
 def layer_kind(config: PreTrainedConfig, index: int) -> str:

@@ -41,12 +41,14 @@ class Part:
         arguments: What the terms need besides, [..., n] each, or None.
         weights: [n] float, what the sum over positions of each column is multiplied with.
         trains_module: Whether the module's parameters learn from these positions.
+        terms: What computes their terms, where it is not what computes those of other parts.
     """
 
     hidden_states: Tensor
     arguments: Sequence[Tensor | None]
     weights: Tensor
     trains_module: bool = True
+    terms: Terms | None = None
 
     def chunks(self, rows: int) -> Iterator[Chunk]:
         """Hidden states [rows, D] and arguments [rows, n] on the same device, one chunk after the other."""
@@ -189,7 +191,7 @@ def _pass(
     sums, into_states = [], []
     with _summed(task.module, totals if part.trains_module else {}) as others:
         for chunk in part.chunks(task.rows):
-            summed, gradients = _chunk(task.terms, chunk, shares, wanted, others)
+            summed, gradients = _chunk(part.terms or task.terms, chunk, shares, wanted, others)
             sums.append(summed)
             if wanted:
                 into_states.append(gradients.pop(0))

@@ -13,7 +13,7 @@ from tokenahead import DeepSeekMTP
 
 VOCABULARY, NEW_TOKENS, DRAFTS = 3, 20, 2  # so few tokens that modules with random weights guess right now and then
 SEEDS = {"ernie4_5_moe": 1, "exaone_moe": 6, "glm4_moe": 7, "hy_v3": 2, "longcat_flash": 2, "qwen2": 1, "qwen3": 1}
-SEEDS["qwen3_next"] = 1
+SEEDS |= {"hy_v4": 3, "qwen3_next": 1}
 OPTIONS = {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
 TRAINED = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "qwen3_next_d1_trained"
 

@@ -1,5 +1,7 @@
 """Trees of drafts in the decoding loop: greedy output is the backbone's own, sampled output has its distribution."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,8 +11,9 @@ from tests.internals import DraftTree
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, DrawnTrees, KnowingTrees
 
-NAMES = ["llama", "mistral", "gemma3", "gpt2"]
+NAMES = ["llama", "mistral", "gemma3", "gpt2", "evabyte"]
 NEW = 20
+PROCESSORS = {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}
 OPTIONS = dict(max_new_tokens=NEW, return_dict_in_generate=True)
 
 
@@ -36,7 +39,7 @@ def test_greedy_alone_and_in_ragged_batches(name):
         assert seen == set(range(DEPTH + 1)) and uneven
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "evabyte"])
 def test_the_cache_of_trees_is_continued_plainly(name):
     model, batch = backbone(name), prompts(4, seed=8)
     drafter, inputs = KnowingTrees(48).attach(model), left_padded(batch)
@@ -47,9 +50,12 @@ def test_the_cache_of_trees_is_continued_plainly(name):
     assert model.generate(begun.sequences, **options).tolist() == drafter.texts
 
 
-@pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_k": 4, "repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("kind", ["block", "token", "certain"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "processors"),
+    [*itertools.product(["llama", "mistral"], [{}, PROCESSORS]), ("evabyte", {})],
+    ids=str,
+)
 def test_sampled_distribution(name, kind, processors):
     model, prompt = backbone(name, vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
     assert prompt.shape[1] > ATTENTION_WINDOW
@@ -92,7 +98,7 @@ def test_statistics_hold_real_nodes_only(monkeypatch):
     assert len(shares) == DEPTH and all(0 < share < 1 for share in shares)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "evabyte"])
 def test_scores_logits_and_hidden_states_are_those_of_the_path(name):
     model, batch = backbone(name), prompts(4, seed=8)
     drafter, inputs = KnowingTrees(48).attach(model), left_padded(batch)

@@ -86,6 +86,8 @@ def drafts(name: str) -> st.SearchStrategy:
         optional["slot_budget"] = st.integers(2, 12) | st.sampled_from(["linear", "quadratic"])
     if name.startswith("ngram"):
         optional["draft_tree"] = st.fixed_dictionaries({"top_k": st.integers(1, 4)})
+    if name.startswith("evabyte"):
+        optional["draft_tree"] = st.fixed_dictionaries({"top_k": st.integers(1, 4), "total_tokens": st.integers(3, 16)})
     return st.fixed_dictionaries({}, optional=optional)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ...modeling.deepseek.main_model import run_main
 from ...modeling.deepseek.model import DeepSeekMTP
 from ...modeling.eagle.batch import TrainingBatch
 from ...modeling.eagle.model import EagleHead
@@ -150,14 +151,17 @@ def _chunks(
 
 
 def _of_modules(model: DeepSeekMTP, batch: Batch, length: int) -> Iterator[DraftedProbs]:
-    outputs = model.get_decoder()(**_given(batch), use_cache=False)
-    hidden, embeds = outputs.last_hidden_state, model.get_input_embeddings()(batch["input_ids"])
-    chain = model._chain(hidden, embeds, batch.get("attention_mask"), batch.get("position_ids"), length)[1:]
+    others = {name: value for name, value in _given(batch).items() if name not in ("input_ids", "position_ids")}
+    found = run_main(model.main, batch["input_ids"], None, batch.get("position_ids"), others | {"use_cache": False})
+    hidden = found.outputs.last_hidden_state
+    chain = model._chain(found.state, found.inputs_embeds, batch.get("attention_mask"), found.position_ids, length)[1:]
     states = _stacked(chain, hidden.shape[1])
     targets = _targets(batch, length + 1)
 
     def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return model.readout(states[rows, columns]).float().log_softmax(-1)
+        drafted = states[rows, columns].unbind(1)
+        logits = [model.readout_of(depth)(state) for depth, state in enumerate(drafted, start=1)]
+        return torch.stack(logits, 1).float().log_softmax(-1)
 
     size = model.config.get_text_config().vocab_size
     yield from _chunks(probs, model.readout, hidden, targets, targets.clamp(min=0), size)

@@ -17,7 +17,7 @@ from tests.internals import trees_module as growth
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
-from tokenahead import EvaByteConfig, EvaByteForMTPC, MTPHeads
+from tokenahead import EvaByteCache, EvaByteConfig, EvaByteForMTPC, MTPHeads
 
 KINDS = {
     "ff": dict(leaf="full"),
@@ -34,14 +34,15 @@ TINY_EVA = dict(
     num_pred_heads=8,
 )  # fmt: skip
 TREE = dict(draft_tree=dict(top_k=3, total_tokens=12))
+TEXTS = torch.tensor([[0, 2, 1, 1], [2, 2, 0, 1]])
 CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)]
 
 
-def tiny(kind, vocabulary=V, dtype=torch.float64):
+def tiny(kind, vocabulary=V, dtype=torch.float64, base=LlamaConfig, **changes):
     """Heads with noise on every weight, on a random backbone of few tokens."""
     torch.manual_seed(4)
-    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    config = LlamaConfig(vocab_size=vocabulary, initializer_range=0.4, pad_token_id=0, eos_token_id=None, **sizes)
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2) | changes
+    config = base(vocab_size=vocabulary, initializer_range=0.4, pad_token_id=0, eos_token_id=None, **sizes)
     base = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     return shaken(MTPHeads.from_backbone(base, window=4, **KINDS[kind]), 0.3).eval()
 
@@ -122,9 +123,32 @@ class _BehindPrompts(World):
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("kind", ["ff", "hydra", "btree"])
 def test_text_from_drawn_trees_has_the_backbones_distribution(kind, warp, rule, monkeypatch):
-    """Every way to draw a tree from the heads: two of three tokens for b, then three children for the two."""
     heads, processing = tiny(kind), Processing(LogitsProcessorList(WARPS[warp]))
-    texts = torch.tensor([[0, 2, 1, 1], [2, 2, 0, 1]])
+    world, tree, chance = _all_draws(heads, processing, monkeypatch)
+    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("window", [3, 4, 5, 8])
+@pytest.mark.parametrize("kind", ["ff", "hmm", "btree"])
+def test_text_from_drawn_trees_on_evabyte_has_its_distribution(kind, window, rule, monkeypatch):
+    """With what one forward of the trees gives; a window closes before b, behind it, or behind its children."""
+    windows = dict(window_size=window, chunk_size=window if window % 2 else 2, num_pred_heads=1, fp32_logits=False)
+    heads = tiny(kind, base=EvaByteConfig, **windows)
+    world, tree, chance = _all_draws(heads, Processing(LogitsProcessorList([])), monkeypatch)
+    texts = TEXTS.repeat_interleave(len(chance) // 2, dim=0)
+    cache = heads.backbone(texts[:, :-1]).past_key_values
+    block = torch.cat([texts[:, -1:], tree.tokens], dim=1)
+    p = heads.backbone(block, past_key_values=cache, draft_tree=tree).logits.softmax(-1)
+    # summaries and norms are computed in float32
+    assert (emitted_distribution(world, tree, chance, rule, p) - world.target()).abs().max() < 1e-6
+
+
+def _all_draws(heads, processing, monkeypatch):
+    """Every way to draw a tree from the heads, and its probability: two of three tokens for b, then three children for
+    the two."""
+    texts = TEXTS
     pairs = torch.tensor(list(itertools.permutations(range(V), 2)))
     draws = torch.tensor(list(itertools.product(range(len(pairs)), repeat=3))).repeat(2, 1)
     kept, used = [pairs[draws[:, :1]], pairs[draws[:, 1:]]], []
@@ -135,7 +159,11 @@ def test_text_from_drawn_trees_has_the_backbones_distribution(kind, warp, rule, 
 
     monkeypatch.setattr(growth, "race_order", dictate)
     options = SimpleNamespace(
-        num_tokens=3, do_sample=True, processing=processing, draft_tree=dict(depth=1, top_k=2, total_tokens=6)
+        num_tokens=3,
+        do_sample=True,
+        processing=processing,
+        draft_tree=dict(depth=1, top_k=2, total_tokens=6),
+        masks=lambda tokens: None,
     )
     drafter, row = heads.start(options), torch.arange(2).repeat_interleave(len(draws) // 2)
     states = heads._run_backbone(texts[:, :-1], None, None).hidden_states
@@ -149,15 +177,14 @@ def test_text_from_drawn_trees_has_the_backbones_distribution(kind, warp, rule, 
         alone = left == 0  # nothing is left: any one of the others comes second, which is no draw
         chance *= torch.where(alone, 0.5 * first, first * second / left.masked_fill(alone, 1)).prod(1)
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))
-    world = _BehindPrompts(heads.backbone, texts, processing)
-    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+    return _BehindPrompts(heads.backbone, texts, processing), tree, chance
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
         *itertools.product(["ff", "btree", "hydra"], ["llama", "mistral"]),
-        *itertools.product(["btree", "hydra"], ["qwen3"]),
+        *itertools.product(["btree", "hydra"], ["qwen3", "evabyte"]),
         ("layer", "mistral"),
     ],
 )
@@ -213,7 +240,11 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
     for mode in (contextlib.nullcontext(), NoSync()):  # index tensors are made once, in the first round
         for tree in (dict(depth=2, top_k=3, total_tokens=12), dict(choices=CHOICES)):
             options = SimpleNamespace(
-                num_tokens=3, do_sample=do_sample, processing=Processing(LogitsProcessorList([])), draft_tree=tree
+                num_tokens=3,
+                do_sample=do_sample,
+                processing=Processing(LogitsProcessorList([])),
+                draft_tree=tree,
+                masks=lambda tokens: None,
             )
             drafter = heads.start(options)
             drafter.hidden, drafter._unchecked = heads.features(states)[:, -1], False
@@ -241,15 +272,11 @@ def test_trees_are_checked_at_the_door(given, message):
         model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)
 
 
-def test_backbones_that_take_chains_only_say_so():
-    from tests.models import tiny_model
-
-    base = tiny_model()
-    prompt = torch.tensor([[70, 71]])
-    assert isinstance(base, EvaByteForMTPC)
-    with pytest.raises(ValueError, match="EvaByteForMTPC"):
+def test_backbones_that_take_chains_only_say_so(monkeypatch):
+    base, prompt = backbone("evabyte"), torch.tensor([[7, 8]])
+    with pytest.raises(ValueError, match="draft_tree=.*EvaByteForMTPC.*nothing"):
         base.generate(prompt, draft_tree=dict(depth=1), max_new_tokens=4)
     heads = MTPHeads.from_backbone(base, window=3)
-    with pytest.raises(ValueError, match="chains.*trees"):
+    monkeypatch.setattr(EvaByteCache, "takes_trees", False)
+    with pytest.raises(ValueError, match="EvaByteCache.*chains.*trees"):
         base.generate(prompt, assistant_model=heads, draft_tree=dict(depth=1), max_new_tokens=4)
-    heads.detach()

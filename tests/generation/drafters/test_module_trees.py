@@ -51,6 +51,7 @@ def _options(draft_tree, num_tokens):
     return SimpleNamespace(
         num_tokens=num_tokens, max_length=30, do_sample=False, threshold=0.0, extra={}, draft_tree=draft_tree,
         processing=Processing(LogitsProcessorList([])), is_unsure=lambda token, distribution: False,
+        masks=lambda tokens: None,
     )  # fmt: skip
 
 
@@ -123,7 +124,7 @@ def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
     batch, seen = prompts(8)[4:], []
     grow = growth.grow
 
-    def watched(grown, options, length):
+    def watched(grown, options, length, masks):
         first = grown.first
 
         def noted():
@@ -137,7 +138,7 @@ def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
             return logits
 
         grown.first = noted
-        return grow(grown, options, length)
+        return grow(grown, options, length, masks)
 
     monkeypatch.setattr(modules, "grow", watched)
     greedy(model, batch, **TREE)

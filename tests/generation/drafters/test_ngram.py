@@ -45,7 +45,7 @@ def continuation(text, place):
 
 
 def proposals(branches, texts):
-    options = SimpleNamespace(num_tokens=LENGTH)
+    options = SimpleNamespace(num_tokens=LENGTH, masks=lambda tokens, is_warped: None)
     return NgramSession(options, LONGEST, branches).propose(rows_of(texts), LENGTH)
 
 
@@ -82,7 +82,7 @@ def test_trees_hold_the_best_places_once(seed):
 
 
 def test_nothing_is_drafted_where_nothing_is_asked():
-    options = SimpleNamespace(num_tokens=LENGTH)
+    options = SimpleNamespace(num_tokens=LENGTH, masks=lambda tokens, is_warped: None)
     assert NgramSession(options, LONGEST, 2).propose(rows_of([[1, 2, 1]]), 0).tokens.shape == (1, 0)
 
 

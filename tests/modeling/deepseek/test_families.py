@@ -1,10 +1,12 @@
 """Every family: built, run, saved, read back, and the retrofits of models without modules."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.families import (
@@ -19,6 +21,7 @@ from tests.families import (
 )
 from tests.internals import REFUSED, family_of, main_class
 from tests.internals import mtp_families_FAMILIES as FAMILIES
+from tests.towers import TOWERS, tower_model
 from tokenahead import DeepSeekMTP
 
 
@@ -177,10 +180,11 @@ def test_whatever_is_refused_is_refused_by_name_and_with_the_reason_of_its_own()
 
     assert not set(REFUSED) & set(FAMILIES)
     words = {
-        "deepseek_v4": "hyper-connections", "dots3_note_text": r"model\.mtp\.\*", "exaone4_5": r"mtp\.\*",
-        "glm5_next_text": "hyper-connections", "hy_v4": "hyper-connections", "inkling_text": "short convolutions",
-        "minimax_m3_vl_text": r"\(mtp\.\*\)", "qwen4_exp_text": "hyper-connections",
-        "step3p5": r"shared_head\.output", "step3p7": r"before shared_head\.norm",
+        "deepseek_v4": "hyper-connections.*deepseek_v4/nvidia", "dots3_note_text": r"model\.mtp\.embed_tokens",
+        "glm5_next_text": "without.*hyper-connections.*glm5next/common",
+        "inkling_text": "short convolutions.*inkling/nvidia", "minimax_m3_vl_text": "sparse.*minimax_m3/nvidia",
+        "mistral_large4": r"mtp_dspark\.\*.*mistral_large4", "qwen4_exp_text": "hyper-connections.*qwen4_exp/nvidia",
+        "step3p5": "step3p7.*modeling_auto",
     }  # fmt: skip
     whole = {"dots3_note", "glm5_next", "inkling_mm_model", "minimax_m3_vl", "qwen4_exp"}
     assert set(REFUSED) == set(words) | whole  # with their text alone, these are refused for the same reason
@@ -191,22 +195,26 @@ def test_whatever_is_refused_is_refused_by_name_and_with_the_reason_of_its_own()
             family_of(AutoConfig.for_model(name))
 
 
+def test_the_page_lists_every_family_in_the_table_where_it_belongs():
+    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text(encoding="utf-8")
+    held, refused = (
+        {name for row in part.splitlines() if row.startswith("| ") for name in re.findall(r"\w+", row.split("|")[1])}
+        for part in page.split("Refused, and why:")
+    )
+    shown = held | {f"{name}_text" for name in held}
+    assert set(FAMILIES) <= shown and set(TOWERS) <= held and set(NAMES) <= held
+    assert set(REFUSED) <= refused | {f"{name}_text" for name in refused} and not set(REFUSED) & held
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "mellum", "longcat_flash"])
 def test_names_that_modules_would_share_leave_room_for_one(name):
     with pytest.raises(ValueError, match=f"=2: .*{name}.* 1 module"):
         family_config(name, 2)
 
 
-def test_a_nested_configuration_is_that_of_its_text(tmp_path):
-    from transformers import Qwen3_5Config
-
-    model, ids = family_model("qwen3_5_text"), random_ids()
+def test_the_text_of_a_model_with_a_tower_is_loaded_alone_by_its_configuration(tmp_path):
+    model, ids = tower_model("qwen3_5"), random_ids()
     model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    nested = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    nested["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 2)
-    save_file(nested, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    Qwen3_5Config(text_config=model.config.to_dict()).save_pretrained(tmp_path)
-    again = DeepSeekMTP.from_pretrained(tmp_path)
-    assert again.config.model_type == "qwen3_5_text"
+    again = DeepSeekMTP.from_pretrained(tmp_path, config=model.config.get_text_config())
+    assert again.config.model_type == "qwen3_5_text" and type(again.main) is main_class(again.config)
     torch.testing.assert_close(again(ids).mtp_logits[0], model(ids).mtp_logits[0], atol=1e-6, rtol=0)

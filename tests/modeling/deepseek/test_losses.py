@@ -200,10 +200,11 @@ def test_unrolled_training_counts_every_step_and_checkpoints(attention):
 
 def test_half_precision_keeps_small_gradients():
     """A mean's gradient would vanish in float16 if it were divided by the number of targets before it is needed."""
-    head = torch.nn.Linear(8, 96, bias=False).half()
+    model = family_model("llama", hidden_size=8, head_dim=4).half()
+    head = model.get_output_embeddings()
     states = [torch.randn(1, 4, 8).half().requires_grad_()]
     targets = [torch.randint(0, 96, (1, 4))]
-    total, *_ = chain_loss(head, states, targets, 96, ModuleLossOptions(), 10**7).to_tuple()
+    total, *_ = chain_loss(model.readout, states, targets, 96, ModuleLossOptions(), 10**7).to_tuple()
     (1e7 * total).backward()
     expected = head.weight.grad.float().clone()
     assert expected.abs().max() > 0.1 and states[0].grad.abs().max() > 0.01

@@ -1,0 +1,113 @@
+"""Grammars as constraints: JSON schemas, regular expressions and Lark grammars, by llguidance (MIT)."""
+
+from __future__ import annotations
+
+import json
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ...modeling.evabyte.tokenizer import EvaByteTokenizer
+from ...modeling.masks import cached_arange
+from .automata import AutomatonProcessor
+
+
+class GrammarConstraint(AutomatonProcessor):
+    """Keeps what is written after the prompt to a grammar, and ends it where the grammar does.
+
+    A logits processor of any `generate`; where drafts are made, they keep to the grammar, too. What the grammar allows
+    is computed on the host: drafting waits for the device once for every token, and verification once more.
+
+    Args:
+        tokenizer: A fast tokenizer of transformers, or an `EvaByteTokenizer`.
+        json_schema: The text is JSON of this schema (a dict, or JSON itself).
+        regex: The whole text matches this expression, in the syntax of Rust's `regex`.
+        grammar: The text is of this grammar, in llguidance's dialect of Lark.
+
+    Raises:
+        ImportError: llguidance is not installed.
+        ValueError: Not exactly one of the three, one that cannot be read, or another kind of tokenizer.
+
+    Example:
+        >>> constraint = GrammarConstraint(tokenizer, regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+        >>> out = model.generate(**inputs, logits_processor=[constraint], assistant_model=drafter)
+    """
+
+    start = ()
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        json_schema: dict[str, Any] | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+    ) -> None:
+        given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise ValueError(f"give one of json_schema, regex and grammar, not {' and '.join(names) or 'none of them'}")
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise ImportError(
+                "GrammarConstraint needs the package 'llguidance': pip install 'tokenahead[constraints]'"
+            ) from None
+        if json_schema is not None:
+            schema = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
+            compiled = LLMatcher.grammar_from_json_schema(schema)
+        elif regex is not None:
+            compiled = LLMatcher.grammar_from_regex(regex)
+        else:
+            compiled = LLMatcher.grammar_from_lark(grammar or "")
+        self.size = len(tokenizer)
+        self.matcher, self.read, self.lock = LLMatcher(_tokenizer(tokenizer), compiled), (), Lock()
+        if self.matcher.is_error():
+            raise ValueError(f"{names[0]}={given[names[0]]!r} cannot be read: {self.matcher.get_error()}")
+
+    def step(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
+        """See `OffersAutomaton`: a state is the text so far."""
+        return (*state, token)
+
+    def allowed(self, state: tuple[int, ...], /) -> Tensor:
+        """See `OffersAutomaton`; the matcher goes back to what the last text and this one begin with."""
+        with self.lock:
+            common = min(len(state), len(self.read))
+            while state[:common] != self.read[:common]:
+                common -= 1
+            self.matcher.rollback(len(self.read) - common)
+            self.matcher.consume_tokens(list(state[common:]))
+            self.read = state
+            bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
+        return (bits[:, None] >> cached_arange(8, bits.device) & 1).bool().flatten()[: self.size]
+
+
+def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return llguidance's view of a tokenizer.
+
+    Raises:
+        ValueError: A tokenizer that does not say which bytes its tokens are.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+    from llguidance.hf import from_tokenizer
+
+    if not isinstance(tokenizer, EvaByteTokenizer):
+        return from_tokenizer(tokenizer)
+    return LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))
+
+
+class _Bytes:
+    """What llguidance asks of a tokenizer of bytes."""
+
+    def __init__(self, tokenizer: EvaByteTokenizer) -> None:
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        self.tokens = [name.encode("latin-1") for name in names]
+        self.special_token_ids = tokenizer.all_special_ids
+        self.offset = tokenizer.convert_tokens_to_ids("\x00")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [byte + self.offset for byte in text]

@@ -1,0 +1,146 @@
+"""The main model within a `DeepSeekMTP`, as `generate` and `forward` call it: its own inputs, images among them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...configuration.mtp_families import family_of
+from ..heads.backbone_parts import final_norm
+from .modules import MTPModules, Readout
+
+
+class OverMainModel(nn.Module):
+    """What `generate` asks a model for, answered by the main model."""
+
+    main: PreTrainedModel
+    mtp: MTPModules
+
+    @property
+    def readout(self) -> Readout:
+        """The map from normed states of the main model to its logits."""
+        return Readout(self.main)
+
+    def readout_of(self, depth: int) -> Readout:
+        """Return the map from h^depth to logits: the main model's (0), or that of a module; see `MTPModules.step`."""
+        return Readout(self.main, self.mtp[min(depth, self.mtp.count) - 1] if depth else None)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the main model's embeddings and its head, which all parts share.
+
+        Raises:
+            ValueError: Modules have heads of their own.
+        """
+        if family_of(self.main.config).own_heads and self.mtp.count:
+            kind = self.main.config.model_type
+            raise ValueError(f"modules of model_type={kind!r} have heads of their own, which cannot be resized")
+        return cast(Any, super()).resize_token_embeddings(*args, **kwargs)
+
+    def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the main model without its head, and without towers of other modalities."""
+        return self.main.get_decoder()
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the main model's inputs; teacher-forced logits are off."""
+        prepare = cast(Any, self.main).prepare_inputs_for_generation
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        return inputs | {"output_mtp_logits": False}
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return the main model's positions, which may be three beside images; None where it ignores them."""
+        if family_of(self.main.config).counts_columns:
+            return None
+        return cast(Any, self.main)._prepare_position_ids_for_generation(*args, **kwargs)
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """Refuse keyword arguments that neither the main model (with its pixels) nor this one takes."""
+        own = inspect.signature(self.forward).parameters
+        others = {name: value for name, value in model_kwargs.items() if name not in own}
+        cast(Any, self.main)._validate_model_kwargs(others)
+
+
+@dataclass
+class MainOutput:
+    """What a main model makes of its inputs, without its head.
+
+    Attributes:
+        outputs: Those of its class.
+        inputs_embeds: [B, L, H] that its first layer read, features of images among them.
+        position_ids: As its first layer read them.
+        state: [B, L, H], h^0, which the first module reads: behind the final norm, or before it (`own_heads`).
+    """
+
+    outputs: Any
+    inputs_embeds: Tensor
+    position_ids: Tensor | None
+    state: Tensor
+
+
+def run_main(
+    main: PreTrainedModel,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    position_ids: Tensor | None,
+    inputs: dict[str, Any],
+) -> MainOutput:
+    """Call a main model without its head.
+
+    Args:
+        main: The main model.
+        input_ids: [B, L] int64.
+        inputs_embeds: [B, L, H] instead.
+        position_ids: As the main model reads them.
+        inputs: What else it takes, pixels for example.
+    """
+    decoder = main.get_decoder()
+    if not has_towers(main.config):
+        if inputs_embeds is None:
+            inputs_embeds = cast(Tensor, cast(nn.Module, main.get_input_embeddings())(input_ids))
+        outputs = decoder(inputs_embeds=inputs_embeds, position_ids=position_ids, **inputs)
+        return MainOutput(outputs, inputs_embeds, position_ids, outputs.last_hidden_state)
+    body = cast(nn.Module, main.base_model)
+    with _inputs_of(decoder) as seen, _inputs_of(final_norm(decoder)) as normed:
+        outputs = body(input_ids=input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, **inputs)
+    state = normed["args"][0] if family_of(main.config).own_heads else outputs.last_hidden_state
+    return MainOutput(outputs, seen["inputs_embeds"], seen.get("position_ids"), state)
+
+
+@contextmanager
+def _inputs_of(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield what collects the arguments of a module's next call: by name, and positional ones as `args`."""
+    seen: dict[str, Any] = {}
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.update(kwargs, args=args)
+
+    hook = module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def with_state(states: Any, found: MainOutput) -> Any:
+    """Return hidden states by layer whose last is h^0."""
+    if states is None or states[-1] is None or found.state is found.outputs.last_hidden_state:
+        return states
+    return (*states[:-1], found.state)
+
+
+def has_towers(config: PreTrainedConfig) -> bool:
+    """Return whether a model has towers of other modalities beside that of text."""
+    return config.get_text_config() is not config
+
+
+def prompt_parts(config: PreTrainedConfig, found: MainOutput) -> dict[str, Any]:
+    """Return what modules cannot make of ids alone: embeddings and positions of a text with images."""
+    parts = {"inputs_embeds": found.inputs_embeds, "position_ids": found.position_ids}
+    return parts if has_towers(config) else {}

@@ -1,0 +1,361 @@
+"""Drafts that know the constraint: what is drafted under them, what is asked, and what is refused."""
+
+import json
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as library
+
+from tests.backbones import backbone, code, prompts, train_heads
+from tests.distributions import continuation_distribution, continuation_p_value
+from tests.internals import DraftOptions, NewTokens, Processing, Sequences, chosen
+from tests.no_sync import NoSync
+from tokenahead import GrammarConstraint, NgramDrafter
+from tokenahead.extending import AutomatonProcessor, TableAutomaton
+
+V = 48
+TREE = {"draft_tree": {"top_k": 3, "total_tokens": 12}}
+HEADS = {
+    "ff": dict(leaf="full"),
+    "hmm": dict(head_type="hmm", rank=3, leaf="full"),
+    "hydra": dict(head_type="hydra", leaf=None),
+}
+BANNED = list(range(0, V, 3))
+ALLOWED = [token for token in range(V) if token % 3]
+
+
+class Cycle(AutomatonProcessor):
+    """Tokens of another residue by 3 at every place, on the host."""
+
+    start = 0
+
+    def step(self, state, token):
+        return (state + 1) % 3
+
+    def allowed(self, state):
+        return torch.arange(V) % 3 == state
+
+
+def cycle_table():
+    return TableAutomaton(
+        ((torch.arange(3) + 1) % 3)[:, None].expand(3, V), torch.stack([Cycle().allowed(s) for s in range(3)])
+    )
+
+
+def only(mask):
+    """An automaton of one state."""
+    return TableAutomaton(torch.zeros(1, len(mask), dtype=torch.long), mask[None])
+
+
+def drafter_of(name, model):
+    return NgramDrafter(num_tokens=4).attach(model) if name == "ngram" else train_heads(model, steps=20, **HEADS[name])
+
+
+@pytest.mark.parametrize("options", [{}, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", [*HEADS, "ngram"])
+def test_all_ways_to_say_one_distribution_draft_alike(name, options):
+    """Seed by seed the same tokens, and as many of them per call."""
+    if name == "ngram" and options:
+        options = {"draft_tree": {"top_k": 3}}
+    model, prompt, mask = backbone(), prompts(1)[0][None], torch.zeros(V, dtype=torch.bool)
+    mask[ALLOWED] = True
+    drafter, function = drafter_of(name, model), lambda row, ids: ALLOWED
+    ways = [
+        {"suppress_tokens": BANNED},
+        {"prefix_allowed_tokens_fn": function},
+        {"bad_words_ids": [[token] for token in BANNED]},
+        {"logits_processor": [only(mask)]},
+    ]
+    for seed in range(3):
+        outs = []
+        for way in ways:
+            torch.manual_seed(seed)
+            outs.append(
+                model.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    assistant_model=drafter,
+                    do_sample=True,
+                    temperature=0.9,
+                    max_new_tokens=30,
+                    return_dict_in_generate=True,
+                    **way,
+                    **options,
+                )  # fmt: skip
+            )
+        for out in outs[1:]:
+            assert torch.equal(out.sequences, outs[0].sequences)
+            assert out.speculation.rows_drafts == outs[0].speculation.rows_drafts
+        drafted = [token for draft in outs[0].speculation.rows_drafts[0] for token in draft]
+        assert name == "ngram" or set(drafted) <= set(ALLOWED)
+
+
+CONSTRAINTS = {
+    "host": lambda: {"logits_processor": [Cycle()]},
+    "table": lambda: {"logits_processor": [cycle_table()]},
+    "beside others": lambda: {
+        "logits_processor": [Cycle(), library.EncoderNoRepeatNGramLogitsProcessor(9, code(1)[None])]
+    },
+    "by row": lambda: {"prefix_allowed_tokens_fn": lambda row, ids: [(row + len(ids) + k) % V for k in range(0, V, 2)]},
+    "length": lambda: {"min_new_tokens": 9, "begin_suppress_tokens": [3, 4], "no_repeat_ngram_size": 2},
+    "words": lambda: {"bad_words_ids": [[5], [6, 7], [8, 9, 10]]},
+}
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+@pytest.mark.parametrize("name", ["ff", "hydra", "ngram"])
+def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
+    model = backbone()
+    drafter = drafter_of(name, model)
+    trees = {"draft_tree": {"top_k": 2}} if name == "ngram" else TREE
+    batch = prompts(4)
+    width = max(map(len, batch))
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in batch])
+    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in batch])
+    common = dict(attention_mask=mask, do_sample=False, max_new_tokens=18)
+    want = model.generate(ids, **common, **CONSTRAINTS[constraint]())
+    for options in ({}, trees):
+        out = model.generate(ids, assistant_model=drafter, **common, **options, **CONSTRAINTS[constraint]())
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("options", [{}, TREE, {"draft_tree": [(0,), (1,), (0, 0)]}], ids=["chain", "tree", "fixed"])
+def test_sampled_text_has_the_backbones_distribution(options):
+    model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
+    heads = train_heads(model, steps=20, **HEADS["hmm"])
+    constraint = dict(bad_words_ids=[[4, 4], [3]], begin_suppress_tokens=[2], top_k=0, temperature=1.0)
+    torch.manual_seed(3)
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=6, num_return_sequences=3_000,
+        assistant_model=heads, return_dict_in_generate=True, **constraint, **options,
+    )  # fmt: skip
+    assert all(token != 3 for row in out.speculation.rows_drafts for draft in row for token in draft)
+    distribution = continuation_distribution(model, prompt, 3, **constraint)
+    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
+
+
+def test_a_model_without_the_constraints_tokens_drafts_what_is_allowed():
+    """The conditional has no mass on what is allowed: any allowed token is drafted, and its distribution says so."""
+    processing = Processing(LogitsProcessorList([library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1, 2], 1)]))
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing)
+    masks = processing.masks(Sequences(torch.tensor([[3, 4]])), True)
+    token, q = DraftOptions.choose(options, torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf]]), masks=masks)
+    assert token in (1, 2) and torch.equal(q, torch.tensor([[0, 0.5, 0.5, 0]]))
+    assert torch.equal(masks.paths, token[:, None, None])
+
+
+def test_calls_without_constraints_know_nothing_of_them():
+    tokens = Sequences(torch.tensor([[3, 4]]))
+    plain = [library.TemperatureLogitsWarper(0.5), library.RepetitionPenaltyLogitsProcessor(1.2)]
+    assert Processing(LogitsProcessorList(plain)).masks(tokens, True) is None
+    suppressed = Processing(LogitsProcessorList([library.SuppressTokensLogitsProcessor([1])]))
+    assert suppressed.masks(tokens, True) is None and suppressed.masks(tokens, False) is not None
+    over = Processing(LogitsProcessorList([library.MinLengthLogitsProcessor(2, [1])]))
+    assert over.masks(tokens, False) is None
+
+
+def test_tables_never_make_the_host_wait():
+    processing = Processing(LogitsProcessorList([cycle_table()]), ends=frozenset([7]))
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing)
+    tokens = Sequences(torch.randint(V, (2, 5)))
+
+    def draft():
+        masks, found = processing.masks(tokens, True), []
+        for _ in range(3):
+            q = processing.warp(torch.full((2, V), 1 / V), masks.allowed((2, V), tokens.ids.device))
+            found.append(chosen(q, options, masks))
+        return torch.stack(found, 1)
+
+    first = draft()
+    tokens.write(first)
+    tokens.keep(NewTokens([1, 3], tokens.ids.device))
+    assert tokens.ends.tolist() == [6, 8]
+    with NoSync():
+        second = draft()
+    assert ((first % 3) == torch.arange(3)).all()
+    assert second[0].remainder(3).tolist() == [1, 2, 0] and second[1].remainder(3).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_prefix_functions_are_asked_by_row_and_never_after_an_end(do_sample):
+    model = backbone()
+    model.generation_config.eos_token_id = 7
+    drafter, seen, ids = train_heads(model, steps=20, **HEADS["ff"]), set(), prompts(1)[0].expand(2, -1)
+
+    def function(row, prefix):
+        written = prefix[ids.shape[1] :].tolist()
+        assert 7 not in written
+        seen.add(row)
+        return [5, 7] if len(written) % 2 else [6, 9]
+
+    common = dict(attention_mask=torch.ones_like(ids), num_return_sequences=2, max_new_tokens=12, do_sample=True)
+    common |= dict(do_sample=do_sample) if do_sample else dict(do_sample=False, num_return_sequences=1)
+    for options in ({}, TREE):
+        seen.clear()
+        model.generate(ids, assistant_model=drafter, prefix_allowed_tokens_fn=function, **common, **options)
+        assert seen == set(range(4 if do_sample else 2))
+
+
+def test_rows_are_numbered_as_the_processor_says():
+    model, seen = backbone(), set()
+    function = library.PrefixConstrainedLogitsProcessor(lambda row, ids: seen.add(row) or ALLOWED, 2)
+    ids, heads = prompts(1)[0].expand(4, -1), train_heads(model, steps=1, **HEADS["ff"])
+    common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=6)
+    model.generate(ids, logits_processor=[function], assistant_model=heads, **common)
+    assert seen == {0, 1}
+
+
+NONE = torch.zeros(V, dtype=torch.bool)
+SOME = NONE.index_fill(0, torch.tensor(ALLOWED), True)
+DEAD_END = {
+    "function": lambda: {"prefix_allowed_tokens_fn": lambda row, ids: ALLOWED if len(ids) < 12 else []},
+    "table": lambda: {
+        "logits_processor": [
+            TableAutomaton((torch.arange(5) + 1).clamp(max=4)[:, None].expand(5, V), torch.stack([*[SOME] * 4, NONE]))
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("way", DEAD_END)
+def test_a_state_that_allows_nothing_is_named_once_the_text_reaches_it(way, do_sample):
+    model, ids = backbone(), torch.arange(4, 12)[None]
+    heads = train_heads(model, steps=20, **HEADS["ff"])
+    common = dict(attention_mask=torch.ones_like(ids), assistant_model=heads, do_sample=do_sample)
+    model.generate(ids, max_new_tokens=4, **common, **DEAD_END[way]())
+    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn|PrefixConstrained|TableAutomaton"):
+        model.generate(ids, max_new_tokens=9, **common, **DEAD_END[way]())
+
+
+class Wide(AutomatonProcessor):
+    start = 0
+
+    def allowed(self, state):
+        return torch.arange(V + 2) > V
+
+
+class Whole(Wide):
+    def allowed(self, state):
+        return torch.zeros(V)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [3, V]}, f"token {V}.*{V - 1}"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [-1]}, "token -1"),
+        ({"logits_processor": [Wide()]}, f"Wide.*{V + 1}.*{V - 1}"),
+        ({"logits_processor": [only(torch.ones(V + 1).bool())]}, f"TableAutomaton.*{V}.*{V - 1}"),
+        ({"logits_processor": [Whole()]}, "Whole.*float32.*bool"),
+    ],
+)
+def test_masks_beyond_the_vocabulary_are_refused(way, message):
+    model, ids = backbone(), prompts(1)[0][None]
+    drafter = NgramDrafter().attach(model)
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=drafter, max_new_tokens=4, **way)
+
+
+def test_tables_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="next_states.*0 to 5.*0 to 2"):
+        TableAutomaton(torch.full((3, 4), 5).index_fill(0, torch.tensor([0]), 0), torch.ones(3, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="start=3"):
+        TableAutomaton(torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool), start=3)
+    with pytest.raises(ValueError, match=r"\(3, 4\) and \(3, 5\)"):
+        TableAutomaton(torch.zeros(3, 4), torch.ones(3, 5, dtype=torch.bool))
+
+
+class Liar(LogitsProcessor):
+    """Offers what it excludes."""
+
+    def allowed(self, sequences):
+        return ~SOME.expand(len(sequences), -1)
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill(~SOME, -torch.inf)
+
+
+class Honest(Liar):
+    def allowed(self, sequences):
+        return SOME.expand(len(sequences), -1)
+
+
+def test_a_processor_that_masks_otherwise_is_named_and_the_text_stays_the_targets(caplog):
+    model, ids = backbone(), prompts(1)[0][None]
+    heads = train_heads(model, steps=20, **HEADS["ff"])
+    common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    want = model.generate(ids, **common, suppress_tokens=BANNED)
+    accepted = {}
+    with caplog.at_level(logging.WARNING):
+        for processor in (Honest(), Liar()):
+            assert "Liar" not in caplog.text
+            out = model.generate(
+                ids, assistant_model=heads, logits_processor=[processor], return_dict_in_generate=True, **common
+            )
+            assert torch.equal(out.sequences, want)
+            accepted[type(processor).__name__] = sum(out.speculation.rows_accepted[0])
+    assert "Liar" in caplog.text and "Honest" not in caplog.text
+    assert accepted["Honest"] > accepted["Liar"] == 0
+
+
+BOX = "model_cards/box"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("drafts", [{}, {"drafter": True}], ids=["own heads", "assistant"])
+def test_grammars_are_kept_to_with_drafts_that_know_them(drafts):
+    pytest.importorskip("llguidance")
+    tokenizer = AutoTokenizer.from_pretrained(BOX)
+    model = AutoModelForCausalLM.from_pretrained(BOX, dtype="float32").eval()
+    constraint, calls = GrammarConstraint(tokenizer, regex=r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}"), []
+    inputs = tokenizer("x = ", return_tensors="pt")
+    common = dict(max_new_tokens=40, logits_processor=[constraint], return_dict_in_generate=True)
+    if drafts:
+        drafts = {"assistant_model": NgramDrafter().attach(model)}
+    plain = model.generate(**inputs, do_sample=False, use_mtp=False, **common).sequences
+    for do_sample in (False, True):
+        torch.manual_seed(1)
+        out = model.generate(**inputs, do_sample=do_sample, **common, **drafts)
+        text = tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert re.fullmatch(r"[0-9]{3}-[a-z]{3}(, [0-9]-[a-z]){2}", text)
+        assert do_sample or torch.equal(out.sequences, plain)
+        calls.append(out.speculation.backbone_calls)
+    assert drafts or calls[0] < 14
+
+
+def test_json_schemas_are_kept_to():
+    pytest.importorskip("llguidance")
+    tokenizer = AutoTokenizer.from_pretrained(BOX)
+    model = AutoModelForCausalLM.from_pretrained(BOX, dtype="float32").eval()
+    inputs = tokenizer(["a = ", "bc = "], return_tensors="pt", padding=True)
+    constraint = GrammarConstraint(tokenizer, json_schema=SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
+    torch.manual_seed(0)
+    out = model.generate(**inputs, max_new_tokens=60, do_sample=True, logits_processor=[constraint])
+    for row in tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True):
+        assert json.loads(row).keys() == {"name", "ok"}
+
+
+def test_grammars_that_cannot_be_read_are_refused(monkeypatch):
+    pytest.importorskip("llguidance")
+    tokenizer = AutoTokenizer.from_pretrained(BOX)
+    for given, message in [
+        ({}, "json_schema, regex and grammar"),
+        ({"regex": "a", "grammar": "b"}, "regex and grammar"),
+        ({"regex": "a("}, r"(?s)regex='a\('.*unclosed"),
+        ({"json_schema": {"type": "objct"}}, "objct"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            GrammarConstraint(tokenizer, **given)
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(ImportError, match="constraints"):
+        GrammarConstraint(tokenizer, regex="a")

@@ -2,20 +2,33 @@
 
     python benchmarks/heads.py                            # demo size, n = 16, r = 32
     python benchmarks/heads.py --size 85m --rank 8 16 32
+    python benchmarks/heads.py --rank 8 --window 8 16 --lexicon lexicon.json --out heads.json --figure heads.png
 
-One table per rank, medians in milliseconds of the same run: `forward` is the backbone on n tokens behind a prompt,
-`head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from it to a
-sampled draft with its distributions, `warped` the same with each conditional warped, `verify` block verification.
+One table per window and rank, medians in milliseconds of the same run: `forward` is the backbone on n tokens behind a
+prompt, `head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from
+it to a sampled draft with its distributions, `warped` the same with each conditional warped, `verify` block rule.
 `share` is (head + draft + verify) / (forward + head + draft + verify). `weights` are the head's beside the backbone's,
-and `products` its multiply-adds of a cycle as a share of the backbone's on n tokens; `--counts` prints these two alone,
-which depend on no machine. Random weights: costs do not depend on what was learned.
+and `products` its multiply-adds of a cycle as a share of the backbone's on n tokens. `kernels` are the operators of
+head and draft, greedy / sampled: what an accelerator would launch. `--counts` prints these three alone, which depend on
+no machine. Random weights: costs do not depend on what was learned.
+
+With `--lexicon`, the rows of `lexicon.py`, tokens per call as decoded there stand beside these costs: `kept/s` is what
+both make of a second, `most/s` the tokens per second if every draft was kept (MtPC's "max"). `--figure` draws tokens
+per call against milliseconds per call with lines of equal speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
+from counting import counted
 from decoding import SIZES, load, seconds_of
 from rich.console import Console
 from rich.table import Table
@@ -25,8 +38,11 @@ from tokenahead import EvaByteForMTPC
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.verification import verify
 from tokenahead.modeling.sampling import draw
+from tokenahead.training.commands.figures import frontier_figure
+from tokenahead.training.results import DecodingResult, MeasuredResults
 
 REPEATS = 40
+HEADS = ("ff", "cp", "hmm", "btree")
 
 
 @torch.no_grad()
@@ -70,35 +86,117 @@ def counts(model: EvaByteForMTPC, window: int) -> tuple[str, str]:
     return f"{size / 1e6:.1f} M / {backbone / 1e6:.1f} M", f"{size / (window * backbone):.1%}"
 
 
+@torch.no_grad()
+def kernels(model: EvaByteForMTPC) -> str:
+    """Operators of head and draft behind a token, greedy and sampled."""
+    hidden, last, length = torch.randn(1, model.config.hidden_size), torch.tensor([100]), model.window - 1
+    found = []
+    for sampled in (False, True):
+        with counted() as counts:
+            distribution = model.distribution_after(hidden, last, length)
+            distribution.sample_with_probs(length) if sampled else distribution.greedy(length)
+        found.append(counts.kernels)
+    return " / ".join(map(str, found))
+
+
+def accepted(rows: list[dict[str, Any]], cell: dict[str, Any]) -> float | None:
+    """Tokens per call that `lexicon.py` decoded with such a head, the mean over seeds."""
+    found = [row["decoded"] for row in rows if row["cell"] == cell]
+    return statistics.mean(found) if found else None
+
+
+def result(method: str, tokens: float, ms: float, plain_ms: float, drafts: int | None = None) -> DecodingResult:
+    """A point of the figure."""
+    return DecodingResult(
+        name=method,
+        method=method,
+        decoding="T = 1",
+        do_sample=True,
+        backbone_calls=1000,
+        new_tokens=round(1000 * tokens),
+        seconds=ms,
+        plain_seconds=tokens * plain_ms,
+        draft_length=drafts,
+        tokens_per_verification=tokens,
+        call_ms=ms,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--model", help="directory of a checkpoint; random weights of --size otherwise")
-    parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--window", type=int, nargs="+", default=[16])
     parser.add_argument("--rank", type=int, nargs="+", default=[32])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--counts", action="store_true", help="count weights and products, and measure no times")
+    parser.add_argument("--counts", action="store_true", help="count weights, products and kernels; measure no times")
+    parser.add_argument("--lexicon", type=Path, help="rows of lexicon.py, for tokens per call")
+    parser.add_argument("--out", type=Path, help="what was measured, as `tokenahead bench` writes it")
+    parser.add_argument("--figure", type=Path, help="picture of it; without --lexicon, of the file --out names")
     arguments = parser.parse_args()
+    if arguments.figure and not arguments.lexicon:
+        frontier_figure(MeasuredResults.from_json(arguments.out)).savefig(arguments.figure, dpi=120)
+        return
     torch.set_num_threads(arguments.threads)
     model = load(arguments)
     prompt = torch.randint(64, 320, (1, 100))
-    for rank in arguments.rank:
-        table = Table(title=f"{arguments.size}, n = {arguments.window}, r = {rank}, {arguments.threads} thread(s); ms")
+    rows = json.loads(arguments.lexicon.read_text()) if arguments.lexicon else []
+    results = []
+    for window, rank in product(arguments.window, arguments.rank):
+        table = Table(title=f"{arguments.size}, n = {window}, r = {rank}, {arguments.threads} thread(s); ms")
         timed = () if arguments.counts else ("forward", "head", "draft", "warped", "verify", "cycle", "share")
-        for column in ("head type", "weights", "products", *timed):
+        learned = ("tokens/call", "kept/s", "most/s") if rows else ()
+        for column in ("head type", "weights", "products", "kernels", *timed, *learned):
             table.add_column(column, justify="right")
-        for kind in ("ff", "cp", "hmm", "btree"):
-            model.set_head(head_type=kind, window=arguments.window, rank=1 if kind == "ff" else rank)
-            told = counts(model, arguments.window)
-            if arguments.counts:
-                table.add_row(kind, *told)
-                continue
-            cost = cycle(model, prompt)
-            rest = cost["head"] + cost["draft"] + cost["verify"]
-            total = cost["forward"] + rest
-            shown = (*(f"{cost[name]:.2f}" for name in cost), f"{total:.2f}", f"{rest / total:.1%}")
-            table.add_row(kind, *told, *shown)
-        Console(width=120).print(table)
+        cells = [{"head_type": kind, "window": window, "rank": 1 if kind == "ff" else rank} for kind in HEADS]
+        found = []
+        for cell in cells:
+            model.set_head(**cell)
+            told = [cell["head_type"], *counts(model, window), kernels(model)]
+            found.append((cell, told, {} if arguments.counts else cycle(model, prompt)))
+        # the forward is the same for all: what rows differ in is noise
+        forward = 0.0 if arguments.counts else statistics.median(cost["forward"] for _, _, cost in found)
+        for cell, shown, cost in found:
+            if cost:
+                cost["forward"] = forward
+                rest = cost["head"] + cost["draft"] + cost["verify"]
+                total = cost["forward"] + rest
+                shown += [*(f"{cost[name]:.2f}" for name in cost), f"{total:.2f}", f"{rest / total:.1%}"]
+                tokens = accepted(rows, cell)
+                if tokens is not None:
+                    shown += [f"{tokens:.2f}", f"{1e3 * tokens / total:.0f}", f"{1e3 * window / total:.0f}"]
+                    results.append((f"{cell['head_type']}, drafts of {window - 1}", tokens, total, window - 1))
+            table.add_row(*shown)
+        Console(width=160).print(table)
+    if results:
+        plain = 1e3 * bare(model, prompt)
+        points = [result(name, tokens, ms, plain, drafts) for name, tokens, ms, drafts in results]
+        measured = MeasuredResults(
+            results=[result("plain", 1.0, plain, plain), *points],
+            dataset_name="lexicon",
+            dataset_description="the source of benchmarks/lexicon.py; times of a model of random weights",
+            hardware=f"{arguments.threads} thread(s)",
+            dtype="float32",
+            command="python benchmarks/heads.py",
+            library_version=version("tokenahead"),
+        )
+        if arguments.out:
+            measured.to_json(arguments.out)
+        if arguments.figure:
+            frontier_figure(measured).savefig(arguments.figure, dpi=120)
+
+
+@torch.no_grad()
+def bare(model: EvaByteForMTPC, prompt: torch.Tensor) -> float:
+    """Median seconds of a forward of one token behind the prompt."""
+    cache = model(prompt).past_key_values
+
+    def call() -> None:
+        model(prompt[:, :1], past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    seconds_of(call, 5)
+    return seconds_of(call, REPEATS)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,56 @@
 """Head families on a source whose distribution is known: random words, one symbol after the other.
 
-    python benchmarks/lexicon.py                     # n = 16, r = 8, three training seeds; minutes on a CPU
-    python benchmarks/lexicon.py --window 8 --rank 4 --seeds 1 --steps 300
-    python benchmarks/lexicon.py --window 8 --rank 4 --seeds 5 --heads ff cp --divergence likelihood tv block
+    python benchmarks/lexicon.py --table rank families start losses --seeds 5 --out lexicon.json
 
 The source draws words of a small lexicon, separated by a blank; its state is the part of the word seen so far. Heads
-are tables over states, fitted by the window loss with gamma = 1; or, after a third of the steps, by total variation or
-the block loss. Then every family drafts n - 1 symbols from the state
-before a kept symbol, conditioned on it, and the tokens per call are *computed* along the same texts of the source for
-token and block verification (`tokenahead.training.evaluation.expected`). `alg. 2 (biased)` is the decoder of the MtPC
-paper, which drops the symbol that verification added. Its text does not follow the source's distribution, so the
-library does not offer it; it stands here for comparison only.
+are tables over states, fitted in equal steps by the window loss with gamma = 1, or, after a third of the steps, by
+another loss. Every family then drafts n - 1 symbols from the state before a kept symbol, conditioned on it:
+
+- `token`, `block`: tokens per call of token and block verification, computed along texts of the source, without drawing
+- `decoded`: tokens per call of block verification, counted while decoding
+- `biased`: the decoder of the MtPC paper, which drops the symbol that verification added. Its text does not follow
+  the source's distribution, so the library does not offer it; it stands here for comparison only.
+
+Tables: `rank` (of CP, n = 8), `families` (n = 8 and 16, r = 8), `start` (of HMM at r = 32: identity bias, homogeneous
+or not, contextual or not), `losses` (n = 8, r = 4). Every finished cell is a row of the file, `seconds` the processor
+time of its training; the command goes on where it ended, one training seed after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from tokenahead import MTPHeadConfig
-from tokenahead.generation.verification import token_acceptance
+from tokenahead.generation.verification import token_acceptance, verify
 from tokenahead.modeling.heads.registry import build_head, init_head
 from tokenahead.modeling.heads.teacher import accepted_along, divergence
-from tokenahead.modeling.heads.window_distribution import WindowDistribution, window_distribution
+from tokenahead.modeling.heads.window_distribution import WindowDistribution, distribution_after, window_distribution
 from tokenahead.training.evaluation.expected import SAMPLED, ExpectedCalls, acceptance_along
 
 BLANK, SYMBOLS = 0, 27
-WINDOWS_PER_STEP, PEAK_RATE = 1024, 0.2
-LENGTH = 200
-"""Symbols of a text."""
+STEPS, WINDOWS_PER_STATE, PEAK_RATE = 500, 5, 0.2
+TEXTS, LENGTH = 200, 200
+"""Texts of the source that are read, and their symbols."""
+CYCLES, BURN_IN = 60, 10
+"""Cycles that are decoded per text, and those before the first that counts."""
+
+
+TABLES = ("rank", "families", "start", "losses")
+FAMILIES = ("ff", "cp", "hmm", "btree")
+LOSSES = ("likelihood", "kl", "block", "tv")
+FIGURES = ("nll", "token", "block", "decoded", "biased", "seconds")
 
 
 class Lexicon:
@@ -103,19 +117,20 @@ class Lexicon:
 
 
 def loss_of(kind: str, q: WindowDistribution, p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Loss of windows [N, n]: `"likelihood"`, `"tv"` or `"block"`, given log-probabilities of the source [N, n, 27]."""
+    """Loss of windows [..., n]: `"likelihood"`, `"block"` or a divergence, given log-probabilities of the source
+    [..., n, 27]; one number per window."""
     if kind == "likelihood":
-        return -q.log_prob(tokens).mean()
-    if kind == "tv":
+        return -q.log_prob(tokens)
+    if kind != "block":
         log_q = q.conditional_log_probs(tokens)
-        first = -log_q[:, 0].gather(-1, tokens[:, :1]).mean()
-        return first + divergence("tv", p[:, 1:], log_q[:, 1:]).sum(-1).mean()
-    log_q, log_p = q.token_log_probs(tokens)[:, 1:], p.gather(-1, tokens[..., None])[:, 1:, 0]
-    return -accepted_along(log_q, log_p, torch.ones_like(log_q, dtype=torch.bool)).sum(-1).mean()
+        first = -log_q[..., 0, :].gather(-1, tokens[..., :1])[..., 0]
+        return first + divergence(kind, p[..., 1:, :], log_q[..., 1:, :]).sum(-1)
+    log_q, log_p = q.token_log_probs(tokens)[..., 1:], p.gather(-1, tokens[..., None])[..., 1:, 0]
+    return -accepted_along(log_q, log_p, torch.ones_like(log_q, dtype=torch.bool)).sum(-1)
 
 
 def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int, kind: str = "likelihood") -> torch.nn.Module:
-    """A head whose hidden states are one-hot states, fitted to windows of the source."""
+    """A head whose hidden states are one-hot states, fitted to as many windows after every state, by its frequency."""
     torch.manual_seed(seed)
     width = len(source.distribution)
     head = build_head(config, width, SYMBOLS)
@@ -123,34 +138,36 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int, kind: str
     optimizer = torch.optim.Adam(head.parameters(), betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_RATE, total_steps=steps, pct_start=0.1)
     with torch.no_grad():  # components that start alike would separate late: a table has no features to share
-        for parameter in head.parameters():
-            parameter.add_(torch.randn_like(parameter))
+        for name, parameter in head.named_parameters():  # logits of sums as a trained backbone's states would give them
+            spread = {"sum_weight": 0.5, "sum_bias": 0.0}.get(name, 1.0)
+            parameter.add_(spread * torch.randn_like(parameter))
     log_probs = source.distribution.log().float()
-    for step in track(range(steps), description=f"{config.head_type} seed {seed}", transient=True):
-        state = source.stationary_pool[torch.randint(0, len(source.stationary_pool), (WINDOWS_PER_STEP,))]
-        tokens, after = source.sample(state, config.window)
-        hidden = torch.nn.functional.one_hot(state, width).float()
-        p = log_probs[torch.cat([state[:, None], after[:, :-1]], 1)]
+    states = torch.arange(width).repeat_interleave(WINDOWS_PER_STATE)
+    frequency = torch.bincount(source.stationary_pool, minlength=width) / len(source.stationary_pool)
+    hidden = torch.eye(width)[:, None]
+    for step in range(steps):
+        tokens, after = source.sample(states, config.window)
+        p = log_probs[torch.cat([states[:, None], after[:, :-1]], 1)].unflatten(0, (width, -1))
         now = "likelihood" if 3 * step < steps else kind
-        loss = loss_of(now, window_distribution(head, config, hidden), p, tokens)
+        losses = loss_of(now, window_distribution(head, config, hidden), p, tokens.unflatten(0, (width, -1)))
         optimizer.zero_grad()
-        loss.backward()
+        (losses.mean(1) * frequency).sum().backward()
         optimizer.step()
         schedule.step()
     return head
 
 
 @torch.no_grad()
-def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig, texts: int) -> dict[str, float]:
-    """Window NLL in nats, and expected tokens per call along so many texts of the source."""
+def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig) -> dict[str, float]:
+    """Window NLL in nats, and tokens per call: expected along texts of the source, and decoded."""
     torch.manual_seed(1234)
-    begun = source.stationary(texts)
+    begun = source.stationary(TEXTS)
     symbols, after = source.sample(begun, LENGTH)
     before = torch.cat([begun[:, None], after[:, :-1]], 1)
     n, width = config.window, len(source.distribution)
     windows = torch.nn.functional.pad(symbols, (0, n - 1)).unfold(1, n, 1)
     states = torch.nn.functional.pad(before, (0, n - 1)).unfold(1, n, 1)
-    places = torch.ones(texts, LENGTH - 1, dtype=torch.bool)
+    places = torch.ones(TEXTS, LENGTH - 1, dtype=torch.bool)
     parts: dict[str, list[ExpectedCalls]] = {rule: [] for rule in SAMPLED}
     nll = []
     for row, state in enumerate(states):
@@ -161,14 +178,31 @@ def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig, text
         for rule, found in parts.items():
             accepted = acceptance_along(q, p, windows[row, :-1, 1:], 1.0, rule)
             found.append(ExpectedCalls.along(accepted[None], places[row, None]))
-        if not row:
-            first = torch.nn.functional.one_hot(begun, width).float()
-            biased = algorithm_2(source, window_distribution(head, config, first), begun)
     rules = {rule: sum(found[1:], found[0]).tokens_per_call for rule, found in parts.items()}
-    return {"nll": float(torch.stack(nll).mean()), **rules, "alg. 2 (biased)": biased}
+    first = window_distribution(head, config, torch.nn.functional.one_hot(begun, width).float())
+    biased = algorithm_2(source, first, begun)
+    return {"nll": float(torch.stack(nll).mean()), **rules, "decoded": decoded(source, head, config), "biased": biased}
 
 
-def algorithm_2(source: Lexicon, distribution: object, state: torch.Tensor) -> float:
+def decoded(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig) -> float:
+    """Tokens per call of block verification with drafts of n - 1, counted over the cycles of texts."""
+    before, width, length = source.stationary(TEXTS), len(source.distribution), config.window - 1
+    last = source.sample(before, 1)[0][:, 0]
+    kept = 0
+    for cycle in range(CYCLES):
+        hidden = torch.nn.functional.one_hot(before, width).float()
+        draft, q = distribution_after(head, config, hidden, last, length).sample_with_probs(length)
+        state = source.following[before, last]
+        accepted, added, _ = verify(draft, q.double(), source.along(state, draft))
+        kept += int(accepted.sum() + TEXTS) if cycle >= BURN_IN else 0
+        passed = [state]  # where a draft is kept, its state exists; what comes behind is not looked at
+        for symbol in draft.unbind(1):
+            passed.append(source.following[passed[-1], symbol].clamp(min=0))
+        before, last = torch.stack(passed, 1).gather(1, accepted[:, None])[:, 0], added
+    return kept / (TEXTS * (CYCLES - BURN_IN))
+
+
+def algorithm_2(source: Lexicon, distribution: WindowDistribution, state: torch.Tensor) -> float:
     """Tokens per call of the paper's Algorithm 2: (sum A_i + 1 - A_1) / (2 - A_1), A_i for fresh drafts."""
     draft, q = distribution.sample_with_probs(distribution.window)
     accept, _ = token_acceptance(draft, q.double(), source.along(state, draft))
@@ -176,46 +210,65 @@ def algorithm_2(source: Lexicon, distribution: object, state: torch.Tensor) -> f
     return float((kept.sum() + 1 - kept[0]) / (2 - kept[0]))
 
 
+def cells(table: str) -> Iterator[dict[str, Any]]:
+    """Options of heads, and `loss` if it is not likelihood."""
+    if table == "rank":
+        yield from ({"head_type": "cp", "window": 8, "rank": rank} for rank in (1, 2, 4, 8, 16, 32))
+    elif table == "families":
+        for window, kind in product((8, 16), FAMILIES):
+            yield {"head_type": kind, "window": window, "rank": 1 if kind == "ff" else 8}
+    elif table == "start":
+        for homogeneous, contextual, bias in product((False, True), (True, False), (0.0, 3.0, None)):
+            shape = {"homogeneous": homogeneous, "contextual": contextual, "identity_bias": bias}
+            yield {"head_type": "hmm", "window": 8, "rank": 32, **shape}
+    else:
+        for loss, kind in product(LOSSES, FAMILIES):
+            yield {"head_type": kind, "window": 8, "rank": 1 if kind == "ff" else 4, "loss": loss}
+
+
+def run(source: Lexicon, cell: dict[str, Any], seed: int) -> dict[str, float]:
+    """Figures of one cell of one training seed."""
+    options = dict(cell)
+    loss = options.pop("loss", "likelihood")
+    config = MTPHeadConfig(**options)
+    started = time.process_time()
+    head = fit(source, config, STEPS, seed, loss)
+    seconds = time.process_time() - started
+    return {"seconds": round(seconds, 1)} | {name: round(x, 4) for name, x in evaluate(source, head, config).items()}
+
+
+def show(table: str, rows: list[dict[str, Any]], console: Console) -> None:
+    """Print a table: means over seeds, least and most."""
+    shown = Table(title=f"{table}: mean over training seeds (least .. most)")
+    options = list(dict.fromkeys(name for cell in cells(table) for name in cell))
+    for column in (*options, "drafts", "seeds", *FIGURES):
+        shown.add_column(column.replace("_", " "), justify="right")
+    for cell in cells(table):
+        own = [row for row in rows if row["cell"] == cell]
+        if own:
+            figures = (_spread([row[name] for row in own]) for name in FIGURES)
+            named = (str(cell.get(name, "")) for name in options)
+            shown.add_row(*named, str(cell["window"] - 1), str(len(own)), *figures)
+    console.print(shown)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--window", type=int, default=16)
-    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--table", nargs="+", default=list(TABLES), choices=TABLES)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--texts", type=int, default=500)
-    parser.add_argument("--heads", nargs="+", default=["ff", "cp", "hmm", "btree"])
-    parser.add_argument("--divergence", nargs="+", default=["likelihood"], choices=["likelihood", "tv", "block"])
+    parser.add_argument("--out", type=Path, default=Path("lexicon.json"), help="rows, which later calls add to")
     arguments = parser.parse_args()
-    source = Lexicon()
+    source, console = Lexicon(), Console(width=160)
     bits = source.entropy()
-    console = Console(width=120)
-    console.print(
-        f"{len(source.distribution)} states, {bits:.2f} bits per symbol; "
-        f"best window NLL {bits * math.log(2) * arguments.window:.2f}"
-    )
-    table = Table(
-        title=f"n = {arguments.window}, r = {arguments.rank}: mean over {arguments.seeds} training seeds (min .. max)"
-    )
-    for column in (
-        "head",
-        "loss",
-        "window NLL",
-        "tokens/call, token",
-        "tokens/call, block",
-        "alg. 2 (biased)",
-        "s",
-    ):
-        table.add_column(column, justify="right")
-    for kind, loss in product(arguments.heads, arguments.divergence):
-        config = MTPHeadConfig(head_type=kind, window=arguments.window, rank=1 if kind == "ff" else arguments.rank)
-        started = time.perf_counter()
-        runs = []
-        for seed in range(arguments.seeds):
-            runs.append(evaluate(source, fit(source, config, arguments.steps, seed, loss), config, arguments.texts))
-        cell = {key: _spread([run[key] for run in runs]) for key in runs[0]}
-        took = f"{(time.perf_counter() - started) / arguments.seeds:.0f}"
-        table.add_row(kind, loss, cell["nll"], cell["token"], cell["block"], cell["alg. 2 (biased)"], took)
-    console.print(table)
+    console.print(f"{len(source.distribution)} states, {bits:.2f} bits per symbol; {bits * math.log(2):.3f} nats")
+    rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    for seed, table in product(range(arguments.seeds), arguments.table):
+        for cell in cells(table):
+            if not any(row["cell"] == cell and row["seed"] == seed for row in rows):
+                rows.append({"cell": cell, "seed": seed, **run(source, cell, seed)})
+                arguments.out.write_text(json.dumps(rows, indent=0))
+    for table in arguments.table:
+        show(table, rows, console)
 
 
 def _spread(values: list[float]) -> str:

@@ -207,7 +207,7 @@ _NAMES = {
         "build_head",
         "init_head",
     ),
-    "tokenahead.modeling.heads.circuits": ("balanced",),
+    "tokenahead.modeling.heads.balanced_trees": ("balanced",),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
         "SequentialDistribution",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import cast
 
@@ -13,7 +14,8 @@ from ...configuration import MTPHeadConfig
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
 from ..wrapped_models import call
 from .backbone_parts import BackboneParts
-from .circuits import ChainDistribution, MixtureDistribution, TreeDistribution
+from .balanced_trees import TreeDistribution
+from .circuits import ChainDistribution, MixtureDistribution
 from .family import FAMILIES, Circuit, HeadFamily, register
 from .ff import FFHead, SharedHead
 from .window_distribution import WindowDistribution, exact
@@ -93,7 +95,9 @@ class CircuitHead(nn.Module):
         bias = torch.zeros_like(self.sum_bias) if self.config.contextual else torch.randn_like(self.sum_bias) * 0.5
         if self.circuit.persistent:
             rank = self.config.rank
-            bias[rank:].view(-1, rank, rank).diagonal(dim1=1, dim2=2).add_(self.config.identity_bias)
+            given = self.config.identity_bias
+            added = persistence(rank) if given is None else given
+            bias[rank:].view(-1, rank, rank).diagonal(dim1=1, dim2=2).add_(added)
         init.copy_(self.sum_bias, bias)
 
     def resize(self, vocab_size: int, std: float | None) -> None:
@@ -107,6 +111,15 @@ class CircuitHead(nn.Module):
         distribution. `rows` is [heads, V, d]."""
         source = [min(i, len(rows) - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
         cast(FFHead, self.leaf).weight.copy_(rows[source].flatten(0, 1))
+
+
+def persistence(rank: int, stay: float = 0.85) -> float:
+    """Return what added to the diagonal of random logits [r, r] makes the mean diagonal of their softmax `stay`.
+
+    For logits of deviation 0.5: equal ones need log(stay / (1 - stay) (r - 1)), and noise takes 0.2 from that, as it
+    raises the sum of the others and flattens the mean.
+    """
+    return math.log(stay / (1 - stay) * max(rank - 1, 1)) + 0.2
 
 
 def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:

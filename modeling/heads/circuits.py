@@ -4,43 +4,112 @@ Layouts (softmax over the last axis, any leading batch dimensions): `leaf_logits
 [..., r], `trans_logits` [..., n - 1 or 1, r, r] from row to column, `node_logits` [..., n - 2, r, r] from the parent's
 state to the node's. Position i emits from the latent that owns it.
 
-Nodes of a BTree are numbered in level order, 0 being the root; a span of m positions splits into floor(m / 2) and the
-rest, and a position hangs on the latent of the node that splits it off.
+Texts are evaluated in log space, with gradients. Drafts are made in linear space, where every operation counts: on an
+accelerator each is a launch.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count
 
 import torch
 from torch import Tensor
 
-from ..masks import numbers
 from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
 
-Walk = Generator[Tensor, Tensor, Tensor]
+Walk = Generator[Tensor, Tensor, Tensor | None]
 Scale = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The arithmetic of weights: `LOG` or `LINEAR`.
+
+    Args:
+        one: Weight of what is certain.
+        times: Product of weights.
+        cumulated: Products of all weights up to each.
+        moved: Weights [..., r] times probabilities [..., r, r].
+    """
+
+    one: float
+    times: Callable[[Tensor, Tensor], Tensor]
+    cumulated: Callable[[Tensor, int], Tensor]
+    moved: Callable[[Tensor, Tensor], Tensor]
+
+
+def moved(weights: Tensor, steps: Tensor) -> Tensor:
+    """weights @ steps, [..., r] by [..., r, s]; many prefixes of one distribution are one product."""
+    if steps.dim() > 2 and steps.shape[-3] == 1 and weights.dim() > 1:
+        return weights @ steps.squeeze(-3)
+    return (weights[..., None, :] @ steps)[..., 0, :]
+
+
+def log_moved(weights: Tensor, steps: Tensor) -> Tensor:
+    """log(exp(weights) @ steps): no copy as large as the steps per text, unlike a logsumexp."""
+    top = weights.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).min)
+    total = moved((weights - top).exp(), steps)
+    empty = total == 0
+    return torch.where(empty, -torch.inf, torch.where(empty, 1.0, total).log() + top)
+
+
+LOG = Ring(0.0, torch.add, torch.cumsum, log_moved)
+LINEAR = Ring(1.0, torch.mul, torch.cumprod, moved)
+
+_RULED_OUT = -1e4, 1e-30
+"""Least evidence of a bound token, as log and linear: where no state can emit it, all remain as likely as before."""
+_RANGE = 60.0
+"""Nats that weights may lose before they are scaled: half of what float32 has, as likelier ones stand beside."""
 
 
 class LatentDistribution(WindowDistribution):
     """What circuits share: all follows from the weight of the owner's state before each position.
 
     Args:
+        root_logits: [..., r].
         leaf_logits: [..., n, r, v].
     """
 
-    def __init__(self, leaf_logits: Tensor) -> None:
-        self.leaf_logits = leaf_logits
-        self.window, self.rank = leaf_logits.shape[-3], leaf_logits.shape[-2]
+    def __init__(self, root_logits: Tensor, leaf_logits: Tensor) -> None:
+        self.root_logits, self.leaf_logits, self._all_leaves = root_logits, leaf_logits, leaf_logits
+        self.window, self.rank, self.size = leaf_logits.shape[-3:]
+        self._known: Tensor | None = None
+
+    @abstractmethod
+    def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
+        """q(z_owner(i), x_1..x_{i-1}) from leaves at the tokens [..., n, r], in the weights of `ring`: [..., n, r].
+
+        Those of the first m positions, given their evidence alone, are exact.
+        """
+
+    @abstractmethod
+    def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        """Yield the probabilities [..., v] of each position after the known ones; is sent the chosen token's leaves.
+
+        `unit` scales weights.
+        """
+
+    @abstractmethod
+    def _tables(self, known: list[Tensor]) -> Tensor:
+        """Unnormalised rows [..., R, r] from which states are drawn, for every state before them."""
+
+    @abstractmethod
+    def _states(self, picks: Tensor, skipped: int) -> Tensor:
+        """States [..., n - skipped] of the owners after what each row of `_tables` has picked [..., R]."""
 
     @cached_property
-    def leaf_norm(self) -> Tensor:
-        """log of what leaves sum to, [..., n, r]."""
-        return self.leaf_logits.logsumexp(-1)
+    def root(self) -> Tensor:
+        """Probabilities [..., r] of the first state."""
+        return self.root_logits.softmax(-1)
+
+    def _root_of(self, ring: Ring) -> Tensor:
+        return self.root if ring is LINEAR else normalised_logits(self.root_logits)
 
     @cached_property
     def _leaves(self) -> tuple[Tensor, Tensor]:
@@ -49,154 +118,215 @@ class LatentDistribution(WindowDistribution):
         Where a gradient is wanted they are normalised: that is one kernel forwards and one back, a logsumexp is many.
         Elsewhere no copy as large as the logits is kept.
         """
-        if torch.is_grad_enabled() and self.leaf_logits.requires_grad:
-            return normalised_logits(self.leaf_logits), self.leaf_logits.new_zeros(())
-        return self.leaf_logits, self.leaf_norm
+        if torch.is_grad_enabled() and self._all_leaves.requires_grad:
+            return normalised_logits(self._all_leaves), self._all_leaves.new_zeros(())
+        return self._all_leaves, self._all_leaves.logsumexp(-1)
 
-    @abstractmethod
-    def owner_weights(self, evidence: Tensor) -> Tensor:
-        """log q(z_owner(i), x_1..x_{i-1}) from log leaves at the tokens [..., n, r]: [..., n, r]."""
+    @cached_property
+    def _probs(self) -> Tensor:
+        """Leaves [..., n, r, v] in linear space."""
+        return self._all_leaves.softmax(-1)
 
-    @abstractmethod
-    def _walk(self, unit: Scale) -> Walk:
-        """Yield the weights [..., r] of each owner in turn, which `unit` scales; is sent the chosen token's leaves."""
+    @property
+    def _bound(self) -> int:
+        """Tokens that the distribution is conditioned on; the window follows them."""
+        return 0 if self._known is None else self._known.shape[-1]
 
-    def evidence(self, tokens: Tensor) -> Tensor:
-        """log leaf_i[z, x_i] for tokens [..., n]: [..., n, r]; 0 for those without a column."""
-        return self._evidence_of(tokens, *self._leaves)
+    def condition(self, first: Tensor) -> LatentDistribution:
+        """Bind a token: evidence like any other, and computed with what comes."""
+        rest, known = copy(self), first[..., None]
+        rest._known = known if self._known is None else torch.cat([self._known, known], -1)
+        rest.leaf_logits, rest.window = self.leaf_logits[..., 1:, :, :], self.window - 1
+        return rest
 
-    def _first_evidence(self, first: Tensor) -> Tensor:
-        """`evidence` of the first token [...] alone, [..., r]."""
-        leaves = self.leaf_logits[..., :1, :, :]
-        return self._evidence_of(first[..., None], leaves, leaves.logsumexp(-1))[..., 0, :]
+    def _with_bound(self, tokens: Tensor) -> Tensor:
+        known = self._known
+        return tokens if known is None else torch.cat([known.expand(*tokens.shape[:-1], -1), tokens], -1)
 
-    def _evidence_of(self, tokens: Tensor, leaves: Tensor, norm: Tensor) -> Tensor:
-        size, shape = leaves.shape[-1], leaves.shape[-3:]
-        others, tokens = (tokens >= size, tokens.clamp(max=size - 1)) if self.reads_codes else (None, tokens)
+    def _evidence(self, tokens: Tensor) -> Tensor:
+        """log leaf_i[z, x_i] of bound tokens and of tokens [..., n] after them; 0 for those without a column."""
+        tokens, bound, (leaves, norm) = self._with_bound(tokens), self._bound, self._leaves
+        found = self._at(leaves, tokens) - norm
+        if self.reads_codes:
+            found = found.masked_fill((tokens >= self.size)[..., None], 0)
+        if not bound:
+            return found
+        return torch.cat([found[..., :bound, :].clamp_min(_RULED_OUT[0]), found[..., bound:, :]], -2)
+
+    def _seen(self, tokens: Tensor) -> Tensor:
+        """Leaves [..., m, r] of the first m tokens, which are possible, in linear space."""
+        found = self._at(self._probs[..., : tokens.shape[-1], :, :], tokens).clamp_min(_RULED_OUT[1])
+        return found.masked_fill((tokens >= self.size)[..., None], 1) if self.reads_codes else found
+
+    def _at(self, leaves: Tensor, tokens: Tensor) -> Tensor:
+        """Entries [..., n, r] of leaves [..., n, r, v] at tokens [..., n]; any at codes from v on."""
+        tokens, shape = tokens.clamp(max=self.size - 1) if self.reads_codes else tokens, leaves.shape[-3:]
         batch = torch.broadcast_shapes(tokens.shape[:-1], leaves.shape[:-3])
         index = tokens.expand(*batch, -1)[..., None, None].expand(*batch, *shape[:-1], 1)
-        found = leaves.expand(*batch, *shape).gather(-1, index)[..., 0] - norm
-        return found if others is None else found.masked_fill(others[..., None], 0)
+        return leaves.expand(*batch, *shape).gather(-1, index)[..., 0]
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""
-        evidence = self.evidence(tokens)
+        evidence, bound = self._evidence(tokens), self._bound
         if unknown is not None:
-            evidence = evidence.masked_fill(unknown[..., None], 0)
-        return logsumexp(self.owner_weights(evidence) + evidence, -1)
+            evidence = evidence.masked_fill(torch.nn.functional.pad(unknown, (bound, 0))[..., None], 0)
+        found = logsumexp(self.owner_weights(evidence) + evidence, -1)
+        return found[..., bound:] - found[..., bound - 1 : bound] if bound else found
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return the posterior of each owner applied to its leaf."""
-        weights, (leaves, norm) = self.owner_weights(self.evidence(tokens)), self._leaves
-        mixed = logsumexp(leaves + (weights - norm)[..., None], -2)
+        bound, (leaves, norm) = self._bound, self._leaves
+        weights = self.owner_weights(self._evidence(tokens))[..., bound:, :]
+        norm = norm[..., bound:, :] if norm.dim() else norm
+        mixed = logsumexp(leaves[..., bound:, :, :] + (weights - norm)[..., None], -2)
         total = logsumexp(weights, -1)[..., None]
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
         """One mixture of leaves: the weights do not depend on what follows the prefix."""
-        position = prefix.shape[-1]
-        tokens = torch.nn.functional.pad(prefix, (0, self.window - position))
-        weights = finite_weights(self.owner_weights(self.evidence(tokens))[..., position, :]).softmax(-1)
-        leaf = self.leaf_logits[..., position, :, :].softmax(-1)
-        return (weights[..., None, :] @ leaf)[..., 0, :].log()
+        evidence = self._seen(self._with_bound(prefix))
+        evidence, position = evidence / evidence.amax(-1, keepdim=True), evidence.shape[-2]
+        weights = self.owner_weights(torch.nn.functional.pad(evidence, (0, 0, 0, 1), value=1.0), LINEAR)[..., -1, :]
+        # where all underflow, they are equal
+        mixed = weights.clamp_min(torch.finfo(weights.dtype).tiny)[..., None, :] @ self._probs[..., position, :, :]
+        return mixed[..., 0, :].log()
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
-        leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
-        tokens, probs, _ = self._walk_along(choose, leaves, leaves, _unit)
+        tokens, probs = self._along(choose, length, _unit)
         return torch.stack(tokens, -1), torch.stack(probs, -2)
 
     def greedy(self, length: int | None = None) -> Tensor:
         """Argmax of each exact conditional in turn; an argmax needs no normalisation, but for what would underflow."""
-        leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
-        return torch.stack(self._walk_along(_largest, leaves, leaves, _now_and_then())[0], -1)
+        return torch.stack(self._along(_largest, length, _seldom if self._is_short else _now_and_then())[0], -1)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
-        """One race for all positions: a distribution is a mixture of leaves, and argmax (w leaf / E) a draw from it."""
-        leaves = self.leaf_logits[..., :length, :, :].softmax(-1)
-        noise = torch.empty_like(leaves[..., :1, :]).exponential_().clamp_min_(torch.finfo(leaves.dtype).tiny)
-        tokens, _, weights = self._walk_along(_largest, leaves / noise, leaves, _now_and_then())
-        return torch.stack(tokens, -1), (_unit(torch.stack(weights, -2))[..., None, :] @ leaves)[..., 0, :]
+        """Draw the states, then all tokens at once, and compute the exact conditionals along them.
 
-    def _walk_along(
-        self, choose: Choose, shown: Tensor, leaves: Tensor, unit: Scale
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Tokens and distributions that `choose` gives for mixtures of `shown` in turn, and the scaled weights."""
-        walk, tokens, probs = self._walk(unit), [], []
-        weights = [next(walk)]
-        for position in range(leaves.shape[-3]):
-            token, distribution = choose((weights[-1][..., None, :] @ shown[..., position, :, :])[..., 0, :])
+        A race argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up.
+        """
+        bound = self._bound
+        if bound > 1:
+            return super().sample_with_probs(length)
+        own, known = self._probs[..., bound : bound + length, :, :], self._known_probs()
+        tables = self._tables(known)
+        sizes = tables.shape[-2:].numel(), length * self.size
+        arrivals = tables.new_empty(*tables.shape[:-2], sum(sizes)).exponential_()
+        early, late = arrivals.clamp_min_(torch.finfo(tables.dtype).tiny).split(sizes, -1)
+        states = self._states((tables / early.unflatten(-1, tables.shape[-2:])).argmax(-1), bound)[..., :length]
+        rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
+        tokens = (rows / late.unflatten(-1, (length, self.size))).argmax(-1)
+        evidence = (
+            self._at(own, tokens) if not known else torch.cat([known[0][..., None, :], self._at(own, tokens)], -2)
+        )
+        if not self._is_short:
+            evidence = evidence / evidence.amax(-1, keepdim=True)
+        weights = _unit(self.owner_weights(evidence, LINEAR)[..., bound:, :])
+        return tokens, (weights[..., None, :] @ own)[..., 0, :]
+
+    def _known_probs(self) -> list[Tensor]:
+        """Leaves [..., r] of bound tokens."""
+        return [] if self._known is None else list(self._seen(self._known).unbind(-2))
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether weights can take the probabilities of a whole window, which are seldom below chance."""
+        return self.full_window * math.log(self.size) < _RANGE
+
+    @property
+    def full_window(self) -> int:
+        """n, bound tokens included."""
+        return self._all_leaves.shape[-3]
+
+    def _along(self, choose: Choose, length: int | None, unit: Scale) -> tuple[list[Tensor], list[Tensor]]:
+        """Tokens and distributions that `choose` gives in turn."""
+        stop, known = None if length is None else self._bound + length, self._known_probs()
+        leaves, tokens, probs = list(self._probs[..., :stop, :, :].unbind(-3)), [], []
+        walk = self._walk(leaves, known, unit)
+        shown = next(walk)
+        for leaf in leaves[len(known) :]:
+            token, distribution = choose(shown)
             tokens.append(token)
             probs.append(distribution)
-            if position + 1 < leaves.shape[-3]:
-                leaf = leaves[..., position, :, :]
-                weights.append(walk.send(leaf.gather(-1, token[..., None, None].expand(*leaf.shape[:-1], 1))[..., 0]))
-        return tokens, probs, weights
-
-    def _leaves_after_first(self) -> Tensor:
-        return self.leaf_logits[..., 1:, :, :]
+            if len(known) + len(tokens) < len(leaves):
+                shown = walk.send(leaf.gather(-1, token[..., None, None].expand(*leaf.shape[:-1], 1))[..., 0])
+        return tokens, probs
 
 
 class MixtureDistribution(LatentDistribution):
     """CP: q(x) = sum_z root[z] prod_i leaf_i[z, x_i]."""
 
-    def __init__(self, root_logits: Tensor, leaf_logits: Tensor) -> None:
-        super().__init__(leaf_logits)
-        self.root = normalised_logits(root_logits)
+    def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
+        """Return the root times all evidence before i."""
+        root = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])
+        return ring.cumulated(torch.cat([root, evidence[..., :-1, :]], dim=-2), -2)
 
-    def owner_weights(self, evidence: Tensor) -> Tensor:
-        """Return the root plus all evidence before i; one cumulative sum."""
-        before = torch.cat([self.root[..., None, :].expand_as(evidence[..., :1, :]), evidence[..., :-1, :]], dim=-2)
-        return before.cumsum(-2)
+    def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        weights = self.root
+        for position, leaf in enumerate(leaves):
+            found = known[position] if position < len(known) else (yield moved(weights, leaf))
+            weights = unit(weights * found)
+        return None
 
-    def condition(self, first: Tensor) -> MixtureDistribution:
-        """root'[z] ~ root[z] leaf_1[z, b]."""
-        return MixtureDistribution(finite_weights(self.root + self._first_evidence(first)), self._leaves_after_first())
+    def _tables(self, known: list[Tensor]) -> Tensor:
+        return (self.root * known[0] if known else self.root)[..., None, :]
 
-    def _walk(self, unit: Scale) -> Walk:
-        weights = self.root.exp()
-        while True:
-            weights = unit(weights * (yield weights))
+    def _states(self, picks: Tensor, skipped: int) -> Tensor:
+        return picks.expand(*picks.shape[:-1], self.window)
 
 
 class ChainDistribution(LatentDistribution):
     """HMM: z_1 ~ root, z_{i+1} ~ trans_i[z_i], x_i ~ leaf_i[z_i]; one transition for all steps if only one is given.
 
-    The filter is n dependent steps of r^2 work in log space: a parallel scan would need r^3 per step and lose -inf.
+    The filter is n dependent steps of r^2 work: a parallel scan would need r^3 per step.
     """
 
-    def __init__(
-        self, root_logits: Tensor, trans_logits: Tensor, leaf_logits: Tensor, normalised: bool = False
-    ) -> None:
-        super().__init__(leaf_logits)
-        self.root = root_logits if normalised else normalised_logits(root_logits)
-        self.transitions = trans_logits if normalised else normalised_logits(trans_logits)
+    def __init__(self, root_logits: Tensor, trans_logits: Tensor, leaf_logits: Tensor) -> None:
+        super().__init__(root_logits, leaf_logits)
+        self.trans_logits = trans_logits
 
-    def _step(self, position: int) -> Tensor:
-        return self.transitions[..., position if self.transitions.shape[-3] > 1 else 0, :, :]
+    @cached_property
+    def steps(self) -> Tensor:
+        """Probabilities [..., n - 1, r, r] of every transition."""
+        steps = self.trans_logits.softmax(-1)
+        return steps.expand(*steps.shape[:-3], self.full_window - 1, -1, -1)
 
-    def owner_weights(self, evidence: Tensor) -> Tensor:
+    def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
         """Return the forward filter, whose every step is a prefix marginal."""
-        weights = [self.root.expand_as(evidence[..., 0, :])]
-        for position in range(self.window - 1):
-            joint = weights[-1] + evidence[..., position, :]
-            weights.append(logsumexp(joint[..., None] + self._step(position), -2))
+        weights, found = [self._root_of(ring).expand_as(evidence[..., 0, :])], evidence.unbind(-2)
+        if ring is LINEAR:  # one product for the evidence of all positions
+            for step in (evidence[..., :-1, :, None] * self.steps[..., : len(found) - 1, :, :]).unbind(-3):
+                weights.append(moved(weights[-1], step))
+            return torch.stack(weights, -2)
+        # taken apart at once: each of many slices would have a gradient as large as all steps
+        for step, seen in zip(self.steps.unbind(-3), found):
+            weights.append(ring.moved(ring.times(weights[-1], seen), step))
         return torch.stack(weights, -2)
 
-    def condition(self, first: Tensor) -> ChainDistribution:
-        """root'[z_2] = sum_{z_1} q(z_1 | b) trans_1[z_1, z_2]."""
-        posterior = normalised_logits(finite_weights(self.root + self._first_evidence(first)))
-        root = posterior if self.window == 1 else logsumexp(posterior[..., None] + self._step(0), -2)
-        rest = self.transitions if self.transitions.shape[-3] == 1 else self.transitions[..., 1:, :, :]
-        return ChainDistribution(root, rest, self._leaves_after_first(), normalised=True)
+    def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        """One product per position gives both the next state's weights and the next token's probabilities."""
+        steps = self.steps[..., : len(leaves) - 1, :, :]
+        ahead = torch.cat([steps, steps @ torch.stack(leaves[1:], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
+        weights = probs = self.root  # which is no more than a start where the first token is known
+        if not known:
+            probs = moved(weights, leaves[0])
+        for position, table in enumerate(ahead):
+            found = known[position] if position < len(known) else (yield probs)
+            weights, probs = moved(unit(weights * found), table).split([self.rank, self.size], -1)
+        yield probs
+        return None
 
-    def _walk(self, unit: Scale) -> Walk:
-        weights, steps = self.root.exp(), self.transitions.exp()
-        for position in range(self.window):
-            weights = unit(weights * (yield weights))
-            if position + 1 < self.window:
-                step = steps[..., position if steps.shape[-3] > 1 else 0, :, :]
-                weights = (weights[..., None, :] @ step)[..., 0, :]
+    def _tables(self, known: list[Tensor]) -> Tensor:
+        first = moved(self.root * known[0], self.steps[..., 0, :, :]) if known else self.root
+        rows = self.steps[..., len(known) :, :, :].flatten(-3, -2)
+        return torch.cat([first[..., None, :], rows], -2)
+
+    def _states(self, picks: Tensor, skipped: int) -> Tensor:
+        states = [picks[..., :1]]
+        maps = picks[..., 1:].unflatten(-1, ((picks.shape[-1] - 1) // self.rank, self.rank))
+        for chosen in maps.unbind(-2):
+            states.append(chosen.gather(-1, states[-1]))
+        return torch.cat(states, -1)
 
 
 def _unit(weights: Tensor) -> Tensor:
@@ -208,6 +338,10 @@ def _largest(weights: Tensor) -> tuple[Tensor, Tensor]:
     return weights.argmax(-1), weights
 
 
+def _seldom(weights: Tensor) -> Tensor:
+    return weights
+
+
 def _now_and_then() -> Scale:
     """`_unit` at every fourth call: what is left in between is the probability of four tokens, far from underflow."""
     calls = count(1)
@@ -217,184 +351,3 @@ def _now_and_then() -> Scale:
 def finite_weights(joint: Tensor) -> Tensor:
     """Log weights [..., r] without -inf; where all were, they are equal, as after an impossible token."""
     return joint.clamp_min(torch.finfo(joint.dtype).min / 4)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A child of a node: a position (`leaf`) or another node."""
-
-    is_leaf: bool
-    index: int
-
-
-@dataclass(frozen=True)
-class TreeStructure:
-    """A binary tree over positions 0..n-1; a node may have lost its left child to `without_first`.
-
-    Attributes:
-        window: n.
-        left: Left child per node, or None.
-        right: Right child per node, or None.
-    """
-
-    window: int
-    left: tuple[Unit | None, ...]
-    right: tuple[Unit | None, ...]
-
-    @cached_property
-    def parent(self) -> tuple[int, ...]:
-        """Parent per node, -1 for the root."""
-        return self._above(False, len(self.left))
-
-    @cached_property
-    def owner(self) -> tuple[int, ...]:
-        """Node that each position hangs on."""
-        return self._above(True, self.window)
-
-    def _above(self, is_leaf: bool, count: int) -> tuple[int, ...]:
-        """Return the node above each position, or above each node."""
-        found = [-1] * count
-        for node, children in enumerate(zip(self.left, self.right)):
-            for child in children:
-                if child is not None and child.is_leaf == is_leaf:
-                    found[child.index] = node
-        return tuple(found)
-
-    @cached_property
-    def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes by depth, the root's level first."""
-        depth = [0] * len(self.left)
-        for node in range(1, len(depth)):
-            depth[node] = depth[self.parent[node]] + 1
-        return tuple(tuple(n for n, own in enumerate(depth) if own == d) for d in range(max(depth) + 1))
-
-    @lru_cache(maxsize=256)  # noqa: B019 - structures are few, small and shared
-    def without_first(self) -> TreeStructure:
-        """Return the structure over positions 1..n-1, renumbered from 0."""
-
-        def shift(child: Unit | None) -> Unit | None:
-            if child is None or not child.is_leaf:
-                return child
-            return None if child.index == 0 else Unit(True, child.index - 1)
-
-        return TreeStructure(self.window - 1, tuple(map(shift, self.left)), tuple(map(shift, self.right)))
-
-
-@lru_cache(maxsize=256)
-def balanced(window: int) -> TreeStructure:
-    """Return the BTree of the MtPC paper over `window` positions.
-
-    Example:
-        >>> balanced(4).owner
-        (1, 1, 2, 2)
-    """
-    left: list[Unit | None] = []
-    right: list[Unit | None] = []
-    spans = [(0, window)]
-    for low, high in spans:  # grows while it is walked: breadth first
-        middle = low + (high - low) // 2
-        for side, (start, stop) in ((left, (low, middle)), (right, (middle, high))):
-            side.append(_child(start, stop, spans))
-    return TreeStructure(window, tuple(left), tuple(right))
-
-
-def _child(start: int, stop: int, spans: list[tuple[int, int]]) -> Unit | None:
-    if stop - start == 0:
-        return None
-    if stop - start == 1:
-        return Unit(True, start)
-    spans.append((start, stop))
-    return Unit(False, len(spans) - 1)
-
-
-class TreeDistribution(LatentDistribution):
-    """BTree: q(x) = sum_z root[z_0] prod_{h>0} node_h[z_parent(h), z_h] prod_i leaf_i[z_owner(i), x_i].
-
-    All prefixes at once take one pass up and one down the levels: a prefix has seen every left sibling of the path to
-    its next position, and nothing to the right of it.
-    """
-
-    def __init__(
-        self,
-        root_logits: Tensor,
-        node_logits: Tensor | None,
-        leaf_logits: Tensor,
-        structure: TreeStructure | None = None,
-    ) -> None:
-        super().__init__(leaf_logits)
-        self.structure = structure or balanced(self.window)
-        self.root = normalised_logits(root_logits)
-        if node_logits is None:  # a window of one or two positions
-            node_logits = self.root.new_zeros(*self.root.shape[:-1], 0, self.rank, self.rank)
-        self.nodes = normalised_logits(node_logits)
-
-    def _weights_of(self, nodes: tuple[int, ...]) -> Tensor:
-        return _select(self.nodes, [node - 1 for node in nodes], -3)
-
-    def owner_weights(self, evidence: Tensor) -> Tensor:
-        """Return the messages up (what a whole span says of its parent's state), then weights down."""
-        messages, slots = self._upward(evidence)
-        tree, weights = self.structure, [self.root.expand_as(evidence[..., 0, :])[..., None, :]]
-        order = {0: 0}
-        for level in tree.levels[1:]:
-            parents = [tree.parent[node] for node in level]
-            before = _select(torch.cat(weights, -2), [order[parent] for parent in parents], -2)
-            seen = [self._left_of(Unit(False, node), parent, slots) for node, parent in zip(level, parents)]
-            joint = before + _select(messages, seen, -2)
-            weights.append(logsumexp(joint[..., None] + self._weights_of(level), -2))
-            order |= {node: len(order) + i for i, node in enumerate(level)}
-        owners = [order[owner] for owner in tree.owner]
-        seen = [self._left_of(Unit(True, i), owner, slots) for i, owner in enumerate(tree.owner)]
-        return _select(torch.cat(weights, -2), owners, -2) + _select(messages, seen, -2)
-
-    def _upward(self, evidence: Tensor) -> tuple[Tensor, dict[Unit | None, int]]:
-        """Messages [..., slots, r] over the parent's states, and the slot of each unit (of None: it says nothing)."""
-        tree = self.structure
-        slots: dict[Unit | None, int] = {Unit(True, i): i for i in range(tree.window)} | {None: tree.window}
-        messages = torch.cat([evidence, torch.zeros_like(evidence[..., :1, :])], -2)
-        for level in reversed(tree.levels[1:]):
-            left, right = ([slots[side[node]] for node in level] for side in (tree.left, tree.right))
-            inside = _select(messages, left, -2) + _select(messages, right, -2)
-            upward = logsumexp(self._weights_of(level) + inside[..., None, :], -1)
-            slots |= {Unit(False, node): messages.shape[-2] + i for i, node in enumerate(level)}
-            messages = torch.cat([messages, upward], -2)
-        return messages, slots
-
-    def _left_of(self, unit: Unit, parent: int, slots: dict[Unit | None, int]) -> int:
-        """Return the slot of what a prefix that reaches `unit` has seen below its parent: its left sibling."""
-        return slots[self.structure.left[parent]] if self.structure.right[parent] == unit else slots[None]
-
-    def condition(self, first: Tensor) -> TreeDistribution:
-        """Reweight the path from the first position's owner to the root: log n nodes."""
-        message, nodes, node = self._first_evidence(first), self.nodes, self.structure.owner[0]
-        while node:
-            joint = nodes[..., node - 1, :, :] + message[..., None, :]
-            message, nodes = logsumexp(joint, -1), nodes.clone()
-            nodes[..., node - 1, :, :] = finite_weights(joint)
-            node = self.structure.parent[node]
-        root = finite_weights(self.root + message)
-        return TreeDistribution(root, nodes, self._leaves_after_first(), self.structure.without_first())
-
-    def _walk(self, unit: Scale) -> Walk:
-        return (yield from self._visit(0, self.root.exp(), self.nodes.exp(), unit))
-
-    def _visit(self, node: int, weights: Tensor, nodes: Tensor, unit: Scale) -> Walk:
-        """Walk the span of `node`; returns what the span says of the node's own state."""
-        children = [child for child in (self.structure.left[node], self.structure.right[node]) if child is not None]
-        seen = None
-        for child in children:
-            if child.is_leaf:
-                message = yield weights
-            else:
-                step = nodes[..., child.index - 1, :, :]
-                below = yield from self._visit(child.index, (weights[..., None, :] @ step)[..., 0, :], nodes, unit)
-                message = (step @ below[..., None])[..., 0]
-            if child is not children[-1]:  # the weights after the last child are not needed
-                weights = unit(weights * message)
-            seen = message if seen is None else unit(seen * message)
-        return torch.ones_like(weights) if seen is None else seen
-
-
-def _select(values: Tensor, indices: Iterable[int], dim: int) -> Tensor:
-    """Return some entries of one axis."""
-    return values.index_select(dim, numbers(tuple(indices), values.device))

@@ -339,7 +339,7 @@ def test_waiting_is_noticed(waits):
 
 @pytest.mark.parametrize("top_k", [3, 9])
 def test_a_draft_vocabulary_draws_as_a_vocabulary_of_its_own(top_k):
-    """The same seed draws the same tokens over the few that there are, and over all of which the others have nothing."""
+    """One seed draws the same tokens over the few that there are, and over all of which the others have nothing."""
     ids, probs = torch.tensor([4, 17, 2, 28, 9, 11]), (2 * torch.randn(8, 6)).softmax(-1)
     whole = torch.zeros(8, 30).index_copy_(1, ids, probs)
     options = dict(depth=2, top_k=top_k, total_tokens=12)

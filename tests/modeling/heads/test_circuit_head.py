@@ -36,6 +36,30 @@ def test_a_circuit_starts_as_the_distribution_of_the_ff_heads(kind, window):
     )
 
 
+def mean_diagonal(**options):
+    """The mean diagonal of a new HMM's transitions, over contexts."""
+    torch.manual_seed(0)
+    head = build_head(MTPHeadConfig(head_type="hmm", window=4, **options), 64, 8)
+    head.reset_head(0.02)
+    transitions = head(torch.randn(200, 64))["trans_logits"].detach().softmax(-1)
+    return float(transitions.diagonal(dim1=-2, dim2=-1).mean())
+
+
+@pytest.mark.parametrize("more", [{}, {"homogeneous": True}, {"contextual": False}], ids=["", "homogeneous", "fixed"])
+@pytest.mark.parametrize("rank", [2, 4, 8, 32, 128])
+def test_states_of_a_new_chain_persist_at_any_rank(rank, more):
+    if more.get("contextual", True):
+        assert mean_diagonal(rank=rank, **more) == pytest.approx(0.85, abs=0.015)
+    else:  # a few draws are what there is to average
+        assert mean_diagonal(rank=rank, **more) == pytest.approx(0.85, abs=0.1)
+
+
+def test_a_number_stays_possible_as_identity_bias_and_in_saved_configs():
+    saved = {"head_type": "hmm", "window": 4, "rank": 32, "identity_bias": 3.0}
+    assert MTPHeadConfig.from_dict(saved).identity_bias == 3.0
+    assert mean_diagonal(rank=32, identity_bias=3.0) == pytest.approx(0.37, abs=0.02)
+
+
 @pytest.mark.parametrize("options", VARIANTS, ids=name)
 def test_save_load_and_generate(options, tmp_path):
     model = tiny_model()

@@ -1,0 +1,129 @@
+"""BTree: the circuit of the MtPC paper whose latents form a balanced binary tree.
+
+Nodes are numbered in level order, 0 being the root; a span of m positions splits into floor(m / 2) and the rest, and a
+position hangs on the latent of the node that splits it off. All is computed by level of a perfect tree.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from ..masks import numbers
+from .circuits import LOG, LatentDistribution, Ring, Scale, Walk, moved
+
+
+@lru_cache(maxsize=256)
+def balanced(window: int) -> tuple[int | None, ...]:
+    """Return the positions of the MtPC paper's BTree by slot: the leaves of a perfect tree, None where one is empty.
+
+    Above an empty slot, the last node is no latent of its own: it has its parent's state.
+
+    Example:
+        >>> balanced(5)
+        (None, 0, None, 1, None, 2, 3, 4)
+    """
+    spans = [(0, window)]
+    for _ in range((window - 1).bit_length()):
+        cuts = [(low, low + (high - low) // 2, high) for low, high in spans]
+        spans = [span for low, middle, high in cuts for span in ((low, middle), (middle, high))]
+    return tuple(low if high > low else None for low, high in spans)
+
+
+class TreeDistribution(LatentDistribution):
+    """BTree: q(x) = sum_z root[z_0] prod_{h>0} node_h[z_parent(h), z_h] prod_i leaf_i[z_owner(i), x_i].
+
+    All prefixes at once take one pass up and one down the levels: a prefix has seen every left sibling of the path to
+    its next position, and nothing to the right of it.
+    """
+
+    def __init__(self, root_logits: Tensor, node_logits: Tensor | None, leaf_logits: Tensor) -> None:
+        super().__init__(root_logits, leaf_logits)
+        if node_logits is None:  # a window of one or two positions
+            node_logits = root_logits.new_zeros(*root_logits.shape[:-1], 0, self.rank, self.rank)
+        self.node_logits: Tensor = node_logits
+        self.slots = balanced(self.window)
+        self.depth, self.is_perfect = (self.window - 1).bit_length(), None not in self.slots
+
+    @cached_property
+    def steps(self) -> list[Tensor]:
+        """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on; the identity where one is none."""
+        steps, counts = self.node_logits.softmax(-1), [2**d for d in range(1, self.depth)]
+        if not self.is_perfect and counts:
+            same = torch.eye(self.rank, dtype=steps.dtype, device=steps.device).expand_as(steps[..., :1, :, :])
+            found, nodes = count(sum(counts[:-1])), list(range(sum(counts[:-1])))
+            nodes += [next(found) if left is not None else steps.shape[-3] for left in self.slots[::2]]
+            steps = _select(torch.cat([steps, same], -3), nodes, -3)
+        return list(steps.split(counts, -3)) if counts else []
+
+    def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
+        """Return the messages up (what a whole span says of its parent's state), then weights down."""
+        given, missing = evidence.shape[-2], self.full_window - evidence.shape[-2] + (not self.is_perfect)
+        if missing:
+            evidence = torch.nn.functional.pad(evidence, (0, 0, 0, missing), value=ring.one)
+        if not self.is_perfect:
+            evidence = _select(evidence, [self.full_window if i is None else i for i in self.slots], -2)
+        messages = [evidence]
+        for steps in reversed(self.steps):
+            inside = ring.times(messages[0][..., ::2, :], messages[0][..., 1::2, :])
+            messages.insert(0, ring.moved(inside, steps.mT))
+        weights = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])
+        for level, message in enumerate(messages[: self.depth]):
+            weights = ring.moved(weights, self.steps[level - 1]) if level else weights
+            weights = torch.stack([weights, ring.times(weights, message[..., ::2, :])], -2).flatten(-3, -2)
+        return (weights if self.is_perfect else _select(weights, self._filled, -2))[..., :given, :]
+
+    @property
+    def _filled(self) -> list[int]:
+        return [slot for slot, position in enumerate(self.slots) if position is not None]
+
+    def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        return (yield from self._visit(0, 0, self.root, leaves, known, unit))
+
+    def _visit(
+        self, level: int, index: int, weights: Tensor, leaves: list[Tensor], known: list[Tensor], unit: Scale
+    ) -> Walk:
+        """Walk a span; returns what it says of its parent's state, None where it is empty."""
+        if level == self.depth:
+            position = self.slots[index]
+            if position is None or position < len(known):
+                return None if position is None else known[position]
+            return (yield moved(weights, leaves[position]))
+        is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
+        step = self.steps[level - 1][..., index, :, :] if is_latent else None
+        weights = weights if step is None else moved(weights, step)
+        left = yield from self._visit(level + 1, 2 * index, weights, leaves, known, unit)
+        after = weights if left is None else unit(weights * left)
+        seen = yield from self._visit(level + 1, 2 * index + 1, after, leaves, known, unit)
+        assert seen is not None
+        seen = seen if left is None else unit(left * seen)
+        return seen if step is None else moved(seen, step.mT)
+
+    def _tables(self, known: list[Tensor]) -> Tensor:
+        """Every state's row of every node; a known first token weighs those on its path to the root."""
+        tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
+        if known:
+            message = known[0]
+            for level in reversed(range(1, self.depth)):
+                start = 1 + (2**level - 2) * self.rank
+                message = tables[..., start : start + self.rank, :].mul_(message[..., None, :]).sum(-1)
+            tables[..., 0, :].mul_(message)
+        return tables
+
+    def _states(self, picks: Tensor, skipped: int) -> Tensor:
+        states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)
+        for level, chosen in enumerate(levels):
+            chosen = chosen.unflatten(-1, (2**level, 2, self.rank))
+            states = chosen.gather(-1, states[..., None, None].expand(*chosen.shape[:-1], 1)).flatten(-3)
+        if self.depth:
+            states = states[..., None].expand(*states.shape, 2).flatten(-2)
+        states = states if self.is_perfect else _select(states, self._filled, -1)
+        return states[..., skipped:]
+
+
+def _select(values: Tensor, indices: list[int], dim: int) -> Tensor:
+    """Return some entries of one axis."""
+    return values.index_select(dim, numbers(tuple(indices), values.device))

@@ -20,10 +20,12 @@ CORE = {
         "_pad_token_tensor": "pads finished sequences",
         "_prefill": "runs the prompt, in chunks where the generation config says so",
         "_prepare_generation_config": "reads the options of a call",
+        "_prepare_position_ids_for_generation": "overridden: the main model's, which may be three beside images",
         "_sample": "decodes plainly where nothing is drafted",
         "_supports_default_dynamic_cache": "whether the cache is a DynamicCache",
         "_valid_auto_compile_criteria": "whether forwards of a call are compiled",
         "_update_model_kwargs_for_generation": "what the model is given after one more token",
+        "_validate_model_kwargs": "overridden: pixels go to the main model",
     },
     "transformers.modeling_utils:PreTrainedModel": {
         "_can_set_attn_implementation": "overridden: a wrapper answers for its backbone",

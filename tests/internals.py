@@ -32,6 +32,7 @@ _MODULES = {
     "layer_module": "tokenahead.modeling.heads.layer",
     "generate_module": "tokenahead.generation.generate",
     "mixins_module": "tokenahead.generation.generate",
+    "backbones_module": "tokenahead.generation.target.backbones",
     "options_module": "tokenahead.generation.call.options",
     "parallel_drafter_module": "tokenahead.generation.parallel",
     "ptp_completions": "tokenahead.training.ptp.completions",

@@ -29,7 +29,7 @@ class OverMainModel(nn.Module):
 
     def readout_of(self, depth: int) -> Readout:
         """Return the map from h^depth to logits: the main model's (0), or that of a module; see `MTPModules.step`."""
-        return Readout(self.main, self.mtp[min(depth, self.mtp.count) - 1] if depth else None)
+        return Readout(self.main, self.mtp.at(depth) if depth else None)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the main model's embeddings and its head, which all parts share.

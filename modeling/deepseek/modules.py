@@ -147,6 +147,10 @@ class MTPModules(nn.Module):
     def __iter__(self) -> Iterator[MTPModule]:
         return (self[index] for index in range(self.count))
 
+    def at(self, depth: int) -> MTPModule:
+        """Return the module of a depth k >= 1; wrappers of peft pass methods on, and no indices."""
+        return self[min(depth, self.count) - 1]
+
     @property
     def last(self) -> MTPModule:
         """The module of depth D, which deeper drafts reuse."""

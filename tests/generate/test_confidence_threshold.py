@@ -51,10 +51,10 @@ def test_drafts_end_with_the_first_token_of_which_no_row_was_sure(name, monkeypa
     chances, ends = [], []
     whole = HeadSession._chain
 
-    def watched(drafter, distribution, length):
+    def watched(drafter, distribution, length, masks):
         draft_probs = distribution.draft(lambda probs: (probs.argmax(-1), probs), length)[1]
         chances.append(draft_probs.amax(-1).amax(0).tolist())
-        draft, q = whole(drafter, distribution, length)
+        draft, q = whole(drafter, distribution, length, masks)
         ends.append(draft.shape[1])
         return draft, q
 

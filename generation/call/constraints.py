@@ -18,7 +18,7 @@ from transformers.generation import logits_process as library
 
 from ...modeling.masks import numbers, to_device
 from .automata import AutomatonProcessor, HostWalk, OffersAutomaton, TableAutomaton, TableWalk, fitted
-from .places import PathPlaces, Places, apply_known
+from .places import KNOWN, PathPlaces, Places, apply_known
 from .sequences import Sequences
 
 _MASKING = (
@@ -145,16 +145,16 @@ class Constraints:
 
     def applied(self, processor: Any, places: Places, flat: Tensor, alive: Tensor | None) -> Tensor:
         """Scores [B P, v] after one processor; alive [B, P] are places that a draft can be accepted to reach."""
+        if type(processor) in KNOWN:  # looked at first, for protocols are slow to ask
+            return apply_known(processor, places, flat)
         size = flat.shape[-1]
         if offers_automaton(processor):
             mask = self.of_automaton(processor, places.tokens, places.paths, size).flatten(0, 1)
         elif isinstance(processor, library.PrefixConstrainedLogitsProcessor):
             mask = to_device(_of_function(processor, places, size, alive), flat.device)
             flat = flat.masked_fill((flat.masked_fill(~mask, -torch.inf) == -torch.inf).all(-1, keepdim=True), 0)
-        elif offers_mask(processor):
-            mask = fitted(_offered(processor, places), size, processor)
         else:
-            return apply_known(processor, places, flat)
+            mask = fitted(_offered(processor, places), size, processor)
         return flat.masked_fill(~mask, -torch.inf)
 
 

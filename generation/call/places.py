@@ -55,6 +55,9 @@ BY_LENGTH = (
 """Processors that look at the number of ids."""
 
 
+KNOWN = frozenset(POINTWISE + BY_HISTORY + BY_LENGTH)
+
+
 class Places:
     """Positions after sequences.
 
@@ -89,7 +92,7 @@ class Places:
         rows = tokens.ids[:, :longest]
         if min(tokens.lengths) == longest:
             return rows
-        source = torch.arange(longest, device=rows.device) - (longest - tokens.ends)[:, None]
+        source = cached_arange(longest, rows.device) - (longest - tokens.ends)[:, None]
         return rows.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
 
     def by_length(self) -> Iterator[tuple[int, Tensor]]:
@@ -193,4 +196,4 @@ def _without_prompt(ids: Tensor, places: Places, ignored: int | Tensor) -> Tenso
     if isinstance(ignored, Tensor):
         ignored = ignored.to(ids.device).repeat_interleave(places.size)
     start = ids.shape[1] - places.lengths + ignored
-    return ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) < start[:, None], places.fill)
+    return ids.masked_fill(cached_arange(ids.shape[1], ids.device) < start[:, None], places.fill)

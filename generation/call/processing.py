@@ -21,7 +21,7 @@ from ...modeling.masks import numbers
 from ..trees.contract import DraftTree
 from .automata import fitted
 from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
-from .places import BY_HISTORY, BY_LENGTH, POINTWISE, TreePlaces
+from .places import KNOWN, POINTWISE, TreePlaces
 from .sequences import Sequences
 
 logger = logging.get_logger(__name__)
@@ -63,8 +63,7 @@ class Processing:
     ) -> None:
         self.processors, self.pad, self.ends = list(processors), pad, ends
         self.pointwise = [p for p in self.processors if type(p) in POINTWISE]
-        known = POINTWISE + BY_HISTORY + BY_LENGTH
-        self.is_known = all(type(p) in known or is_automaton(p) for p in self.processors)
+        self.is_known = all(type(p) in KNOWN or is_automaton(p) for p in self.processors)
         self.is_pointwise = len(self.pointwise) == len(self.processors)
         self.constraints = Constraints(self.processors, ends, prompt_length)
         self.unchecked = _CHECKED

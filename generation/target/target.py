@@ -33,6 +33,10 @@ _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
 
 
+_COPIED = 64
+"""Columns that may be copied for every token that may follow, where sequences that have ended are left out."""
+
+
 def each_state(states: States | None, change: Callable[[torch.Tensor], torch.Tensor]) -> States | None:
     """Return hidden states of layers after a change; None for layers that were not asked for, or for all of them."""
     return states and tuple(None if state is None else change(state) for state in states)
@@ -296,6 +300,7 @@ class RowTarget(ColumnTarget):
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
         self.call: Callable[..., Any] = self.model
+        self.limit = limit
         self.rows = self.rows_type(self.mask, self.is_padded, limit, span)
         self.rows.take_over(self.cache)
 
@@ -305,10 +310,16 @@ class RowTarget(ColumnTarget):
         return self.rows.counts if self.open is None else self.ended.index_copy(0, self.open, self.rows.counts)
 
     def leave_out(self, done: list[bool]) -> None:
-        """See `Target`: the cache is copied, so that half of its sequences must have ended since the last time."""
+        """See `Target`: the cache is copied, so that half of its sequences must have ended since the last time.
+
+        Beyond that, few columns for every token that may follow: what cycles move must not grow with the context.
+        """
         held = list(range(len(done))) if self.open is None else self.held
         chosen = [index for index, row in enumerate(held) if not done[row]]
         if not chosen or 2 * len(chosen) > len(held) or not self.rows.holds(self.cache):
+            return
+        room = self.limit - min(self.rows.lengths[row] for row in chosen)
+        if max(self.rows.lengths) > _COPIED * room:
             return
         self.ended, self.held = self.counts, [held[index] for index in chosen]
         self.open = torch.tensor(self.held, device=self.ended.device)

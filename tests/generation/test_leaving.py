@@ -93,3 +93,16 @@ def test_sampled_texts_are_those_of_a_batch_that_nobody_leaves():
     torch.manual_seed(0)
     assert torch.equal(model.generate(**batch, **common, assistant_model=drafter), whole)
     assert min(sizes) < 5
+
+
+@pytest.mark.parametrize(("columns", "leaves"), [(8, True), (400, False)])
+def test_a_long_context_is_not_copied_for_a_few_tokens(columns, leaves):
+    """The four sequences that are left have at most five more tokens, of which each pays for 64 columns."""
+    model = backbone()
+    ids = torch.randint(2, 47, (8, columns), generator=torch.Generator().manual_seed(0))
+    ends = StoppingCriteriaList([EndsAt([columns + 3 if row < 4 else columns + 9 for row in range(8)])])
+    common = dict(max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=47, stopping_criteria=ends)
+    plain = model.generate(ids, **common)
+    drafter, sizes = NgramDrafter(longest=1, num_tokens=2).attach(model), sizes_of(model)
+    assert torch.equal(model.generate(ids, **common, assistant_model=drafter), plain)
+    assert (min(sizes) < 8) == leaves

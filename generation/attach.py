@@ -12,7 +12,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .. import __version__
@@ -172,6 +172,30 @@ class AttachableDrafter(BaseDrafter):
         parent(state)
         tie.drafters.append(self)
         self._backbones = [tie.backbone] if tie.backbone is not None else []
+
+
+class LookUpDrafter(AttachableDrafter):
+    """A drafter that looks its drafts up in text and has no model: they may be of any length.
+
+    Attributes:
+        num_tokens: Tokens to draft where nobody asks for a number.
+    """
+
+    drafts_trees, reads_prompt = True, False
+    num_tokens: int
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The backbone's, whose vocabulary and special ids are the drafter's own."""
+        return self.backbone.config
+
+    def longest_draft(self) -> int | None:
+        """Any number."""
+        return None
+
+    def default_draft(self) -> int:
+        """`num_tokens`."""
+        return self.num_tokens
 
 
 class NoGenerationMixin:

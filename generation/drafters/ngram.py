@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 
 from ...modeling.masks import cached_arange
-from ..attach import AttachableDrafter
+from ..attach import LookUpDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import DraftSession
 from ..trees.contract import DraftTree
 
 
-class NgramDrafter(AttachableDrafter):
+class NgramDrafter(LookUpDrafter):
     """Drafts from each sequence's own text, for any backbone and batch, without a model.
 
     The longest n-gram that ends the text and stood in it before wins, and of several places the latest; their
@@ -36,27 +36,12 @@ class NgramDrafter(AttachableDrafter):
         >>> out = model.generate(**inputs, assistant_model=drafter)
     """
 
-    drafts_trees, reads_prompt = True, False
-
     def __init__(self, longest: int = 3, num_tokens: int = 10, branches: int = 1) -> None:
         for name, value in {"longest": longest, "num_tokens": num_tokens, "branches": branches}.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         self._backbones = []
         self.longest, self.num_tokens, self.branches = longest, num_tokens, branches
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The backbone's, whose vocabulary and special ids are the drafter's own."""
-        return self.backbone.config
-
-    def longest_draft(self) -> int | None:
-        """Any number."""
-        return None
-
-    def default_draft(self) -> int:
-        """`num_tokens`."""
-        return self.num_tokens
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """See `DrafterMixin`; several branches are a tree, also where the call asks for none."""

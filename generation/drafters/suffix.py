@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 
-from ..attach import AttachableDrafter
+from ..attach import LookUpDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
@@ -25,7 +25,7 @@ _FILE = "suffixes.safetensors"
 _LEAST = {"depth": 2, "num_tokens": 1, "max_nodes": 1000}
 
 
-class SuffixDrafter(AttachableDrafter):
+class SuffixDrafter(LookUpDrafter):
     """Drafts what followed the last tokens most often in all text that it has seen, for any backbone and batch.
 
     It counts the continuations of every run of tokens of the prompts, of all sequences of a batch while they are
@@ -49,8 +49,6 @@ class SuffixDrafter(AttachableDrafter):
         >>> out = model.generate(**inputs, num_return_sequences=8, do_sample=True)
         >>> drafter.save_pretrained("suffixes")
     """
-
-    drafts_trees, reads_prompt = True, False
 
     def __init__(
         self,
@@ -76,19 +74,6 @@ class SuffixDrafter(AttachableDrafter):
             max_nodes,
         )
         self.counts = SuffixCounts(depth, max_nodes)
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The backbone's, whose vocabulary and special ids are the drafter's own."""
-        return self.backbone.config
-
-    def longest_draft(self) -> int | None:
-        """Any number."""
-        return None
-
-    def default_draft(self) -> int:
-        """`num_tokens`."""
-        return self.num_tokens
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Checks `draft_tree={"top_k": children, "total_tokens": size}`; the size is that of the block, b included.

@@ -65,11 +65,14 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
     def ranking(logits: Tensor) -> Tensor:
         return _log_distribution(logits, growth, masks)
 
+    def rating(logits: Tensor) -> Tensor:  # ranks alone are read, and logits have them
+        return logits if masks is None else ranking(logits)
+
     if "choices" in tree:
         choices = [path for path in tree["choices"] if len(path) <= length]
-        scores = (lambda logits: logits) if masks is None else ranking
-        following = lambda tokens, parents: scores(after(_ids(growth, tokens), parents))  # noqa: E731
-        found = ranked_tree(choices, scores(logits), following)
+        found = ranked_tree(
+            choices, rating(logits), lambda tokens, parents: rating(after(_ids(growth, tokens), parents))
+        )
         return _spelled(growth, found)
     tree["depth"] = min(tree["depth"], length - 1)
     if options.do_sample:

@@ -1,0 +1,192 @@
+"""The paper's tables on the model in the box: heads trained anew on its own text, for the same processor time.
+
+    python benchmarks/box_heads.py --table rank families start losses layers --seconds 90 --out box.json
+    python benchmarks/box_heads.py --table families losses --out box.json --decode       # on an idle machine
+
+The box's backbone is frozen. It goes on with beginnings of Python's standard library, sampled at T = 1, and every head
+starts from the box's FF heads and learns from that text: where text is the target's own, likelihood estimates what
+acceptance needs, and the block loss is exact. `layers` compares draft LoRA after equal steps (`--steps`), everything
+else gets equal processor time; `released` goes on with the box's own heads. `token` and `block` are tokens per call at
+T = 1 of drafts of window - 1 bytes, expected along texts that the backbone has drawn behind held-out files; `nll` is
+the heads' loss per window on them, in nats.
+
+With `--decode`, the heads that were kept write at T = 1, all of one table by turns with plain decoding, prompt by
+prompt: bytes per call, and bytes per second of the wall clock. Rows are added to the file; the command goes on where
+it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from corpus import ByteWindows, load_corpus
+from rich.console import Console
+from rich.table import Table
+from strategies import BEGUN, LENGTH, ROWS, drawn_texts, held_out_rows, train
+
+from tokenahead import EvaByteForMTPC
+from tokenahead.training import TrainingStrategy, regenerate
+from tokenahead.training.box import load_box
+from tokenahead.training.evaluation import DraftMeasures
+from tokenahead.training.evaluation.drafts import text_of
+from tokenahead.training.utils import replace_text
+
+TABLES = ("rank", "families", "start", "losses", "layers", "released")
+FAMILIES = ("ff", "cp", "hmm", "btree")
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+RATE = 3e-3
+FIGURES = ("steps", "nll", "token", "block", "per call", "per second")
+
+
+def cells(table: str) -> Iterator[dict[str, Any]]:
+    """Options of heads, and `loss` if it is not likelihood."""
+    ranks = {"ff": 1, "cp": 4, "hmm": 4, "btree": 4}
+    if table == "rank":
+        yield from ({"head_type": "cp", "window": 8, "rank": rank} for rank in (1, 2, 4, 8, 16, 32))
+    elif table == "families":
+        yield from ({"head_type": kind, "window": n, "rank": ranks[kind]} for n, kind in product((8, 16), FAMILIES))
+    elif table == "start":
+        for bias, shape in product((None, 0.0), ({}, {"homogeneous": True}, {"contextual": False})):
+            yield {"head_type": "hmm", "window": 8, "rank": 8, "identity_bias": bias} | shape
+    elif table == "losses":
+        for loss, kind in product(("block", "kl"), FAMILIES):
+            yield {"head_type": kind, "window": 8, "rank": ranks[kind], "loss": loss}
+    elif table == "released":
+        for kind, rank in {"ff": 1, "cp": 2, "hmm": 4, "btree": 4}.items():
+            yield {"head_type": kind, "window": 16, "rank": rank, "loss": "block", "start": "released"}
+    else:
+        for (kind, window), count in product((("ff", 8), ("btree", 16)), (0, 1, 2)):
+            yield {"head_type": kind, "window": window, "rank": ranks[kind], "draft_layers": count}
+
+
+def own_text(folder: Path, rows: int) -> list[dict[str, torch.Tensor]]:
+    """Rows of 512 ids that the backbone has written, as training reads them."""
+    windows = ByteWindows(load_corpus(seed=0).train, LENGTH)
+    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(2))[:rows].tolist()
+    model, _ = load_box("ff", dtype=torch.bfloat16)
+    prompts = [windows[index]["input_ids"][:BEGUN] for index in chosen]
+    more = {"use_mtp": False, "min_new_tokens": 512 - BEGUN}
+    text = regenerate(model, prompts, folder, max_new_tokens=512 - BEGUN, batch_size=128, **SAMPLED, **more)
+    ids = (torch.tensor(row["ids"]) for row in text.rows)
+    return [{"input_ids": row, "labels": row} for row in ids if len(row) == 512]
+
+
+def head_of(cell: dict[str, Any]) -> EvaByteForMTPC:
+    """The box with the head of a cell, which starts from its FF heads, or from its own head of that kind."""
+    if cell.get("start") == "released":
+        return load_box(cell["head_type"])[0]
+    model, _ = load_box("ff")
+    options = {name: value for name, value in cell.items() if name not in ("loss", "draft_layers")}
+    model.set_head(**options)
+    if cell.get("draft_layers"):
+        model.add_draft_layers(cell["draft_layers"])
+    return model
+
+
+def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train and measure the head of a cell, and keep it."""
+    torch.manual_seed(arguments.seed)
+    model = head_of(cell)
+    loss = {"loss_target": "teacher", "loss_divergence": cell["loss"]} if "loss" in cell else {}
+    if cell.get("loss") == "block":  # where drafts are hopeless it has no gradient
+        loss["loss_label_weight"] = 0.1
+    strategy = TrainingStrategy(train="drafter", **loss)
+    begun = time.process_time()
+    steps = arguments.steps if "draft_layers" in cell else None
+    done = train(model, strategy, data, arguments.seconds, RATE, arguments.seed, steps, arguments.bfloat16)
+    figures = {"seconds": round(time.process_time() - begun), "steps": done.state.global_step}
+    model.save_pretrained(folder := folder_of(arguments, cell), remote_code=None)
+    stage = f"head-{cell['head_type']}, {cell.get('loss', 'likelihood')} loss on text of the box's own"
+    line = {"stage": stage, "step": figures["steps"], "seconds": figures["seconds"], "recipe": cell}
+    (folder / "log.jsonl").write_text(json.dumps(line) + "\n")
+    return figures | expected(model, arguments.drawn)
+
+
+def expected(model: EvaByteForMTPC, texts: torch.Tensor) -> dict[str, float]:
+    """Loss per window, and expected tokens per call of both rules, along texts that the backbone has drawn."""
+    measures = DraftMeasures()
+    for part in texts.split(ROWS):
+        measures.add(model, text_of(part[:, :BEGUN], part[:, BEGUN:]))
+    rules = {rule: round(found.tokens_per_call, 4) for rule, found in measures.calls.items()}
+    return {"nll": round(sum(measures.means()["loss"]), 4)} | rules
+
+
+def decode(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Note bytes per call and per second of kept heads, by turns, and of plain decoding."""
+    models = [EvaByteForMTPC.from_pretrained(folder_of(arguments, row["cell"])).eval() for row in rows]
+    prompts = arguments.drawn[: arguments.prompts, :BEGUN]
+    common = {**SAMPLED, "max_new_tokens": 128, "eos_token_id": None, "pad_token_id": 0}
+    common |= {"return_dict_in_generate": True}
+    seconds, calls = [0.0] * (len(models) + 1), [0] * (len(models) + 1)
+    for number, prompt in enumerate(prompts):
+        for index, model in enumerate([models[0], *models]):
+            torch.manual_seed(number)
+            begun = time.perf_counter()
+            out = model.generate(prompt[None], use_mtp=index > 0, **common)
+            seconds[index] += time.perf_counter() - begun
+            calls[index] += out.speculation.backbone_calls if index else 128
+    written = 128 * len(prompts)
+    for row, spent, count in zip(rows, seconds[1:], calls[1:]):
+        row |= {"per call": round(written / count, 3), "per second": round(written / spent, 1)}
+        row["plain per second"] = round(written / seconds[0], 1)
+
+
+def folder_of(arguments: argparse.Namespace, cell: dict[str, Any]) -> Path:
+    """Where a trained head lies."""
+    name = "-".join(str(value) for value in cell.values())
+    return arguments.scratch / f"{name}-{arguments.seed}"
+
+
+def show(table: str, rows: list[dict[str, Any]], console: Console) -> None:
+    """Print a table: means over seeds."""
+    options = list(dict.fromkeys(name for cell in cells(table) for name in cell))
+    shown = Table(*(name.replace("_", " ") for name in (*options, "seeds", *FIGURES)), title=table)
+    for cell in cells(table):
+        own = [row for row in rows if row["cell"] == cell]
+        if own:
+            found = ([row[name] for row in own if name in row] for name in FIGURES)
+            figures = (f"{statistics.mean(values):.3g}" if values else "" for values in found)
+            shown.add_row(*(str(cell.get(name, "")) for name in options), str(len(own)), *figures)
+    console.print(shown)
+
+
+def main() -> None:
+    """Train what is not trained yet, or decode, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", nargs="+", default=list(TABLES[:-1]), choices=TABLES)
+    parser.add_argument("--seconds", type=float, default=90, help="of processor time, for each head")
+    parser.add_argument("--steps", type=int, default=400, help="of each head of `layers`")
+    parser.add_argument("--rows", type=int, default=4096, help="texts of 512 bytes that the backbone writes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--bfloat16", action="store_true", help="where the processor multiplies bfloat16 fast")
+    parser.add_argument("--decode", action="store_true", help="measure speeds of the heads that were kept")
+    parser.add_argument("--out", type=Path, default=Path("box.json"), help="rows, which later calls add to")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.scratch = arguments.out.with_suffix("")
+    arguments.drawn = drawn_texts(load_box("ff")[0], held_out_rows(load_corpus(seed=0).held_out, 64))
+    rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    data = [] if arguments.decode else own_text(arguments.scratch / "text", arguments.rows)
+    for table in arguments.table:
+        for cell in [] if arguments.decode else cells(table):
+            if not any(row["cell"] == cell and row["seed"] == arguments.seed for row in rows):
+                rows.append({"cell": cell, "seed": arguments.seed, **fit(cell, data, arguments)})
+                replace_text(arguments.out, json.dumps(rows, indent=0))
+        if arguments.decode:
+            wanted = list(cells(table))
+            decode([row for row in rows if row["cell"] in wanted and row["seed"] == arguments.seed], arguments)
+            replace_text(arguments.out, json.dumps(rows, indent=0))
+        show(table, rows, Console(width=140))
+
+
+if __name__ == "__main__":
+    main()

@@ -21,15 +21,30 @@ NEW_TOKENS, WINDOW = 48, 4
 PROMPTS = [text(1, length, seed=50 + length)[0].tolist() for length in LENGTHS]
 OFFICIAL = (
     *("glm4_moe", "deepseek_v3", "glm4_moe_lite", "hy_v3", "ernie4_5_moe", "exaone_moe", "mimo", "mimo_v2_flash"),
-    "qwen3_next",
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "exaone4_5", "glm_ocr", "longcat_flash"),
 )
-_NATIVE = {"compilation_config": {"custom_ops": ["none"]}}
-"""vLLM 0.32's CPU kernel for interleaved rotary positions is wrong for several heads; its native operator is right."""
+LABELS = {"longcat_flash": ", its routing in PyTorch"}
+"""What the engine's part replaces."""
+_NATIVE = {
+    "compilation_config": {"custom_ops": ["none"]},
+    "attention_config": {"backend": "CPU_MLA"},
+    "speculative_config": {"attention_backend": "CPU_MLA"},
+}
+"""vLLM 0.32's CPU kernel for interleaved rotary positions is wrong for several heads; its native operator is right. Its
+latent attention for CPUs with AMX, which it prefers there, takes no float32; the module is told apart."""
 _RECURRENT = {"dtype": "bfloat16", "enable_prefix_caching": False}
 """Its kernel for recurrent layers on CPUs takes no float32, and with cached prefixes it has none."""
+_TEXT: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+"""Beside a tower for images, of which none are asked."""
 _SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v3": _NATIVE,
+    "exaone4_5": _TEXT,
     "glm4_moe_lite": _NATIVE,
+    "glm_ocr": _TEXT,
+    "longcat_flash": _NATIVE,
+    "qwen3_5": _RECURRENT | _TEXT,
+    "qwen3_5_moe_text": _RECURRENT,
+    "qwen3_5_text": _RECURRENT,
     "qwen3_next": _RECURRENT,
 }
 PROPOSER = "tokenahead.model_cards.vllm_proposer.HeadProposer"
@@ -106,13 +121,13 @@ class Builder:
     def official(self, family: str, label: str = "", copies: bool | None = None) -> Iterator[Callable[[int], Case]]:
         """A family with modules of its own."""
         model, folder = self.modules(family), self.folder / f"{family}{label}"
-        model = model.to(torch.bfloat16) if _SPECIAL.get(family) == _RECURRENT else model
-        export(model, folder, copies=copies)
         special = _SPECIAL.get(family, {})
+        model = model.to(torch.bfloat16) if special.get("dtype") == "bfloat16" else model
+        export(model, folder, copies=copies)
 
         def case(count: int) -> Case:
-            speculative = {"method": "mtp", "num_speculative_tokens": count}
-            engine = {"model": str(folder), "speculative_config": speculative, **special}
+            speculative = {"method": "mtp", "num_speculative_tokens": count} | special.get("speculative_config", {})
+            engine = {"model": str(folder), **special, "speculative_config": speculative}
             return Case(f"{family}{label} k={count}", engine, *expected(model, count))
 
         return case
@@ -129,10 +144,16 @@ class Builder:
 
         return case
 
-    def heads(self, family: str, label: str, custom: bool, layers: int = 2, **options: Any) -> Case:
-        """Heads beside a backbone: in Medusa's layout, or in our own for `HeadProposer`."""
+    def heads(self, family: str, label: str, custom: bool, is_slow: bool = False, **options: Any) -> Case:
+        """Heads beside a backbone: in Medusa's layout, or in our own for `HeadProposer`.
+
+        Independent heads that share the backbone's unembedding learn slowly, and are wrong often enough without noise.
+        """
+        layers = 2
         base = self.backbone(family, layers)
-        heads = unsettle(train(MTPHeads.from_backbone(base, window=WINDOW, **options), self.steps))
+        torch.manual_seed(0)
+        heads = MTPHeads.from_backbone(base, window=WINDOW, **options)
+        heads = train(heads, 8 * self.steps) if is_slow else unsettle(train(heads, self.steps))
         folder = self.folder / f"{family}_{label}_{custom}".replace(" ", "_")
         if custom:
             heads.save_pretrained(folder)
@@ -180,17 +201,17 @@ def cases(builder: Builder) -> dict[str, Callable[[], list[Case]]]:
         "glm4_moe without copies": lambda: both(builder.official("glm4_moe", " without copies", copies=False), (1,)),
     }
     for family in OFFICIAL:
-        groups[family] = lambda family=family: both(builder.official(family))
+        groups[family] = lambda family=family: both(builder.official(family, LABELS.get(family, "")))
     for family in ("llama", "mistral", "qwen3", "qwen2"):
         groups[f"{family} retrofit"] = lambda family=family: both(builder.retrofit(family))
     groups["heads as medusa"] = lambda: [
         builder.heads("llama", "ff full", False, leaf="full"),
-        builder.heads("llama", "ff shared", False),
+        builder.heads("llama", "ff shared", False, is_slow=True),
         builder.heads("llama", "medusa", False, head_type="medusa", unembed="own"),
-        builder.heads("llama", "medusa shared", False, head_type="medusa"),
+        builder.heads("llama", "medusa shared", False, is_slow=True, head_type="medusa"),
     ]
     groups["heads through the proposer"] = lambda: [
-        builder.heads("llama", "ff", True),
+        builder.heads("llama", "ff", True, is_slow=True),
         builder.heads("llama", "cp", True, head_type="cp", rank=4),
         builder.heads("llama", "hmm", True, head_type="hmm", rank=4),
         builder.heads("llama", "btree", True, head_type="btree", rank=4),

@@ -1,8 +1,10 @@
 """The part of `benchmarks/serving.py` that runs in vLLM's own interpreter: needs vLLM, and nothing of this library.
 
-    python serving_engine.py cases.json results.json
+    python serving_engine.py cases.json results.json               # in the engine
+    python serving_engine.py cases.json results.json server        # each as a server, by serving_forks.py
 
-Reads what to serve and what to ask, serves one directory after the other, and writes texts, drafts and counts.
+Reads what to serve and what to ask, serves one directory after the other, and writes texts, drafts and counts. Cases
+that are among the results already, without an error, are left out.
 """
 
 from __future__ import annotations
@@ -20,13 +22,50 @@ DRAFTS: list[tuple[str, int, list[int]]] = []
 _LENGTHS: dict[str, int] = {}
 
 
+def declare_images() -> None:
+    """Puts torchvision in reach, which vLLM's files of some families import and no text needs.
+
+    PyPI has builds for CUDA alone, whose operators cannot be loaded beside PyTorch for CPUs: two of them, which
+    torchvision asks for when it is imported, are declared here and do nothing.
+    """
+    import torch
+
+    folder = Path(sys.prefix) / "torchvision"
+    if folder.is_dir():
+        sys.path.append(str(folder))
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def route_in_pytorch() -> None:
+    """Replaces what LongCat's routing to zero experts calls: two kernels that vLLM has for GPUs alone."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.router import zero_expert_router
+
+    def choose(hidden_states: Any, gating_output: Any, e_score_correction_bias: Any, topk: int, **options: Any) -> Any:
+        scores = gating_output.float().softmax(-1)
+        chosen = (scores + e_score_correction_bias).topk(topk, -1).indices
+        weights = scores.gather(-1, chosen)
+        weights = weights / weights.sum(-1, keepdim=True) if options["renormalize"] else weights
+        return weights, chosen.to(options.get("indices_type") or torch.int32)
+
+    def pass_on(expert_indices: Any, expert_scales: Any, num_experts: int, hidden_states: Any, **_: Any) -> Any:
+        return hidden_states * expert_scales.masked_fill(expert_indices < num_experts, 0).sum(-1, keepdim=True)
+
+    zero_expert_router.fused_topk_bias = choose
+    zero_expert_router.zero_experts_compute_triton = pass_on
+
+
+def look_at_classes_here() -> None:
+    """vLLM looks at a class in a process of its own, so that CUDA stays as it is: ten seconds for each one."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
 def listen() -> None:
     """Notes every draft, whoever makes it, and where in its request's text it stands."""
-    from vllm.model_executor.models import registry
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    # vLLM looks at a class in a process of its own, so that CUDA stays as it is: ten seconds for each one
-    registry._run_in_subprocess = lambda look: look()
 
     original = GPUModelRunner.propose_draft_token_ids
 
@@ -87,21 +126,34 @@ def _counts(llm: Any) -> dict[str, Any]:
     return found
 
 
-def main(cases: str, results: str) -> None:
+def main(cases: str, results: str, way: str = "engine") -> None:
     """Serves all cases; one that fails is written down with its error."""
-    listen()
-    found = {}
+    declare_images()
+    ask = serve
+    if way == "server":
+        import serving_forks
+
+        serving_forks.prepare()
+        ask = serving_forks.ask_server
+    route_in_pytorch()
+    look_at_classes_here()
+    if way == "engine":
+        listen()
+    written = Path(results)
+    found = json.loads(written.read_text()) if written.exists() else {}
     for case in json.loads(Path(cases).read_text()):
-        print(f"vLLM: {case['name']}", file=sys.stderr, flush=True)
+        if "error" not in found.get(case["name"], {"error": ""}):
+            continue
+        print(f"{time.strftime('%H:%M:%S')} {way}: {case['name']}", flush=True)
         try:
-            found[case["name"]] = serve(case)
+            found[case["name"]] = ask(case)
         except Exception as error:  # noqa: BLE001 - the other cases go on
             cause = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             found[case["name"]] = {"error": f"{type(cause).__name__}: {cause}"}
-        Path(results).write_text(json.dumps(found))
+        written.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])

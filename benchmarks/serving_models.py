@@ -18,6 +18,8 @@ from tokenahead import DeepSeekMTP
 from tokenahead.configuration.mtp_families import set_modules
 
 VOCABULARY, WIDTH = 128, 64
+REJECTED = 0.3
+"""The share of a module's first drafts that its main model rejects, at least."""
 _COMMON = dict(
     vocab_size=VOCABULARY,
     hidden_size=WIDTH,
@@ -52,7 +54,24 @@ _DELTA = dict(  # one recurrent layer, with the head dimension that vLLM's kerne
     linear_num_value_heads=2,
     linear_conv_kernel_dim=4,
 )
+_ROUTED = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+_MIXED = dict(
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[6, 5, 5], partial_rotary_factor=1.0)
+)
+_EYE = dict(
+    depth=1, hidden_size=64, intermediate_size=64, num_heads=2, patch_size=4, spatial_merge_size=2,
+    temporal_patch_size=2, in_channels=3, out_hidden_size=WIDTH,
+)  # fmt: skip
 _WIDE = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=128)
+TOWERS: dict[str, dict[str, Any]] = {
+    "exaone4_5": dict(
+        text_config=_COMMON | _WIDE | dict(model_type="exaone4"),
+        vision_config=_EYE | dict(num_key_value_heads=2, window_size=16, fullatt_block_indexes=[0]),
+    ),
+    "glm_ocr": dict(text_config=_COMMON | _MIXED, vision_config=_EYE | dict(image_size=32)),
+    "qwen3_5": dict(text_config=_COMMON | _DELTA, vision_config=_EYE | dict(num_position_embeddings=64)),
+}
+"""Models with a tower for images, which are asked with text."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _EXPERTS | _LATENT,
     "ernie4_5_moe": dict(moe_intermediate_size=64, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1),
@@ -65,19 +84,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _EXPERTS | _LATENT,
     "hy_v3": dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, num_shared_experts=1),
     "llama": {},
+    "longcat_flash": _LATENT
+    | dict(
+        num_layers=2,
+        ffn_hidden_size=128,
+        expert_ffn_hidden_size=64,
+        moe_topk=2,
+        n_routed_experts=4,
+        zero_expert_num=2,
+    ),
     "mimo": {},
     "mimo_v2_flash": _EXPERTS | _WIDE | dict(num_key_value_heads=1, v_head_dim=32, mlp_layer_types=["dense", "sparse"]),
     "mistral": dict(sliding_window=None),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": {},
-    "qwen3_next": _DELTA
-    | dict(
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-    ),  # fmt: skip
+    "qwen3_5_moe_text": _DELTA | _ROUTED,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA | _ROUTED | dict(decoder_sparse_step=1),
 }
 
 
@@ -120,9 +143,22 @@ def unsettle(drafter: nn.Module, share: float = 0.5) -> nn.Module:
     return drafter
 
 
+@torch.no_grad()
+def unsettle_modules(model: DeepSeekMTP) -> None:
+    """Adds noise to modules until `REJECTED` of their drafts are not what the main model goes on with."""
+    ids = text(16, 48, seed=500)
+    rejected = 0.0
+    while rejected < REJECTED:
+        unsettle(model.mtp, 0.1)
+        out = model(ids, output_mtp_logits=True)
+        drafted, wanted = out.mtp_logits[0].argmax(-1), out.logits[:, 1:].argmax(-1)
+        rejected = (drafted != wanted)[:, 2:].float().mean().item()
+
+
 def config(name: str, modules: int = 0, **changes: Any) -> Any:
     """A tiny configuration."""
-    found = AutoConfig.for_model(name, **(_COMMON | FAMILIES[name] | changes))
+    sizes = TOWERS[name] if name in TOWERS else _COMMON | FAMILIES[name]
+    found = AutoConfig.for_model(name, **(sizes | changes))
     set_modules(found, modules)
     return found
 
@@ -131,7 +167,7 @@ def with_modules(name: str, steps: int) -> DeepSeekMTP:
     """A trained model with one module, which is then unsettled."""
     torch.manual_seed(0)
     model = train(DeepSeekMTP(config(name, 1)), steps)
-    unsettle(model.mtp)
+    unsettle_modules(model)
     return model
 
 

@@ -1,7 +1,7 @@
 """`vllm serve` by a printed command, on a free port of the loopback, asked as an OpenAI client would.
 
 with Server(export(model, "served").command, "vllm-env/bin/python", Path("server.log")) as server:
-    print(server.complete([1, 2, 3], max_tokens=8, temperature=0)["text"])
+    print(server.complete([1, 2, 3], max_tokens=8, temperature=0))
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -28,6 +29,22 @@ SETTINGS = {
 }
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8")
 """Added to the command: the arithmetic that texts are compared in, and what shortens the start."""
+
+
+class Process(Protocol):
+    """What is asked of a server's process, as of `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code when it has ended."""
+        ...
 
 
 class Server:
@@ -51,15 +68,18 @@ class Server:
         program = str(Path(interpreter).with_name(program))
         self.command = [program, *words, *options, "--host", "127.0.0.1", "--port", port]
         self.url, self.log, self.patience = f"http://127.0.0.1:{port}", log, patience
-        self.process: subprocess.Popen | None = None
+        self.process: Process | None = None
 
-    def __enter__(self) -> Server:
+    def start(self) -> Process:
+        """Start the command in a session of its own: its engine's processes are ended with it."""
         environment = os.environ | SETTINGS | {"PYTHONPATH": str(ROOT)}
         with self.log.open("w") as log:
-            # a session of its own: its engine's processes are ended with it
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 self.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
+
+    def __enter__(self) -> Server:
+        self.process = self.start()
         try:
             self._wait(self.process)
         except BaseException:
@@ -67,7 +87,7 @@ class Server:
             raise
         return self
 
-    def _wait(self, process: subprocess.Popen) -> None:
+    def _wait(self, process: Process) -> None:
         end = time.monotonic() + self.patience
         while time.monotonic() < end:
             if process.poll() is not None:
@@ -84,11 +104,11 @@ class Server:
         if process is None:
             return
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(60)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # what is left of it, and of its engine's processes
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
     def get(self, path: str) -> str:
         """Return what a path answers."""
@@ -105,6 +125,12 @@ class Server:
         """Return the text that follows a prompt."""
         answer = self.post("/v1/completions", model=self.model, prompt=prompt, **options)
         return json.loads(answer)["choices"][0]["text"]
+
+    def tokens(self, prompt: list[int], new_tokens: int) -> list[int]:
+        """Return so many token ids that follow a prompt greedily."""
+        options = {"temperature": 0, "max_tokens": new_tokens, "ignore_eos": True, "return_token_ids": True}
+        answer = self.post("/v1/completions", model=self.model, prompt=prompt, **options)
+        return json.loads(answer)["choices"][0]["token_ids"]
 
     def stream(self, prompt: str | list[int], **options: Any) -> list[str]:
         """Return the pieces of text that follow a prompt, as they come."""

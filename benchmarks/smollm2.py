@@ -4,6 +4,7 @@
     python benchmarks/smollm2.py train eagle3 --minutes 25
     python benchmarks/smollm2.py train eagle3 --minutes 8 --divergence lk --rate 5e-4 --start smollm2/eagle3/final
     python benchmarks/smollm2.py train hydra --minutes 20
+    python benchmarks/smollm2.py train cp --minutes 14 --divergence lk --options '{"rank": 4, "leaf": "shared"}'
     tokenahead bench --methods eagle:smollm2/eagle3/final ...
 
 The model answers prompts that it wrote itself, from the beginning of its chat template on, and the questions of a file
@@ -21,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from time_budget import TimeBudget, TimeBudgetCallback
-from torch.optim.lr_scheduler import LambdaLR
+from strategies import train as fit
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -37,7 +37,7 @@ from tokenahead import EagleHead, MTPHeads
 from tokenahead.modeling.draft_vocabulary import frequent_tokens
 from tokenahead.training import regenerate
 from tokenahead.training.features import cache_features
-from tokenahead.training.trainer import MTPTrainer
+from tokenahead.training.strategy import TrainingStrategy
 
 MARKS = (5, 10, 20, 60, 120)
 """Minutes after which a head is saved on the way."""
@@ -74,17 +74,17 @@ def answers(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
 
 
 class SavesOnTheWay(TrainerCallback):
-    """Saves a head when minutes of a budget have passed."""
+    """Saves a head when minutes of processor time have passed."""
 
-    def __init__(self, head: Any, budget: TimeBudget, folder: Path) -> None:
-        self.head, self.budget, self.folder = head, budget, folder
-        self.marks = [mark for mark in MARKS if 60 * mark < budget.seconds]
+    def __init__(self, head: Any, seconds: float, folder: Path) -> None:
+        self.head, self.folder, self.begun = head, folder, time.process_time()
+        self.marks = [mark for mark in MARKS if 60 * mark < seconds]
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Save what is due."""
-        if self.marks and self.budget.elapsed >= 60 * self.marks[0]:
+        if self.marks and time.process_time() - self.begun >= 60 * self.marks[0]:
             self.head.save_pretrained(self.folder / f"at-{self.marks.pop(0)}")
 
 
@@ -100,7 +100,8 @@ def new_head(arguments: argparse.Namespace, model: PreTrainedModel, draft_ids: t
         head = EagleHead.from_backbone(model, version=1)
     else:
         learns = {"loss_target": "teacher", "loss_divergence": arguments.divergence}
-        head = MTPHeads.from_backbone(model, head_type=kind, window=5, draft_ids=draft_ids, **learns)
+        options = {"window": 5} | learns | arguments.options
+        head = MTPHeads.from_backbone(model, head_type=kind, draft_ids=draft_ids, **options)
     if kind == "eagle3":
         head.loss_options.steps, head.loss_options.divergence = 4, arguments.divergence
     return head.to(torch.float32)
@@ -119,18 +120,9 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(texts, hidden)]
     states = "eagle3" if arguments.kind == "eagle3" else "last"
     features = cache_features(head, data, arguments.folder / f"features-{states}", dtype="bfloat16")
-    folder, budget = arguments.folder / arguments.kind, TimeBudget(60 * arguments.minutes, clock=time.process_time)
-    options = TrainingArguments(
-        str(folder / "scratch"), max_steps=10**6, per_device_train_batch_size=4, dataloader_drop_last=True, bf16=True,
-        max_grad_norm=1.0, learning_rate=arguments.rate, weight_decay=0.0, logging_steps=25, save_strategy="no",
-        report_to="none", seed=arguments.seed, use_cpu=arguments.device == "cpu",
-    )  # fmt: skip
-    trainer = MTPTrainer(head, options, train_dataset=features)
-    trainer.data_collator = features.collate
-    trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), lambda step: budget.rate())
-    for callback in (TimeBudgetCallback(budget), SavesOnTheWay(head, budget, folder)):
-        trainer.add_callback(callback)
-    trainer.train()
+    folder, seconds = arguments.folder / arguments.kind, 60 * arguments.minutes
+    saves = SavesOnTheWay(head, seconds, folder)
+    fit(head, TrainingStrategy(), features, seconds, arguments.rate, arguments.seed, bfloat16=True, callbacks=[saves])
     head.to(torch.bfloat16).save_pretrained(folder / "final")
 
 
@@ -148,6 +140,7 @@ def main() -> None:
             step.add_argument("--prompts", type=int, default=3200, help="that the model writes")
             continue
         step.add_argument("kind", help="eagle3, eagle1, or a head type of MTPHeads")
+        step.add_argument("--options", type=json.loads, default={}, help="of MTPHeads, as JSON: rank, leaf, ...")
         step.add_argument("--minutes", type=float, default=20)
         step.add_argument("--divergence", default="cross_entropy")
         step.add_argument("--rate", type=float, default=1e-3)

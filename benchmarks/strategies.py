@@ -22,7 +22,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ import torch
 from corpus import ByteWindows, Corpus, SourceText, load_corpus
 from time_budget import TimeBudget, TimeBudgetCallback
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments
+from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 
 from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.training.box import code_prompts
@@ -71,23 +71,37 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def train(
-    model: torch.nn.Module, strategy: TrainingStrategy, data: Any, seconds: float, rate: float, seed: int = 0
+    model: torch.nn.Module,
+    strategy: TrainingStrategy,
+    data: Any,
+    seconds: float,
+    rate: float,
+    seed: int = 0,
+    steps: int | None = None,
+    bfloat16: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> MTPTrainer:
-    """Trains for so many seconds of processor time, with a rate that falls to 0."""
+    """Trains for so many seconds of processor time, or so many steps, with a rate that falls to 0; what is logged is
+    printed where callbacks are given."""
     budget = TimeBudget(seconds, clock=time.process_time)
+    if steps is not None:
+        budget = TimeBudget(steps, clock=lambda: trainer.state.global_step)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = TrainingArguments(
-            scratch, max_steps=10**6, per_device_train_batch_size=ROWS, use_cpu=True, report_to="none", seed=seed,
+            scratch, max_steps=10**6, per_device_train_batch_size=ROWS, report_to="none", seed=seed,
+            use_cpu=not torch.cuda.is_available(),
             save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=20, max_grad_norm=1.0,
-            learning_rate=rate, weight_decay=0.0,
+            learning_rate=rate, weight_decay=0.0, bf16=bfloat16,
         )  # fmt: skip
         trainer = MTPTrainer(model, arguments, train_dataset=data, strategy=strategy)
         if isinstance(data, FeatureDataset):
             trainer.data_collator = data.collate
         optimizer = trainer.create_optimizer()
         trainer.lr_scheduler = LambdaLR(optimizer, lambda step: budget.rate())
-        trainer.add_callback(TimeBudgetCallback(budget))
-        trainer.remove_callback(PrinterCallback)
+        for callback in (TimeBudgetCallback(budget), *callbacks):
+            trainer.add_callback(callback)
+        if not callbacks:
+            trainer.remove_callback(PrinterCallback)
         trainer.train()
     model.eval()
     return trainer

@@ -34,6 +34,8 @@ class EagleHeadConfig(LlamaConfig):
         norm_before_fc: One norm over all auxiliary states, before `fc`.
         fc_norm: One norm for each auxiliary state, before `fc` (EAGLE-3.1).
         norm_output: The feature that a row returns is normed (EAGLE-3.1).
+        mask_token_id: P-EAGLE: all drafts but the first come from rows of this token and of learned states
+            (`mask_hidden`), which run at once; None: a row after the other.
         loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
         layout: Layout of `save_pretrained`.
         base_model_name_or_path: Name of the backbone that the head was trained for, for information.
@@ -67,6 +69,7 @@ class EagleHeadConfig(LlamaConfig):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_token_id: int | None = None
     loss_options: dict[str, Any] | None = None
     layout: str = "tokenahead"
     base_model_name_or_path: str | None = None
@@ -110,6 +113,10 @@ class EagleHeadConfig(LlamaConfig):
             (
                 not self.use_aux_hidden_state and bool(only_aux),
                 f"{', '.join(only_aux)} norm auxiliary states, but use_aux_hidden_state=False",
+            ),
+            (
+                self.mask_token_id is not None and (self.version == 1 or not 0 <= self.mask_token_id < self.vocab_size),
+                f"mask_token_id={self.mask_token_id} is for version 3, and lies in 0..{self.vocab_size - 1}",
             ),
             (self.norm_before_fc and self.fc_norm, "norm_before_fc and fc_norm exclude each other"),
             (self.aux_layers == [], "aux_layers is empty; name at least one hidden state"),

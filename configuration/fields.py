@@ -15,6 +15,32 @@ def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> 
     return next((value for value in found if value is not None), default)
 
 
+_PADDING_ALONE, _ROTATED_ANEW = ("glm5_next_text",), ("qwen4_exp_text",)
+
+
+def masks_padding_alone(config: PreTrainedConfig) -> bool:
+    """Return whether a model's masks say of the tokens that are fed which are real, and nothing of what they see.
+
+    Its attention sees all real columns up to a token's own, by their order.
+    """
+    return config.get_text_config().model_type in _PADDING_ALONE
+
+
+def rotates_anew(config: PreTrainedConfig) -> bool:
+    """Return whether a model's layers take the rotary embedding of all columns of the cache, and not of new ones."""
+    return config.get_text_config().model_type in _ROTATED_ANEW
+
+
+def chooses_blocks(config: PreTrainedConfig) -> bool:
+    """Return whether a model's attention chooses blocks of columns, which begin in certain columns."""
+    return "minimax_m3_sparse" in (field(config.get_text_config(), "layer_types") or ())
+
+
+def compresses_windows(config: PreTrainedConfig) -> bool:
+    """Return whether a model's attention reads windows of columns that are compressed to one entry each."""
+    return any("compressed" in kind for kind in field(config.get_text_config(), "layer_types") or ())
+
+
 def check_options(
     given: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
 ) -> None:

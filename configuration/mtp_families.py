@@ -40,15 +40,21 @@ class MTPFamily:
             such a family has one module.
         embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
         norm_before_head: There is a `shared_head.norm`; otherwise h^k is the output of the decoder layer.
+        unnormed: Modules hand on their states from before their norm, which is for the head; the first one reads the
+            main model's from behind its final norm.
         own_heads: Each module has a head of its own, `shared_head.output` behind its norm, and hands on its state from
             before that norm; the first reads the main model's state from before its final norm. Files may have
             `.transformer.` in these names.
+        own_embeddings: The module has embeddings of its own, `embed_tokens`.
         copies: Tensors of the main model that official files repeat in every module.
         block: Per-layer fields of the configuration with their value for a module, where it is unlike the last layer;
             `SAME`: that of the main model's layer of the same index, from 0. A field `mtp_<name>` of the model's
             configuration overrides it.
         rotates: Modules of full attention have rotary positions, which the model's own layers of full attention lack.
         one_stream: A module is such a layer without hyper-connections: it has one stream, and adds to it.
+        streams: A module reads the streams of the main model's last layer, before they are mixed into one, and hands on
+            its own. `eh_proj` is a linear map of embeddings, `e_proj`, and one of every stream, `h_proj`; `hnorm` is
+            over all streams, or of each; `shared_head.mixer` mixes them, for the main model's head.
         body: Network of a module: `"layer"`, a decoder layer of the model; `"stack"`, several of them, of the kinds in
             `mtp_layers_block_type`; `"latent"`, one latent attention and a dense MLP.
         has_twin: The model has a layer of the module's kind, which `from_backbone` can copy.
@@ -58,16 +64,20 @@ class MTPFamily:
         counts_columns: transformers' class counts positions by columns, padding included, whatever `generate` counts.
         retrofit: The family has no official modules: `DeepSeekMTP.from_backbone` makes them.
         stem: Where the decoder is in the model: `model.language_model` beside a vision tower.
+        tower_prefix: What stands before `names` in files with a tower.
     """
 
     names: tuple[tuple[str, str], ...] = ()
     embedding_first: bool = True
     norm_before_head: bool = True
+    unnormed: bool = False
     own_heads: bool = False
+    own_embeddings: bool = False
     copies: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
     block: tuple[tuple[str, str | float], ...] = ()
     rotates: bool = False
     one_stream: bool = False
+    streams: bool = False
     body: str = "layer"
     has_twin: bool = True
     count: str = COUNT
@@ -76,6 +86,17 @@ class MTPFamily:
     layers: str = "num_hidden_layers"
     retrofit: bool = False
     stem: str = "model"
+    tower_prefix: str = ""
+
+    @property
+    def early(self) -> bool:
+        """Whether the main model's states are read from before what makes the state that its head reads."""
+        return self.own_heads or self.streams
+
+    @property
+    def last_part(self) -> str:
+        """The name of what makes the state that the head reads."""
+        return "shared_head.mixer" if self.streams else "shared_head.norm"
 
     @property
     def most_modules(self) -> int | None:
@@ -105,7 +126,8 @@ class MTPFamily:
     def prefixes(self, num_layers: int, k: int) -> list[str]:
         """Return the prefixes of all tensors of module k, from 0, in the family's files."""
         templates = [theirs for theirs, _ in self.names if "{layer}" not in theirs]
-        templates = templates or [f"{stem}.layers.{{layer}}." for stem in dict.fromkeys(["model", self.stem])]
+        if not templates or self.own_embeddings:
+            templates = [f"{stem}.layers.{{layer}}." for stem in dict.fromkeys(["model", self.stem])] + templates
         if k:
             templates = [template for template in templates if "{" in template]
         return [template.format(index=k, layer=num_layers + k) for template in templates]
@@ -144,6 +166,29 @@ FAMILIES: dict[str, MTPFamily] = {
     "bailing_hybrid": MTPFamily(names=_FINAL_NORM, copies=(), block=(_FULL, _SPARSE)),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
+    "deepseek_v4": MTPFamily(
+        names=(
+            ("mtp.{index}.hc_head_", "model.layers.{layer}.shared_head.mixer.hc_head.hc_"),
+            *_names(
+                "mtp.{index}",
+                shared_head__mixer__out_norm=".norm",
+                shared_head__head=".head",
+                embed_tokens=".emb.tok_emb",
+                eh_proj__e_proj=".e_proj",
+                eh_proj__h_proj=".h_proj",
+            ),
+        ),
+        block=(_SLIDING, ("mlp_layer_types", "moe")),
+        streams=True,
+        has_twin=False,
+    ),
+    "dots3_note_text": MTPFamily(
+        names=_names(embed_tokens="model.mtp.embed_tokens"),
+        own_embeddings=True,
+        copies=("shared_head.head.weight",),
+        block=(_SLIDING, _DENSE),
+        has_twin=False,
+    ),
     "ernie4_5_moe": MTPFamily(
         names=_names(
             "model.mtp_block.{index}",
@@ -163,6 +208,11 @@ FAMILIES: dict[str, MTPFamily] = {
     "glm4_moe_lite": _DEEPSEEK,
     "glm4v_moe_text": _DEEPSEEK,
     "glm_ocr_text": _DEEPSEEK,
+    "glm5_next_text": MTPFamily(
+        block=(("layer_types", "indexed_attention"), ("indexer_types", "full"), _SPARSE),
+        one_stream=True,
+        has_twin=False,
+    ),
     "glm_moe_dsa": MTPFamily(copies=("embed_tokens.weight",), block=(("indexer_types", "full"),)),
     "hy_v3": MTPFamily(names=_FINAL_NORM),
     "hy_v4": MTPFamily(names=_FINAL_NORM, block=(("indexer_types", "full"), _SPARSE), one_stream=True, has_twin=False),
@@ -201,6 +251,20 @@ FAMILIES: dict[str, MTPFamily] = {
         copies=(),
         block=(_SLIDING, _DENSE),
     ),
+    "minimax_m3_vl_text": MTPFamily(
+        names=_names(
+            "model.mtp.layers.{index}.transformer_layer",
+            eh_proj="model.mtp.layers.{index}.eh_proj",
+            enorm="model.mtp.layers.{index}.enorm",
+            hnorm="model.mtp.layers.{index}.hnorm",
+            shared_head__norm="model.mtp.layers.{index}.final_layernorm",
+        ),
+        unnormed=True,
+        copies=(),
+        block=(("layer_types", "minimax_m3_sparse"), _SPARSE),
+        count="num_mtp_modules",
+        tower_prefix="language_model.",
+    ),
     "nemotron_h": MTPFamily(
         names=_names(
             enorm="mtp.layers.0.enorm",
@@ -217,51 +281,48 @@ FAMILIES: dict[str, MTPFamily] = {
     "qwen3_5_moe_text": _QWEN_3_5,
     "qwen3_5_text": _QWEN_3_5,
     "qwen3_next": _QWEN,
+    "qwen4_exp_text": MTPFamily(
+        names=_names(
+            "mtp.layers.0",
+            eh_proj__e_proj="mtp.fc_embedding",
+            eh_proj__h_proj="mtp.fc_hidden",
+            enorm="mtp.pre_fc_norm_embedding",
+            hnorm="mtp.pre_fc_norm_hidden",
+            shared_head__mixer="mtp.hyper_connection_mixer",
+        ),
+        copies=(),
+        block=(("layer_types", "indexed_attention"),),
+        streams=True,
+        has_twin=False,
+        count="mtp_num_hidden_layers",
+    ),
     "step3p7": MTPFamily(own_heads=True, copies=(), block=(("swiglu_limits", 0.0), ("swiglu_limits_shared", 0.0))),
     "kimi_linear": replace(RETROFIT, block=(_FULL,)),
 }
 """Families with official modules, or with modules unlike the model's last layer, by `model_type`."""
 
-_STREAMS = (
-    "its modules read several streams of hidden states (hyper-connections), not one (vllm/models/{}/nvidia/mtp.py)"
-)
-_ONE_STREAM = (
-    "its module is a layer without the main model's hyper-connections, which transformers' class for its layers always "
-    "has (vllm/models/{})"
-)
 _TEXT_ONLY = (
     "transformers has its network as the text of step3p7 (Step-3.7) only, and no causal language model of it alone "
     "(models/auto/modeling_auto.py)"
 )
 _CONVOLUTIONS = (
-    "its modules have short convolutions, which cannot be rolled back after a rejected draft here, and share one norm, "
-    "chain_norm (vllm/models/inkling/nvidia/mtp.py)"
+    "its modules have short convolutions, whose states the modules' own cache cannot take back after a rejected draft "
+    "here, and share one norm, chain_norm (vllm/models/inkling/nvidia/mtp.py)"
 )
-_OWN_EMBEDDINGS = (
-    "its modules have embeddings of their own (model.mtp.embed_tokens), while here all read the main model's "
-    "(vllm/models/dots3_note/nvidia/mtp.py)"
-)
-_BLOCKS = (
-    "its modules attend to blocks chosen by an index (minimax_m3_sparse), whose keys cannot be rolled back here "
-    "(vllm/models/minimax_m3/nvidia/mtp.py)"
+_SOUND = (
+    "its towers for images and sound are not loaded here: pass config=AutoConfig.from_pretrained(name)."
+    "get_text_config(), dots3_note_text, whose class reads the same files "
+    "(transformers/models/dots3_note/modeling_dots3_note.py)"
 )
 _DROPPED = (
     "transformers drops the tensors of its drafter ({}), and neither transformers nor vLLM 0.32 has a class that reads "
     "them (transformers/models/{})"
 )
 REFUSED: dict[str, str] = {
-    "deepseek_v4": _STREAMS.format("deepseek_v4"),
-    "dots3_note": _OWN_EMBEDDINGS,
-    "dots3_note_text": _OWN_EMBEDDINGS,
-    "glm5_next": _ONE_STREAM.format("glm5next/common/mtp.py"),
-    "glm5_next_text": _ONE_STREAM.format("glm5next/common/mtp.py"),
+    "dots3_note": _SOUND,
     "inkling_mm_model": _CONVOLUTIONS,
     "inkling_text": _CONVOLUTIONS,
-    "minimax_m3_vl": _BLOCKS,
-    "minimax_m3_vl_text": _BLOCKS,
     "mistral_large4": _DROPPED.format("mtp_dspark.*", "mistral_large4/modeling_mistral_large4.py"),
-    "qwen4_exp": _STREAMS.format("qwen4_exp"),
-    "qwen4_exp_text": _STREAMS.format("qwen4_exp"),
     "step3p5": _TEXT_ONLY,
 }
 """Families with modules that are not supported, why, and the file of vLLM 0.32 or transformers 5.23 that shows it."""
@@ -280,7 +341,10 @@ def family_of(config: Any) -> MTPFamily:
         raise ValueError(f"DeepSeekMTP does not support model_type={config.model_type!r}: {reason}")
     text = config.get_text_config()
     family = FAMILIES.get(config.model_type) or FAMILIES.get(text.model_type, RETROFIT)
-    return family if text is config else replace(family, stem="model.language_model")
+    if text is config:
+        return family
+    names = tuple((family.tower_prefix + theirs, ours) for theirs, ours in family.names)
+    return replace(family, stem="model.language_model", names=names)
 
 
 def announced_modules(config: Any) -> int | None:

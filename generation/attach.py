@@ -163,6 +163,7 @@ class AttachableDrafter(BaseDrafter):
         """What a copy or a pickle holds: everything but the backbone."""
         parent = getattr(super(), "__getstate__", None)
         state = dict(parent() if parent else self.__dict__)
+        state.pop("recorder", None)
         return state | {"_backbones": [], "backbone_tie": Route.of(self.backbone).tie if self.is_attached else Tie()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

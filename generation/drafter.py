@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .call.options import CallOptions, DraftOptions
 from .call.schedule import AdaptiveSchedule
-from .protocols import DraftSession
+from .protocols import DraftSession, Recorder
 from .trees.choice import DEEPEST
 from .trees.growth import tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
@@ -19,6 +19,9 @@ _TREE_CHOICES: WeakKeyDictionary[Any, dict[bool, dict[str, int]]] = WeakKeyDicti
 """By drafter: a copy or a pickle chooses its own trees, for another backbone or another machine may be below it."""
 _SCHEDULES: WeakKeyDictionary[Any, dict[tuple[Any, ...], AdaptiveSchedule]] = WeakKeyDictionary()
 """By drafter, and by what decides over a cycle's cost: what adaptive calls have learned."""
+
+_KINDS = {"draft_vocabulary": "sequential modules", "assistant_tokenizer": "AssistantDrafter"}
+"""Whose options are in `CallOptions.extra`, beside those of parallel token prediction."""
 
 
 class BaseDrafter:
@@ -31,12 +34,14 @@ class BaseDrafter:
         window: Tokens that a call may yield: the next one, and one for each drafted token.
         drafts_trees: Whether the drafter takes `draft_tree`.
         reads_prompt: Whether drafts need the ids of the prompt, which a call may give as embeddings alone.
+        recorder: What reads along in its calls, so that it can learn from them; None: nothing.
     """
 
     rules: tuple[str, ...] = ("block", "token")
     window: int
     drafts_trees: bool = False
     reads_prompt: bool = True
+    recorder: Recorder | None = None
 
     def longest_draft(self) -> int | None:
         """Return the most tokens that a draft may have; None: any number.
@@ -72,7 +77,7 @@ class BaseDrafter:
             ValueError: An option that this kind does not have, or a tree that cannot be.
         """
         for name in options.extra:
-            kind = "sequential modules" if name == "draft_vocabulary" else "parallel token prediction"
+            kind = _KINDS.get(name, "parallel token prediction")
             raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
         if options.draft_tree is None:
             return options
@@ -111,6 +116,11 @@ class BaseDrafter:
     def start(self, options: DraftOptions) -> DraftSession:
         """Return the drafts of one call."""
         raise NotImplementedError
+
+    def session(self, options: DraftOptions) -> DraftSession:
+        """Return the drafts of one call, which the recorder reads along if there is one."""
+        session = self.start(options)
+        return session if self.recorder is None else self.recorder.session(session)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
         """Return a greedy verifier where the call is greedy, else one of the rule that was asked for."""

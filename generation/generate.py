@@ -37,7 +37,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from ..configuration.fields import field
-from ..modeling.wrapped_models import caches_kept
+from ..modeling.wrapped_models import caches_kept, readable
 from .call.keywords import USUAL, Keywords
 from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
@@ -50,10 +50,10 @@ from .target.backbones import (
     check_given_cache,
     check_prompt,
     check_trees,
-    crosses_border,
     is_repackable,
     last_position_of_trials,
     obstacle,
+    obstacle_to_blocks,
     takes_fixed_room,
     warn_of_unread,
 )
@@ -209,14 +209,15 @@ def speculative_decoding(
         has_singles = options.schedule == "adaptive" or not options.speculates
         model_kwargs["past_key_values"] = planned_cache(model, model_kwargs, generation_config, has_singles)
     made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
-    session = call.drafter.start(made)
+    session = call.drafter.session(made)
     made.warn_of_threshold(session, type(call.drafter).__name__)
     schedule = call.drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
     loop = SpeculativeLoop(
         model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
         generation_config, stopping_criteria, model_kwargs, keywords, call.streamer, call.cache_is_given,
     )  # fmt: skip
-    output = loop.run(call.synced_gpus)
+    with readable(model):
+        output = loop.run(call.synced_gpus)
     if schedule is not None:
         call.drafter.remember(schedule, session, made)
     return output
@@ -312,7 +313,7 @@ def _obstacle_in_call(
     if unwritten and options.draft_tree == "auto":
         return "draft_tree='auto' beside inputs_embeds"
     end = config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
-    return crosses_border(model, model_kwargs, input_ids, end)
+    return obstacle_to_blocks(model, model_kwargs, input_ids, end)
 
 
 def _has_keywords(model: PreTrainedModel, given: dict[str, Any]) -> bool:

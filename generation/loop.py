@@ -132,7 +132,9 @@ class SpeculativeLoop:
                 self.statistics.verify_seconds += ended - called
             if self.streamer is not None:
                 self.streamer.end()
-            return self._output()
+            output = self._output()
+            self.session.finish(self.statistics)
+            return output
         except BaseException:  # a user's cache must not keep layers that only this loop knows how to go on with
             target = vars(self).get("target")
             if isinstance(target, RowTarget):
@@ -226,6 +228,7 @@ class SpeculativeLoop:
             self._count(before, accepted, counts, drafts, tree.depth)
         self.tokens.keep(new_tokens)
         self.tokens.newest_on_host = [ids[:count] for ids, count in zip(verified, counts)]
+        self.tokens.drafted_on_host = [len(draft) for draft in drafts]
         self.statistics.new_tokens += sum(counts)
         if self.streamer is not None:
             self._stream(self.streamer)

@@ -1,6 +1,7 @@
 """The contracts of speculative decoding: what the loop and the target need of draft sessions and caches.
 
     DraftSession       the drafts of one call of `generate`
+    Recorder           what reads along
     CacheView          what a session may read of the backbone's cache
     SpeculativeCache   a cache that knows a length per sequence
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 if TYPE_CHECKING:
+    from .call.outputs import Speculation
     from .call.sequences import NewTokens, Sequences
     from .target.target import HiddenLayers, TargetOutput
     from .trees.contract import DraftTree, VerificationResult
@@ -71,9 +73,20 @@ class DraftSession(Protocol):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Take in a verified block: the backbone's outputs along the accepted path; the cache is rolled back."""
 
+    def finish(self, statistics: Speculation) -> None:
+        """Take in what was counted, once all sequences have ended."""
+
     def coverage(self, tokens: torch.Tensor) -> float | None:
         """Return the share of tokens [N] that could be drafted; None: every token could."""
         return None
+
+
+class Recorder(Protocol):
+    """Reads along what the calls with a drafter verify."""
+
+    def session(self, session: DraftSession) -> DraftSession:
+        """Return a session that drafts as `session`, and keeps what is verified."""
+        ...
 
 
 @runtime_checkable

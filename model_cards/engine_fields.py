@@ -67,6 +67,12 @@ def _exaone(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
     return {"mtp_layer_types": model.mtp.kinds}
 
 
+def _exaone_4_5(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
+    """Return fields of the text that vLLM's module looks up in the whole configuration."""
+    text = config.get_text_config()
+    return {"vocab_size": text.vocab_size, "tie_word_embeddings": text.tie_word_embeddings}
+
+
 def _longcat(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
     """Return what transformers takes for granted."""
     return {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}
@@ -94,6 +100,7 @@ def _mimo_v2(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
 
 _OF_FAMILIES = {
     "deepseek_v3": _deepseek,
+    "exaone4_5": _exaone_4_5,
     "exaone_moe": _exaone,
     "hy_v3": _hy3,
     "longcat_flash": _longcat,

@@ -12,11 +12,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import OWN
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForCausalLM, PTPStudent
+from ..modeling.deepseek.main_model import has_towers
 from ..modeling.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.tensor_files import tensor_dtypes
 from ..training.utils import replace_text
@@ -33,36 +34,64 @@ from .engine_fields import ENGINE_ONLY, add_fields, engine_state
 
 MEASURED = {
     "vllm": (
-        *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "mimo", "mimo_v2_flash"),
-        "qwen3_next",
+        *("deepseek_v3", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_ocr", "hy_v3"),
+        *("mimo", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     )
 }
 """The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
 ENGINES = {
     "vllm": (
-        *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
-        *("glm_moe_dsa", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "nemotron_h", "qwen3_5_moe_text"),
-        *("qwen3_5_text", "qwen3_next"),
+        *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe"),
+        *("glm4_moe_lite", "glm_moe_dsa", "glm_ocr", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "nemotron_h"),
+        *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     ),
     "sglang": ("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "hy_v3"),
 }
-"""The families whose modules each engine has code for."""
+"""The families whose directories were compared with what each engine loads, at least."""
+_ON_GPUS = "vLLM 0.32's code for it is for GPUs, where nothing was tried; on a CPU it ends with "
+_QSA = _ON_GPUS + "'Qwen4Exp QSA requires FlashAttention' (vllm/models/qwen4_exp/nvidia/qsa.py)"
+_REFUSED = {
+    "deepseek_v4": "transformers writes names and fields of its own (`model.layers.*.attn.norm`, layer_types), and "
+    "vLLM's loader knows the official ones, `layers.*.attn.kv_norm` and compress_ratios "
+    "(vllm/models/deepseek_v4/attention.py)",
+    "dots3_note_text": "vLLM 0.32 knows the whole dots3_note, and no model of its text alone (vllm/models/dots3_note)",
+    "glm4v_moe": "vLLM 0.32 maps Glm4vMoeForConditionalGeneration to no class for modules (vllm/config/speculative.py)",
+    "glm5_next": _ON_GPUS + "'Sparse Attention is not supported on CPU' (vllm/platforms/cpu.py)",
+    "hy_v4": "transformers writes the gates of its MLPs as `mlp.linear_gate`, and vLLM's loader knows `mlp.gate_proj` "
+    "(vllm/models/hy_v4/nvidia/mtp.py)",
+    "minimax_m3_vl": _ON_GPUS + "'No Unquantized MoE backend supports the deployment configuration' "
+    "(vllm/model_executor/layers/fused_moe/oracle/unquantized.py)",
+    "qwen4_exp": _QSA,
+    "qwen4_exp_text": _QSA,
+    "step3p7": "vLLM reads fields of the configuration that came with the official files (vision_config.width, "
+    "att_impl_type, ...), which transformers' classes do not have (vllm/model_executor/models/step3p{5,7}.py)",
+}
+"""Families whose directories vLLM could not load, or was not seen to load, though it has code for most, and why."""
 _NATIVE = (
-    """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here; a CPU """
-    "with AMX did not start them in float32"
+    """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here, """
+    """and --attention-backend CPU_MLA, "attention_backend": "CPU_MLA" in --speculative-config, in float32 with AMX"""
 )
+_RECURRENT = " (in bfloat16, with --no-enable-prefix-caching, which its kernels for CPUs want)"
+_VISION = "; vLLM's file of it imports torchvision, of which PyPI has builds for CUDA alone"
 _NOTES = {
     "deepseek_v3": _NATIVE,
     "glm4_moe_lite": _NATIVE,
-    "ernie4_5_moe": " but for one in eight (k = 3): its module has rotary positions of another kind there",
+    "glm_ocr": _VISION,
+    "ernie4_5_moe": " but for one in twenty: its module has rotary positions of another kind there",
     "mimo_v2_flash": " where a text is shorter than sliding_window; beyond it vLLM attends to one token fewer (read)",
-    "qwen3_next": " (in bfloat16, with --no-enable-prefix-caching, which its kernels for CPUs want)",
+    "qwen3_5": _RECURRENT + _VISION,
+    "qwen3_5_moe_text": _RECURRENT + _VISION,
+    "qwen3_5_text": _RECURRENT + _VISION,
+    "qwen3_next": _RECURRENT,
 }
-_VISION = "vLLM's file of it imports torchvision, of which PyPI has builds for CUDA only"
+_SPARSE = "vLLM 0.32 has no sparse attention on CPUs (vllm/platforms/cpu.py)"
 _NOT_RUN = {
-    "longcat_flash": "it loads there on a CPU, but its routing to zero experts is a kernel for GPUs in vLLM 0.32",
-    "qwen3_5_moe_text": _VISION,
-    "qwen3_5_text": _VISION,
+    "bailing_hybrid": "the version of transformers that vLLM 0.32 pins has no configuration of it",
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "longcat_flash": "its routing to zero experts is kernels for GPUs in vLLM 0.32; with these replaced in PyTorch, "
+    "text and drafts were as here on a CPU",
+    "nemotron_h": "vLLM 0.32 has experts with is_act_and_mul=False on GPUs alone (fused_moe/config.py)",
 }
 """Why families were not run, where it is more than that nobody did."""
 
@@ -87,8 +116,9 @@ def export(
         model: Backbone and modules, not quantised; or a drafter that stands apart, attached.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
-        tokenizer: Saved beside the model. None: the one in the directory or cached repository that the model was
-            loaded from; a warning says where there is none. Drafters that stand apart take none.
+        tokenizer: Saved beside the model; beside a tower for images, the processor. None: the one in the directory or
+            cached repository that the model was loaded from; a warning says where there is none. Drafters that stand
+            apart take none.
         copies: Whether modules repeat embeddings and head. None: as official files do. vLLM 0.32 shares the main
             model's in any case; older builds stop without copies, or draft nonsense in silence. For families whose
             files may have copies.
@@ -181,11 +211,15 @@ def _drop_options_of_generate(path: Path) -> None:
 
 
 def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> list[str]:
-    """Save a tokenizer, by default that of the directory the model came from, and return what there is to warn of."""
+    """Save a tokenizer, by default that of the directory the model came from, and return what there is to warn of.
+
+    Beside a tower it is the processor, which has the tokenizer in it.
+    """
     name = model.main.name_or_path
     if tokenizer is None and name:
-        with suppress(OSError, ValueError):  # no files of one, or none that is understood
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+        with suppress(OSError, ValueError, ImportError):  # no files of one, or none that is understood
+            reader = AutoProcessor if has_towers(model.config) else AutoTokenizer
+            tokenizer = reader.from_pretrained(name, local_files_only=True)
     if tokenizer is None:
         where = f"in {name}" if name else "given, and the model does not know where it came from"
         return [f"no tokenizer {where}: an engine does not load such a directory; pass tokenizer="]
@@ -199,10 +233,12 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
         raise ValueError("the model was loaded without its modules (inference_only=True); load them to export them")
     if engine == "vllm" and family_of(model.config).retrofit:
         check_retrofit(model)
+    elif engine == "vllm" and model_type in _REFUSED:
+        raise ValueError(f"vllm gets no export of {model_type!r}: {_REFUSED[model_type]}")
     elif model_type not in ENGINES[engine]:
         raise ValueError(
-            f"{engine} has no code for modules of {model_type!r} (it has for {', '.join(ENGINES[engine])}); "
-            "serve the backbone alone: model.main.save_pretrained(directory)"
+            f"no export of {model_type!r} was compared with what {engine} loads (those of {', '.join(ENGINES[engine])} "
+            "were); serve the backbone alone: model.main.save_pretrained(directory)"
         )
     if engine == "sglang" and count > 1:
         raise ValueError(f"SGLang loads exactly one module of {model_type!r}, and this model has {count}; train one")
@@ -213,6 +249,11 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
         warnings.append(f"{engine} drafts the whole vocabulary: it does not read {DRAFT_VOCABULARY}")
     if reason := ENGINE_ONLY.get(model_type):
         warnings.append(f"this directory is for engines ({reason}); save_pretrained writes what loads here")
+    if has_towers(model.config):
+        how = 'text alone (--limit-mm-per-prompt \'{"image": 0, "video": 0}\'); images were not tried'
+        if model_type == "glm_ocr":
+            how = "text, and with one image each, on a tiny random tower; several images and videos were not tried"
+        warnings.append(f"directories of this family were asked with {how}")
     if count > 1:
         warnings += [
             f"num_speculative_tokens above {count} must be a multiple of {count}, the number of modules",

@@ -1,6 +1,7 @@
-"""Small models that draft: the first layers of a larger one, and the assistants of Gemma 4 (`gemma4_assistant`).
+"""Small models that draft: the first layers of a larger one, DFlash assistants, which fill in blocks, and those of
+Gemma 4 (`gemma4_assistant`).
 
-Attention layers of the latter have no keys and values: all read the backbone's. transformers 5.23.0 looks up which of
+Attention layers of the last have no keys and values: all read the backbone's. transformers 5.23.0 looks up which of
 the layers compute what the others reuse, finds none, and refuses to build any; the configurations below define
 `kv_sharing_modes` for that case.
 """
@@ -14,8 +15,9 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..configuration.fields import field
 from .loading import HUB_OPTIONS
 from .wrapped_models import carries_adapters, has_own_cache, unwrap
 
@@ -103,10 +105,16 @@ def buildable(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
+def fills_blocks(config: PreTrainedConfig) -> bool:
+    """Return whether a model drafts as DFlash assistants do: a block at once, from states of several layers."""
+    return all(field(config, name) is not None for name in ("block_size", "mask_token_id", "target_layer_ids"))
+
+
 def load_assistant(folder: str | PathLike, **kwargs: Any) -> PreTrainedModel:
-    """Load a causal language model that drafts: one with its own cache, or an assistant of Gemma 4."""
+    """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4, or of DFlash."""
     if "config" not in kwargs:
         hub = {name: kwargs[name] for name in (*HUB_OPTIONS, "trust_remote_code") if name in kwargs}
         kwargs["config"] = AutoConfig.from_pretrained(folder, **hub)
     kwargs["config"] = buildable(kwargs["config"])
-    return AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+    kind = AutoModel if fills_blocks(kwargs["config"]) else AutoModelForCausalLM
+    return kind.from_pretrained(folder, **kwargs)

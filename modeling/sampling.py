@@ -86,9 +86,9 @@ def interval(token: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
 
 def _speeds(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return w / E with E ~ Exp(1), the order in which the tokens of a race arrive."""
-    arrival = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device).exponential_(generator=generator)
-    # an exponential can round to 0, and 0 / 0 would win the race
-    return weights / arrival.clamp_min_(torch.finfo(weights.dtype).tiny)
+    # 0 / 0 would win the race: torch promises that `exponential_` never draws 0, which float16 would round to
+    dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+    return weights / torch.empty(weights.shape, dtype=dtype, device=weights.device).exponential_(generator=generator)
 
 
 def _last_possible(probs: Tensor) -> Tensor:

@@ -126,6 +126,25 @@ def gather(modules: Iterable[nn.Module]) -> None:
             module.unshard()
 
 
+@contextmanager
+def readable(model: PreTrainedModel) -> Iterator[None]:
+    """Keep gathered, between forwards, what drafters read of a model that FSDP2 shards: embeddings, norm, unembedding.
+
+    All processes must enter, leave and call the model equally often.
+    """
+    parts = dict.fromkeys([model, model.base_model, model.get_input_embeddings(), model.get_output_embeddings()])
+    units = [part for part in parts if isinstance(part, FSDPModule)]
+    gather(units)
+    handle = model.register_forward_hook(lambda *_: gather(units)) if units else None  # behind the hook that shards
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+        for unit in units:
+            unit.reshard()
+
+
 def call(module: nn.Module, *args: Any) -> Any:
     """Return `module(*args)`; of an FSDP2 unit without its hooks.
 

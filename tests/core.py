@@ -18,6 +18,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_a_tree_of_a_saved_config_is_drafted[dynamic]",
         "test_seed_and_slots_of_a_saved_config_are_read",
     ),
+    "tests/generation/drafters/test_dflash.py": ("test_copies_and_folders",),
     "tests/generation/drafters/test_eagle.py": (
         "test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary",
         "test_transformers_own_assisted_loop_takes_its_chains[1]",
@@ -28,6 +29,11 @@ CORE: dict[str, tuple[str, ...]] = {
     ),
     "tests/generation/drafters/test_head_trees.py": ("test_backbones_that_take_chains_only_say_so",),
     "tests/generation/drafters/test_ngram.py": ("test_a_call_may_ask_for_another_number_of_branches",),
+    "tests/generation/drafters/test_p_eagle.py": ("test_options_of_calls",),
+    "tests/generation/drafters/test_translation.py": (
+        "test_options_of_calls[assistant_confidence_threshold-text]",
+        "test_options_of_calls[assistant_confidence_threshold-vocabulary]",
+    ),
     "tests/generation/test_continuation.py": (
         "test_positions_of_a_model_with_slots_of_its_own",
         "test_slots_that_ride_along[token_type_ids]",
@@ -36,6 +42,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_mixed_lists[warpers last-one row]",
         "test_unknown_processors_see_all_rows_in_their_order[one row]",
     ),
+    "tests/generation/test_recording.py": ("test_own_traffic_teaches_within_its_budget",),
     "tests/generation/test_records.py": ("test_steps_that_were_verified_and_not_kept_are_dropped",),
     "tests/generation/test_replay.py": (
         "test_drafters_of_any_kind_speculate_on_recurrent_backbones[nemotron_h]",
@@ -223,6 +230,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_refusals",
         "test_rows_come_back_in_order_without_padding",
     ),
+    "tests/training/test_online.py": ("test_a_callback_belongs_to_one_trainer",),
     "tests/training/test_regeneration.py": ("test_refusals",),
     "tests/training/test_sft.py": ("test_only_the_assistant_is_learned",),
     "tests/training/test_strategies.py": ("test_in_the_warm_up_only_the_head_learns_and_then_everything",),

@@ -46,6 +46,7 @@ def continuation_distribution(model, prompt: torch.Tensor, length: int, **option
     processors = model._get_logits_processor(config, prompt.shape[1], prompt, None, [], device="cpu")
     distribution = {(): 1.0}
     for _ in range(length):
+        distribution = {text: p for text, p in distribution.items() if p > 0}
         ids = torch.cat(
             [prompt.expand(len(distribution), -1), torch.tensor(list(distribution)).long().view(len(distribution), -1)],
             dim=1,
@@ -60,5 +61,8 @@ def continuation_distribution(model, prompt: torch.Tensor, length: int, **option
 def continuation_p_value(samples: torch.Tensor, distribution: dict[tuple[int, ...], float]) -> float:
     """Chi-square p-value of drawn continuations [N, length]; see `chi_square`."""
     number = {text: cell for cell, text in enumerate(distribution)}
-    cells = torch.tensor([number[tuple(text)] for text in samples.tolist()])
+    texts = [tuple(text) for text in samples.tolist()]
+    if any(text not in number for text in texts):  # it continues what the distribution excludes
+        return 0.0
+    cells = torch.tensor([number[text] for text in texts])
     return chi_square(cells, torch.tensor(list(distribution.values()), dtype=torch.double))

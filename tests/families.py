@@ -48,6 +48,23 @@ _DELTA = dict(
     num_hidden_layers=3,
 )
 _QWEN_EXPERTS = dict(moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+_POOLED = dict(
+    layer_types=["linear_attention", "indexed_attention", "linear_attention"],
+    hc_count=2,
+    hc_lowrank=8,
+    ple_layer_ids=[1],
+    ngram_vocab_size_base=20,
+    heads_per_ngram=2,
+    make_ngram_vocab_size_divisible_by=4,
+    split_ngram_parts=2,
+    indexer_n_heads=8,
+    indexer_kv_heads=1,
+    indexer_head_dim=8,
+    indexer_budget=6,
+    indexer_compress_ratio=2,
+    eos_token_id=1,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2], partial_rotary_factor=0.5),
+)
 _KDA = _LATENT | dict(
     layer_types=["linear_attention", "full_attention", "linear_attention"],
     num_hidden_layers=3,
@@ -62,6 +79,42 @@ _FAMILIES = {
     "bailing_hybrid": _KDA | dict(head_dim=8, short_conv_kernel_size=3, first_k_dense_replace=1),
     "deepseek_v3": _EXPERTS | _LATENT,
     "deepseek_v32": _EXPERTS | _INDEXED,
+    "deepseek_v4": dict(
+        num_hidden_layers=3,
+        layer_types=["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
+        compress_rates={"heavily_compressed_attention": 5, "compressed_sparse_attention": 2},
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        sliding_window=6,
+        num_key_value_heads=1,
+        head_dim=16,
+        q_lora_rank=16,
+        partial_rotary_factor=0.5,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=16,
+        index_head_dim=8,
+        index_topk=3,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+    ),
+    "dots3_note_text": _EXPERTS
+    | _INDEXED
+    | dict(
+        head_dim=16,
+        layer_types=["indexed_attention", "sliding_attention"],
+        sliding_window=6,
+        swa_num_attention_heads=2,
+        swa_num_key_value_heads=2,
+        swa_q_lora_rank=16,
+        swa_kv_lora_rank=16,
+        swa_head_dim=16,
+        swa_qk_nope_head_dim=8,
+        swa_v_head_dim=8,
+        shared_experts_intermediate_size=16,
+    ),
     "ernie4_5_moe": dict(moe_intermediate_size=16, moe_num_experts=4, moe_k=2, moe_num_shared_experts=1),
     "exaone_moe": _WINDOWS | dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8),
     "gemma": dict(head_dim=8),
@@ -112,6 +165,7 @@ _FAMILIES = {
     "qwen3_5_moe_text": _DELTA | _QWEN_EXPERTS,
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA | _QWEN_EXPERTS,
+    "qwen4_exp_text": _DELTA | _QWEN_EXPERTS | _POOLED,
 }
 _SPARSE = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, num_local_experts=4)
 _BACKBONES = {
@@ -162,7 +216,11 @@ NAMES = list(_FAMILIES)
 BACKBONES = list(_BACKBONES)
 """Further backbones, of which modules can be made."""
 RETROFITS = [name for name in NAMES if FAMILIES.get(name, RETROFIT) is RETROFIT]
-RECURRENT = ["bailing_hybrid", "kimi_linear", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
+RECURRENT = ["bailing_hybrid", "kimi_linear", "nemotron_h"]
+RECURRENT += ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"]
+
+THIS_YEAR = ["deepseek_v4", "dots3_note_text", "exaone_moe", "hy_v4", "qwen4_exp_text"]
+"""Families of this year without a tower; those of `tests/towers.py` have one."""
 
 
 def family_config(name: str, num_nextn_predict_layers: int = 1, **changes):

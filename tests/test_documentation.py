@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tokenahead
-from tests.benchmark_modules import serving_table
+from tests.benchmark_modules import families_table, serving_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -106,9 +106,16 @@ def test_links_of_the_readme_lead_somewhere():
     assert files and all((ROOT / file).exists() for file in files)
 
 
+def test_the_tables_of_families_are_those_of_the_registry_the_tests_and_the_last_run():
+    """Otherwise: `python benchmarks/families_table.py`."""
+    page = families_table.PAGE.read_text(encoding="utf-8")
+    assert families_table.rewritten(page) == page
+
+
 def test_the_table_of_engines_is_that_of_the_last_run():
     results = json.loads(serving_table.RESULTS.read_text())
     assert serving_table.markdown(results) in (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     ran = [row for row in results["rows"] if "error" not in row]
     assert len(ran) > 30 and all(row["alone"] == row["together"] == row["prompts"] for row in ran)
     assert all(row["rejected"] for row in ran)
+    assert all(row["server"] == [row["prompts"]] * 2 for row in ran)

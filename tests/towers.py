@@ -1,9 +1,11 @@
 """Tiny models with a tower for images and modules, and batches of texts with images for them."""
 
+import copy
+
 import torch
 from transformers import AutoConfig
 
-from tests.families import _COMMON, _DELTA, _EXPERTS, _QWEN_EXPERTS, _WINDOWS, shake
+from tests.families import _COMMON, _DELTA, _EXPERTS, _POOLED, _QWEN_EXPERTS, _WINDOWS, shake
 from tests.internals import family_of, set_modules
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
@@ -25,8 +27,64 @@ TOWERS = {
         text_config=_COMMON | _WINDOWS | dict(model_type="exaone4"),
         vision_config=_QWEN_EYE | dict(num_key_value_heads=2, window_size=16, fullatt_block_indexes=[0]),
     ),
+    "glm5_next": dict(
+        text_config=_COMMON
+        | dict(
+            num_hidden_layers=3,
+            num_key_value_heads=4,
+            layer_types=["linear_attention", "indexed_attention", "linear_attention"],
+            indexer_types=["full"] * 3,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            kv_lora_rank=16,
+            q_lora_rank=16,
+            v_head_dim=8,
+            qk_nope_head_dim=8,
+            index_topk=8,
+            index_kpool=4,
+            index_head_dim=16,
+            index_n_heads=16,
+            linear_head_dim=8,
+            linear_num_heads=2,
+            linear_conv_kernel_dim=3,
+            hc_mult=2,
+        ),
+        vision_config=_GLM_EYE | dict(projection_intermediate_size=32),
+    ),
     "glm4v_moe": dict(text_config=_COMMON | _ROTARY | _EXPERTS | dict(head_dim=8), vision_config=_GLM_EYE),
     "glm_ocr": dict(text_config=_COMMON | _ROTARY | dict(head_dim=8), vision_config=_GLM_EYE),
+    "qwen4_exp": dict(
+        text_config=_COMMON | _DELTA | _QWEN_EXPERTS | _POOLED | dict(ple_layer_ids=[3]), vision_config=_QWEN_EYE
+    ),
+    "minimax_m3_vl": dict(
+        text_config=_COMMON
+        | dict(
+            head_dim=8,
+            rotary_dim=4,
+            dense_intermediate_size=48,
+            shared_intermediate_size=16,
+            intermediate_size=16,
+            num_experts_per_tok=2,
+            num_local_experts=4,
+            layer_types=["full_attention", "minimax_m3_sparse"],
+            mlp_layer_types=["dense", "sparse"],
+            index_n_heads=2,
+            index_head_dim=8,
+            index_block_size=4,
+            index_topk_blocks=3,
+        ),
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            patch_size=4,
+            image_size=32,
+        ),  # fmt: skip
+        projector_hidden_size=32,
+    ),
     "qwen3_5_moe": dict(text_config=_COMMON | _DELTA_TEXT | _QWEN_EXPERTS, vision_config=_QWEN_EYE),
     "step3p7": dict(
         text_config=_COMMON
@@ -52,13 +110,15 @@ TOWERS = {
     ),
 }
 
-FLAT = ("exaone4_5", "step3p7")
+FLAT = ("exaone4_5", "glm5_next", "minimax_m3_vl", "step3p7")
 """Those whose positions are the text's, images or not."""
+EVEN = ("minimax_m3_vl",)
+"""Those that transformers decodes otherwise beside padding: what attention chooses depends on columns."""
 
 
 def tower_model(name: str, vocab_size: int = 96, seed: int = 0) -> DeepSeekMTP:
     """A random model with a tower and two modules, or as many as the family can have, in evaluation mode."""
-    parts = {key: dict(value) for key, value in TOWERS[name].items()}
+    parts = copy.deepcopy(TOWERS[name])
     parts["text_config"]["vocab_size"] = vocab_size
     config = AutoConfig.for_model(name, **parts, image_token_id=vocab_size - 1)
     set_modules(config, min(2, family_of(config).most_modules or 2))
@@ -67,10 +127,11 @@ def tower_model(name: str, vocab_size: int = 96, seed: int = 0) -> DeepSeekMTP:
 
 
 def image_batch(name: str, texts: int = 2, images: int = 1, vocab_size: int = 96, seed: int = 3) -> dict:
-    """Texts of several lengths; each of the first `images` holds an image of 4 x 4 merged patches."""
+    """Texts of several lengths, or of one (`EVEN`); the first `images` hold an image of 4 x 4 merged patches each."""
     generator, image, rows = torch.Generator().manual_seed(seed), vocab_size - 1, []
     for index in range(texts):
-        words = torch.randint(0, image, (5 + 3 * index,), generator=generator)
+        count = 21 - 16 * (index < images) if name in EVEN else 5 + 3 * index
+        words = torch.randint(0, image, (count,), generator=generator)
         rows.append(torch.cat([words[:2], torch.full((16 * (index < images),), image), words[2:]]))
     batch = left_padded(rows)
     if name == "step3p7":

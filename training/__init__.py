@@ -10,6 +10,7 @@ _HOMES = {
     "MTPTrainer": "trainer",
     "MuToROptions": "ptp.mutor",
     "MuToRTrainer": "ptp.mutor",
+    "OnlineDrafterTraining": "online",
     "PTPOptions": "ptp.losses",
     "PTPSFTTrainer": "trl_trainers",
     "PTPTrainer": "ptp.trainer",

@@ -24,11 +24,10 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from ..modeling.heads.learning import STATES, collate
 from .utils import check_same, replace_text
 
 INDEX = "index.json"
-STATES = "cached_states"
-"""The states' name among the columns of a row, as the `forward` of drafters calls it."""
 _IDS = ("input_ids", "labels", "position_ids")
 _SAME = ("weights", "layers", "width", "dtype", "data")
 """What must be the same where features are completed; two of them are checksums."""
@@ -183,19 +182,7 @@ class FeatureDataset(Dataset):
         """Return the state for worker processes, which open the shards themselves."""
         return vars(self) | {"_open": {}}
 
-    @staticmethod
-    def collate(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return a batch of rows, padded on the right; with `attention_mask` if their lengths differ."""
-        lengths = [len(row["input_ids"]) for row in rows]
-        fills = {"labels": -100}
-        batch = {
-            name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True, fills.get(name, 0))
-            for name in rows[0]
-        }
-        if len(set(lengths)) > 1:
-            real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
-            batch["attention_mask"] = real.long()
-        return batch
+    collate = staticmethod(collate)
 
 
 def _index(drafter: Any, data: Sequence[Row], dtype: str) -> FeatureIndex:

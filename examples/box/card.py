@@ -64,7 +64,7 @@ def _log(lines: list[dict[str, Any]]) -> Iterator[str]:
     for stage, line in last.items():
         seconds = f", {line['seconds']:,} s" if "seconds" in line else ""
         size = f"{line['bytes']:,} bytes, " if stage == "backbone" else ""
-        what = "Backbone, with FF heads" if stage == "backbone" else f"{stage.removeprefix('head-')} head alone"
+        what = "Backbone, with FF heads" if stage == "backbone" else f"Head alone: {stage.removeprefix('head-')}"
         yield f"- {what}: {size}{line['step']:,} steps{seconds}."
     bits = [(line["step"], line["held_out"]["bits_per_byte"]) for line in lines if "held_out" in line]
     if bits:

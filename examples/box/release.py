@@ -2,9 +2,11 @@
 
     python examples/box/release.py --run box-run --output model_cards/box
     python examples/box/release.py --output model_cards/box --readme docs/box.md --threads 1
+    python examples/box/release.py --output model_cards/box --heads '{"ff": "box/ff-16-1-block-released-0"}'
 
-`--run` is the directory of `train.py`; without it, a box that is there is measured again. Everything is written beside
-the box and takes its place when it is whole.
+`--run` is the directory of `train.py`; without it, a box that is there is measured again, with other heads where they
+are given (`benchmarks/box_heads.py --table released` trains them). Everything is written beside the box and takes its
+place when it is whole.
 """
 
 from __future__ import annotations
@@ -80,23 +82,41 @@ def release(run: Path, output: Path, drafts: dict[str, int], measurement: BoxMea
         _measure(scratch, measurement, before)
 
 
-def measure_again(box: Path, drafts: dict[str, int], measurement: BoxMeasurement) -> None:
-    """Measure a box on this machine, and replace its results; the weights stay.
+def measure_again(box: Path, drafts: dict[str, int], measurement: BoxMeasurement, heads: dict[str, str]) -> None:
+    """Measure a box on this machine, and replace its results; the weights stay, but for the heads that are given.
 
     Raises:
         BoxDamagedError: A file is missing, or its checksum is wrong; nothing has changed then.
+        ValueError: A head of another backbone.
     """
     check_box(box)
     with _in_place_of(box) as scratch:
         shutil.copytree(box, scratch, dirs_exist_ok=True)
-        if drafts:
+        if drafts or heads:
             models = Box.load(box).models
+            for kind, folder in heads.items():
+                check_same_backbone(models[kind], other := EvaByteForMTPC.from_pretrained(folder).eval())
+                other.generation_config, models[kind] = models[kind].generation_config, other
+                with (scratch / LOG).open("a") as log:
+                    log.write((Path(folder) / "log.jsonl").read_text())
             lengths = {kind: int(model.generation_config.num_assistant_tokens) for kind, model in models.items()}
             save_box(scratch, models, lengths | drafts)
             seal(scratch)
         known = MeasuredResults.from_json(box / RESULTS).extra
         before = {name: float(value) for name, value in known.items() if name.startswith(BEFORE)}
         _measure(scratch, measurement, before)
+
+
+def check_same_backbone(old: EvaByteForMTPC, new: EvaByteForMTPC) -> None:
+    """Refuse a head whose backbone has other weights, rounded to bfloat16.
+
+    Raises:
+        ValueError: It names a weight.
+    """
+    weights = new.model.state_dict() | {"lm_head": new.lm_head.weight[: new.config.vocab_size]}
+    for name, weight in (old.model.state_dict() | {"lm_head": old.lm_head.weight[: old.config.vocab_size]}).items():
+        if not torch.equal(weight.bfloat16(), weights[name].bfloat16()):
+            raise ValueError(f"{name} differs from the box's: the head was trained on another backbone")
 
 
 @contextmanager
@@ -247,13 +267,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the box; it is written over")
     parser.add_argument("--seconds", type=float, default=180.0, help="for measuring")
     parser.add_argument("--drafts", type=json.loads, default={}, help="bytes to draft by head, as JSON")
+    parser.add_argument("--heads", type=json.loads, default={}, help="directories by head to replace, as JSON")
     parser.add_argument("--readme", type=Path, help="page whose marked block shows the results")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     measurement = BoxMeasurement(arguments.seconds, batch_size=8, on_step=lambda words: print(words, flush=True))
     if arguments.run is None:
-        measure_again(arguments.output, arguments.drafts, measurement)
+        measure_again(arguments.output, arguments.drafts, measurement, arguments.heads)
     else:
         release(arguments.run, arguments.output, arguments.drafts, measurement)
     if arguments.readme is not None:

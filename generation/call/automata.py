@@ -78,7 +78,8 @@ class AutomatonProcessor(LogitsProcessor):
     """A constraint that is an automaton; a subclass adds `start`, `step` and `allowed` (`OffersAutomaton`).
 
     In plain decoding every row is followed from its prompt on: ids that are not those of the last call and one more
-    begin anew.
+    begin anew. So take a new object where a prompt is what the last call of `generate` wrote, and the state after it
+    is to be `start`; where drafts are made, it always is.
     """
 
     start: Any = None

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ...modeling.sampling import draw
 from .constraints import DraftMasks
 from .processing import Processing
+from .resolved import tokenizers_of
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class CallOptions:
             never. Trees, n-grams and parallel token prediction do not look at it, and say so.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
-            prediction, `draft_vocabulary` of sequential modules.
+            prediction, `draft_vocabulary` of sequential modules, tokenizers of assistants.
         needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from given uniforms.
         speculates: Whether drafts are made.
     """
@@ -103,7 +104,7 @@ class CallOptions:
             schedule=schedule or "constant",
             threshold=threshold or 0.0,
             draft_tree=given["draft_tree"],
-            extra={name: given[name] for name in OWN[2:] if given[name] is not None},
+            extra={name: given[name] for name in OWN[2:] if given[name] is not None} | tokenizers_of(sources[0]),
         )
 
 

@@ -104,6 +104,12 @@ def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: 
     return resolved
 
 
+def tokenizers_of(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokenizers by which a call translates for an assistant with another one; nothing without that one."""
+    names = "assistant_tokenizer", "tokenizer"
+    return {} if call.get(names[0]) is None else {name: call.get(name) for name in names}
+
+
 def _mask_of(ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
     """Return the mask that transformers infers from padding ids; healing writes padding in the place of bos."""
     pad, eos = config.pad_token_id, config.eos_token_id

@@ -66,6 +66,7 @@ class Sequences:
         done: Whether each sequence has ended.
         steps: 0, 1, 2, ... on the device, [capacity] int64: index tensors are slices of it.
         newest_on_host: What every sequence got in the last cycle; nothing where it had ended.
+        drafted_on_host: How many tokens were drafted for every sequence in the last cycle.
     """
 
     def __init__(self, prompt: torch.Tensor) -> None:
@@ -73,6 +74,7 @@ class Sequences:
         self.lengths = [prompt.shape[1]] * prompt.shape[0]
         self.done = [False] * prompt.shape[0]
         self.newest_on_host = [list[int]() for _ in self.lengths]
+        self.drafted_on_host = [0] * prompt.shape[0]
         self._ends: torch.Tensor | None = None
         self.ids = torch.nn.functional.pad(prompt, (0, _GROWTH))
         self.steps = torch.arange(self.ids.shape[1], device=prompt.device)

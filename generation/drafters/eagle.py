@@ -28,6 +28,7 @@ from ..target.cache import Rows
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import Ancestry, grow, most_nodes, taken
+from .blocks import block_chain
 
 
 @dataclass
@@ -115,6 +116,8 @@ class EagleSession(DraftSession):
 
     def _chain(self, length: int, masks: DraftMasks | None) -> DraftTree:
         """Up to `length` tokens one after the other; it ends with a token of which no sequence was sure."""
+        if self.head.config.mask_token_id is not None:
+            return self._chain_at_once(length, masks)
         features, drafts, probs = self.features, [], []
         for step in range(length):
             logits = self.head.draft_logits(features)[:, 0]
@@ -125,6 +128,16 @@ class EagleSession(DraftSession):
                 break
             features = self._run(features, token[:, None])
         return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)
+
+    def _chain_at_once(self, length: int, masks: DraftMasks | None) -> DraftTree:
+        """The same of a P-EAGLE head: rows of a mask token stand for all tokens but the first one."""
+        features = self.features
+        if length > 1:
+            masked = self.head.masked().expand(len(features), length - 1, -1)
+            ids = torch.full(masked.shape[:2], self.head.config.mask_token_id, device=masked.device)
+            features = torch.cat([features, self._run(masked, ids)], dim=1)
+        logits = self.head.draft_logits(features)
+        return block_chain(logits, self.options, masks, self.draft_ids, self.vocab_size)
 
 
 class _Growth:

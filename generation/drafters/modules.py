@@ -28,11 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...configuration.fields import chooses_blocks, masks_padding_alone
 from ...modeling.masks import cached_range
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows
+from ..target.indexed import layer_class, note_positions, real_tokens
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import Ancestry, grow, most_nodes, taken
@@ -52,7 +54,7 @@ class ModuleSession(DraftSession):
     rows.
 
     Args:
-        model: Offers `mtp.step`, `num_modules`, and its embeddings in and out.
+        model: Offers `mtp.step`, `num_modules`, `module_embeddings` and `readout_of`.
         options: Of the call.
 
     Raises:
@@ -82,7 +84,7 @@ class ModuleSession(DraftSession):
         span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
         mask = view.mask[:, -self.pending :]
         self.rows = Rows(mask, view.is_padded, self.options.max_length, span, view.counts)
-        self.rows.take_over(self.cache)
+        self.rows.take_over(self.cache, layer_class(self.model.config))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Appends the newest states of every sequence, right-aligned."""
@@ -131,11 +133,12 @@ class ModuleSession(DraftSession):
     def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: dict[str, Any] | None = None) -> Tensor:
         """Module k over columns that begin `first` after the backbone's, [B, R, H]."""
         self.rows.ahead = first
-        embeddings = self.model.get_input_embeddings()(ids)
+        embeddings = self.model.module_embeddings()(ids)
         if self.prompt is not None:
             own = cached_range(first, ids.shape[1], self.rows.ends.device)
             embeddings = self.prompt.embeddings(embeddings, self.rows.counts[:, None] + own + k)
         inputs = {"position_ids": prepared["position_ids"]} if prepared else self._inputs(k, ids.shape[1])
+        note_positions(self.cache, inputs["position_ids"])
         return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
     def _inputs(self, k: int, size: int, seen: Tensor | None = None, places: Tensor | None = None) -> dict[str, Any]:
@@ -146,8 +149,11 @@ class ModuleSession(DraftSession):
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
         rows.is_exact = seen is None and not rows.needs_mask(size)
         mask = None if rows.is_exact else rows.visible(size, window, chunk, new=seen, depths=places)[:, None]
+        mask = real_tokens(rows, size) if masks_padding_alone(config) else mask
         own = cached_range(rows.ahead, size, rows.ends.device) if places is None else places[:, -size:]
-        positions = (rows.counts[:, None] + own).clamp(min=0)
+        # blocks of columns are chosen by positions, which then begin with the columns of the modules' own cache
+        counts = rows.ends if chooses_blocks(config) else rows.counts
+        positions = (counts[:, None] + own).clamp(min=0)
         return {
             "position_ids": positions if self.prompt is None else self.prompt.positions(positions),
             "attention_mask": mask,
@@ -179,7 +185,7 @@ class ModuleSession(DraftSession):
         count = ids.shape[1]
         self.rows.ahead = 1 - k + len(distances) - count
         inputs = self._inputs(k, count, seen, distances[None] - 1)
-        return self.model.mtp.step(k, states, self.model.get_input_embeddings()(ids), **inputs)
+        return self.model.mtp.step(k, states, self.model.module_embeddings()(ids), **inputs)
 
     def _logits(self, k: int, hidden: Tensor) -> Tensor:
         """Logits [.., v] of the tokens that may be drafted, of states at depth k."""
@@ -202,7 +208,8 @@ class PromptParts:
 
     Args:
         embeds: [B, L, H] of its last L columns, right-aligned.
-        position_ids: [3 or 4, B, L], the last three rotated by; or [B, L] or None, where images change no positions.
+        position_ids: [1, 3 or 4, B, L], the last three rotated by, or one alike; or [B, L] or None, where images change
+            no positions.
         counts: [B] int64, its real tokens.
     """
 
@@ -210,7 +217,7 @@ class PromptParts:
         self.embeds, self.first = embeds, (counts - embeds.shape[1]).clone()  # the text's position of column 0
         self.shifts = None
         if position_ids is not None and position_ids.dim() == 3:
-            rotated = position_ids[-3:].to(counts.device)
+            rotated = position_ids[-3:].to(counts.device).expand(3, -1, -1)
             own = self.first[:, None] + cached_range(0, embeds.shape[1], counts.device)
             behind = rotated.masked_fill(own < 0, 0).amax((0, 2))[:, None] + 1 - counts[:, None]
             self.shifts = torch.cat([rotated - own, behind.expand(3, -1, -1)], dim=2)

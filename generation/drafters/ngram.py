@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from ...modeling.masks import cached_arange
 from ..attach import LookUpDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
-from ..protocols import DraftSession
-from ..trees.contract import DraftTree
+from ..protocols import CacheView, DraftSession
+from ..target.target import TargetOutput
+from ..trees.contract import DraftTree, VerificationResult
 
 
 class NgramDrafter(LookUpDrafter):
@@ -21,11 +23,12 @@ class NgramDrafter(LookUpDrafter):
 
     The longest n-gram that ends the text and stood in it before wins, and of several places the latest; their
     continuations are certain drafts, so sampling stays exact. With `branches` above 1 the best places are drafted as a
-    tree.
+    tree. A sequence whose drafts were rejected gets shorter ones, and longer ones again as they are accepted: of k
+    drafts, a of them accepted, the next has max(2 a + 2, k / 2) tokens at most.
 
     Args:
         longest: Tokens of the longest n-gram to look for.
-        num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise.
+        num_tokens: The most tokens to draft, unless `num_assistant_tokens` says otherwise.
         branches: Places to draft from.
 
     Raises:
@@ -72,11 +75,37 @@ class NgramSession(DraftSession):
     def __init__(self, options: DraftOptions, longest: int, branches: int) -> None:
         self.num_tokens, self.longest, self.branches = options.num_tokens, longest, branches
         self.options = options
+        # a schedule that measures tries lengths of its own
+        self.is_adaptive = options.schedule != "adaptive"
+        self.reach: list[int] = []
+
+    def begin(self, outputs: Any, view: CacheView) -> None:
+        """Begin with drafts of full length."""
+        self.view = view
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Let every sequence's next draft be as long as its last one deserves; the host knows it, too."""
+        kept = self.view.new_tokens
+        if not self.is_adaptive or not self.reach:
+            return
+        rows = zip(self.reach, kept.counts, self.tokens.drafted_on_host)
+        self.reach = [self._next(reach, count - 1, drafted) if count else 0 for reach, count, drafted in rows]
+        accepted = (kept.on_device - 1).clamp(min=0)
+        longer = torch.maximum(2 * accepted + 2, self.reach_on_device // 2).clamp(max=self.num_tokens)
+        self.reach_on_device = torch.where(self.has_draft, longer, self.reach_on_device)
+
+    def _next(self, reach: int, accepted: int, drafted: int) -> int:
+        return min(max(2 * accepted + 2, reach // 2), self.num_tokens) if drafted else reach
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Continuations of the best places, which repeat from the place on where they reach the end of the text."""
+        self.tokens, self.has_draft = tokens, tokens.ends < 0
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
+        if not self.reach:
+            self.reach = [self.num_tokens] * len(tokens.lengths)
+            self.reach_on_device = torch.full_like(tokens.ends, self.num_tokens)
+        length = min(length, max(self.reach))
         quality = self._quality(tokens)
         branches = min(self.branches, quality.shape[1])
         best = quality.topk(branches, dim=1)
@@ -84,11 +113,13 @@ class NgramSession(DraftSession):
         places = torch.where(best.values > 0, best.indices, best.indices[:, :1])
         period = (tokens.ends[:, None] - 1 - places).clamp(min=1)
         source = places[..., None] + 1 + cached_arange(length, places.device) % period[..., None]
-        drafts = tokens.ids.gather(1, source.clamp(max=tokens.ids.shape[1] - 1).flatten(1))
-        counts = torch.where(found, branches * length, 0)[:, 0]
+        source = source.clamp(max=tokens.ids.shape[1] - 1).transpose(1, 2)  # level by level: what is short ends first
+        drafts = tokens.ids.gather(1, source.flatten(1))
+        self.has_draft = found[:, 0]
+        counts = torch.where(self.has_draft, branches * self.reach_on_device.clamp(max=length), 0)
         if branches == 1:
             return DraftTree.chain(drafts, num_nodes=counts)
-        return DraftTree(drafts, _merged(drafts.unflatten(1, (branches, length))), depth=length, num_nodes=counts)
+        return DraftTree(drafts, _merged(drafts.unflatten(1, (length, branches))), depth=length, num_nodes=counts)
 
     def _quality(self, tokens: Sequences) -> Tensor:
         """How good every place is to continue from, [B, W] int64: long n-grams first, then late places; 0: useless."""
@@ -111,9 +142,9 @@ class NgramSession(DraftSession):
 
 
 def _merged(drafts: Tensor) -> Tensor:
-    """Parents [B, branches * length] that let branches [B, branches, length] share what they begin with."""
-    count, length = drafts.shape[1:]
-    same = (drafts[:, :, None] == drafts[:, None]).cumprod(-1)  # [B, branch, other, length]: equal up to here
-    first = same.argmax(2)  # the first branch with this beginning
-    node = first * length + cached_arange(length, drafts.device)
-    return torch.nn.functional.pad(node[..., :-1], (1, 0), value=-1).flatten(1)
+    """Parents [B, length * branches] that let branches [B, length, branches] share what they begin with."""
+    length, count = drafts.shape[1:]
+    same = (drafts[..., None] == drafts[:, :, None]).cumprod(1)  # [B, length, branch, other]: equal up to here
+    first = same.argmax(-1)  # the first branch with this beginning
+    node = first + count * cached_arange(length, drafts.device)[:, None]
+    return torch.nn.functional.pad(node[:, :-1], (0, 0, 1, 0), value=-1).flatten(1)

@@ -25,13 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import LogitsProcessorList
 
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.masks import cached_arange, to_device
 from ...modeling.ptp.embedding import GREEDY
 from ...modeling.sampling import interval, pick
 from ...modeling.uniforms import best_of
+from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
+from ..call.processing import Processing
 from ..call.schedule import AcceptanceRates
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
@@ -109,13 +112,13 @@ class ParallelSession(DraftSession):
         # a one-hot slot 0 predicts what the target picks itself
         self.longest_group = min(config.num_slots, self.num_tokens + self.is_one_hot)
         warps = options.processing.is_pointwise and not config.learns_warped_distribution
-        self.warps = options.processing if warps else None
+        self.warps = options.processing if warps else Processing(LogitsProcessorList())
         self.gives_probs = options.do_sample and not uniforms.stay
         self.rates = AcceptanceRates(self.num_tokens)
         self.is_deterministic = options.do_sample and "seed" in options.extra and (many > 1 or not uniforms.stay)
         self.some_lack_drafts = self.is_deterministic or many > 1
         self.layout: SlotLayout | None = None
-        self.pending: tuple[Tensor, Tensor | None] | None = None
+        self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.hidden_layers = None if self.distribution is None else -1
 
     def begin(self, outputs: Any, view: CacheView) -> None:
@@ -124,11 +127,18 @@ class ParallelSession(DraftSession):
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """The drafts read last, at most `length` of them, and slots for as many next ones; none where 0 is asked."""
-        draft, q = (tokens.ids[:, :0], None) if self.pending is None else self.pending
-        draft, q = draft[:, :length], None if q is None else q[:, :length]
+        draft, q = tokens.ids[:, :0], None
+        if self.pending is not None and length:
+            slots, uniforms, exists, before = self.pending
+            cut = slots[:, :length], uniforms[:, :length], exists[:, :length]
+            draft, q = self._drafts(*cut, before, self._masks(tokens))
         tree = DraftTree.chain(draft, q)
         tree.auxiliary = self._auxiliary(tokens, draft.shape[1], length)
         return tree
+
+    def _masks(self, tokens: Sequences) -> DraftMasks | None:
+        """What the call's constraints let drafts after every sequence hold."""
+        return self.options.masks(tokens, self.options.do_sample and self.warps is self.options.processing)
 
     def _auxiliary(self, tokens: Sequences, drafted: int, length: int, branches: int = 1) -> AuxiliaryPositions | None:
         self._draw(tokens, drafted + 2 + self.longest_group)
@@ -184,7 +194,7 @@ class ParallelSession(DraftSession):
         return self.uniforms.current[:, layout.group + layout.place]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Drafts from the group after the tokens that each sequence kept."""
+        """Keeps the group of slots after the tokens that each sequence kept."""
         self.pending, layout = None, self.layout
         if layout is None or outputs.auxiliary is None:
             return
@@ -200,7 +210,7 @@ class ParallelSession(DraftSession):
         slots = outputs.auxiliary
         if self.distribution is not None:
             slots = to_device((outputs.auxiliary_states or ())[-1], index.device)
-        self.pending = self._drafts(slots[rows, index], uniforms, exists, result.added)
+        self.pending = slots[rows, index], uniforms, exists, result.added
 
     def _found_drafts(self, layout: SlotLayout) -> bool:
         """Whether any open row stands at a group that has slots; notes whether some row does not.
@@ -220,7 +230,12 @@ class ParallelSession(DraftSession):
         self.rates.update(drafted, [count - 1 for count in self.view.new_tokens.counts if count])
 
     def _drafts(
-        self, slots: Tensor, uniforms: Tensor, exists: Tensor, before: Tensor | None = None
+        self,
+        slots: Tensor,
+        uniforms: Tensor,
+        exists: Tensor,
+        before: Tensor | None = None,
+        masks: DraftMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Tokens, and their distributions where a rule asks for them; a place that a row lacks holds token 0, for
         certain.
@@ -231,24 +246,35 @@ class ParallelSession(DraftSession):
             uniforms: [..., L], what picks.
             exists: [..., L] bool.
             before: [...] int64, the token before, for a sampler head.
+            masks: What the call's constraints let drafts hold, one place after the other.
         """
-        if self.distribution is None:
-            draft, probs = self._pick(slots.to(torch.promote_types(slots.dtype, torch.float32)).softmax(-1), uniforms)
+        steps = iter(uniforms.unbind(-1))
+        if self.distribution is not None:
+            draft, probs = self.distribution(slots, before).draft(lambda probs: self._pick(probs, next(steps), masks))
         else:
-            steps = iter(uniforms.unbind(-1))
-            draft, probs = self.distribution(slots, before).draft(lambda probs: self._pick(probs, next(steps)))
+            probs = slots.to(torch.promote_types(slots.dtype, torch.float32)).softmax(-1)
+            if masks is None:
+                draft, probs = self._pick(probs, uniforms)
+            else:
+                picked = [self._pick(place, next(steps), masks) for place in probs.unbind(-2)]
+                draft, probs = (torch.stack(parts, dim) for parts, dim in zip(zip(*picked), (-1, -2)))
         draft = draft.masked_fill(~exists, 0)
         if not self.gives_probs:
             return draft, None
         certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
         return draft, certain if self.config.predicts_tokens else torch.where(exists[..., None], probs, certain)
 
-    def _pick(self, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    def _pick(self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None) -> tuple[Tensor, Tensor]:
         """Tokens [...] from probabilities [..., v], and the distributions that they were picked from."""
+        allowed = None if masks is None else masks.allowed(probs.shape, probs.device)
         if self.config.predicts_tokens or not self.options.do_sample:
-            return probs.argmax(-1), probs
-        probs = probs if self.warps is None else self.warps.warp(probs)
-        return pick(uniforms, probs), probs
+            token = (probs if allowed is None else probs.masked_fill(~allowed, -1)).argmax(-1)
+        else:
+            probs = self.warps.warp(probs, allowed)
+            token = pick(uniforms, probs)
+        if masks is not None:
+            masks.extend(token)
+        return token, probs
 
 
 class BestOfSession(ParallelSession):

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.masks import cached_arange, cached_range
 from ...modeling.sampling import pick
+from ..call.constraints import DraftMasks
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..parallel import ParallelDrafter, make_uniforms
@@ -19,7 +20,8 @@ from ..target.cache import block_mask
 from ..target.target import RowTarget, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Uniforms
-from .assistant import AssistantDrafter, AssistantSession
+from .assistant import AssistantDrafter
+from .assistant_session import AssistantSession
 from .parallel import ParallelSession
 from .vocabulary import SharedVocabulary
 
@@ -124,7 +126,7 @@ class SeparateSession(ParallelSession):
             drawn = self.uniforms.fresh(length)
             self.uniforms.draw(tokens, length + 1)
         first, slots = (part.to(tokens.ids.device) for part in self._read(tokens, drawn, length))
-        return DraftTree.chain(*self._chosen(first, slots, drawn))
+        return DraftTree.chain(*self._chosen(first, slots, drawn, self._masks(tokens)))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Counts what was kept; a sequence that has ended goes on with the others."""
@@ -133,7 +135,9 @@ class SeparateSession(ParallelSession):
         if self.options.drafts:
             cast(RowTarget, self.chain.target).rows.keep(kept)
 
-    def _chosen(self, first: Tensor, slots: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _chosen(
+        self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Tokens and distributions of a draft; where slots give distributions, the first one is the drafting model's
         own.
 
@@ -141,23 +145,30 @@ class SeparateSession(ParallelSession):
             first: [B, v] logits of the last token.
             slots: [B, A, v] logits of the slots, or [B, A, D] their states (`_drafts`).
             drawn: [B, length], what picks; there is a slot less where the first token is no slot's.
+            masks: What the call's constraints let the draft hold.
         """
         exists = torch.ones_like(drawn, dtype=torch.bool)
         if self.is_one_hot:
-            return self._drafts(slots, drawn, exists)
+            return self._drafts(slots, drawn, exists, masks=masks)
         distribution = self.vocabulary.fitted(first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1))
-        distribution = self.options.processing.warp(distribution) if self.options.do_sample else distribution
-        token = pick(drawn[:, 0], distribution) if self.options.do_sample else distribution.argmax(-1)
+        allowed = None if masks is None else masks.allowed(distribution.shape, distribution.device)
+        if self.options.do_sample:
+            distribution = self.options.processing.warp(distribution, allowed)
+            token = pick(drawn[:, 0], distribution)
+        else:
+            token = (distribution if allowed is None else distribution.masked_fill(~allowed, -1)).argmax(-1)
+        if masks is not None:
+            masks.extend(token)
         probs = distribution[:, None] if self.gives_probs else None
         if slots.shape[1] == 0:
             return token[:, None], probs
-        tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token)
+        tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token, masks)
         probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
         return torch.cat([token[:, None], tokens], dim=1), probs
 
-    def _pick(self, probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    def _pick(self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None) -> tuple[Tensor, Tensor]:
         """See `ParallelSession`; over the ids of the model that verifies."""
-        return super()._pick(self.vocabulary.fitted(probs), uniforms)
+        return super()._pick(self.vocabulary.fitted(probs), uniforms, masks)
 
     def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,7 @@ class SuffixSession(DraftSession):
 
     def __init__(self, drafter: SuffixDrafter, options: DraftOptions) -> None:
         self.drafter, self.counts, self.num_tokens = drafter, drafter.counts, options.num_tokens
+        self.options = options
         tree = options.draft_tree or {"top_k": 1}
         self.width = tree.get("top_k", 4)
         self.nodes = options.num_tokens if self.width == 1 else tree.get("total_tokens", 2 * options.num_tokens) - 1
@@ -167,14 +169,22 @@ class SuffixSession(DraftSession):
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         drafter, drafts, total = self.drafter, list[list[tuple[int, int]]](), 0.0
-        for reader, newest in zip(self.readers, tokens.newest_on_host):
+        for reader, newest, allowed in zip(self.readers, tokens.newest_on_host, self._allowed(tokens)):
             nodes = min(self.nodes, length) if self.width == 1 else self.nodes
-            options = (reader.tail, length, nodes, self.width, drafter.factor, drafter.least)
+            options = (reader.tail, length, nodes, self.width, drafter.factor, drafter.least, allowed)
             draft, expected = self.counts.draft(*options) if newest else ([], 0.0)  # nothing new: it has ended
             drafts.append(draft)
             total += expected
         self.expected = total / max(sum(map(bool, tokens.newest_on_host)), 1)
         return _tree(drafts, tokens.ids.device, self.width == 1)
+
+    def _allowed(self, tokens: Sequences) -> list[Callable[[int], bool] | None]:
+        """Which tokens drafts may begin with under the call's constraints; the host waits for it."""
+        masks = self.options.masks(tokens, is_warped=False)
+        if masks is None:
+            return [None] * len(self.readers)
+        size = self.options.backbone.config.get_text_config().vocab_size
+        return [row.numpy().__getitem__ for row in masks.allowed((len(self.readers), size), tokens.ids.device).cpu()]
 
     def _read_prompts(self, tokens: Sequences) -> None:
         prompt = tokens.prompt_length

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -83,7 +83,14 @@ class SuffixCounts:
         reader.tail = [*reader.tail[-(self.depth - 2) :], token] if self.depth > 2 else [token]
 
     def draft(
-        self, tail: Sequence[int], length: int, nodes: int, width: int, factor: float, least: float
+        self,
+        tail: Sequence[int],
+        length: int,
+        nodes: int,
+        width: int,
+        factor: float,
+        least: float,
+        allowed: Callable[[int], bool] | None = None,
     ) -> tuple[list[tuple[int, int]], float]:
         """Return what is likely to follow, and how many tokens of it are expected to be accepted, by the counts.
 
@@ -99,6 +106,7 @@ class SuffixCounts:
             width: The most children of a token; 1 drafts a chain.
             factor: Tokens that are drafted for each token of the run that was found.
             least: The smallest probability of a path, by the counts.
+            allowed: Whether a draft may begin with a token; None: with any.
         """
         best, expected = list[tuple[int, int]](), 0.0
         with self._lock:
@@ -106,7 +114,7 @@ class SuffixCounts:
                 room = min(nodes, int(factor * matched))
                 if room <= expected:  # a token adds at most 1
                     break
-                draft, score = _grown(found, length, room, width, least)
+                draft, score = _grown(found, length, room, width, least, allowed)
                 if score > expected:
                     best, expected = draft, score
         return best, expected
@@ -150,10 +158,12 @@ def _walk(root: _Node, run: Sequence[int]) -> _Node | None:
     return node
 
 
-def _grown(found: list[_Node], length: int, room: int, width: int, least: float) -> tuple[list[tuple[int, int]], float]:
+def _grown(
+    found: list[_Node], length: int, room: int, width: int, least: float, allowed: Callable[[int], bool] | None
+) -> tuple[list[tuple[int, int]], float]:
     """Return the likeliest tokens below the nodes of a run, best first, and how many are expected to be accepted."""
     draft, score = list[tuple[int, int]](), 0.0
-    waiting = _children(found, 1.0, -1, 1, width)
+    waiting = _children(found, 1.0, -1, 1, width, allowed)
     heapq.heapify(waiting)
     while waiting and len(draft) < room:
         chance, _, _, token, parent, depth, nodes = heapq.heappop(waiting)
@@ -168,13 +178,14 @@ def _grown(found: list[_Node], length: int, room: int, width: int, least: float)
 
 
 def _children(
-    nodes: list[_Node], chance: float, parent: int, depth: int, width: int
+    nodes: list[_Node], chance: float, parent: int, depth: int, width: int, allowed: Callable[[int], bool] | None = None
 ) -> list[tuple[float, int, int, int, int, int, list[_Node]]]:
     """Return the likeliest continuations of a run, in the order of a heap; of equal ones smaller tokens are first."""
     counts: dict[int, int] = {}
     for node in nodes:
         for token, child in node.children.items():
-            counts[token] = counts.get(token, 0) + child.count
+            if allowed is None or allowed(token):
+                counts[token] = counts.get(token, 0) + child.count
     total = sum(counts.values())
     likeliest = heapq.nsmallest(width, counts, key=lambda token: (-counts[token], token))
     return [

@@ -1,4 +1,6 @@
-"""Vocabularies of two models with one tokenizer, each padded to its own size (Qwen2.5: 151,936 and 152,064 ids)."""
+"""Vocabularies of two models: of one tokenizer, each padded to its own size (Qwen2.5: 151,936 and 152,064 ids), or of
+two tokenizers that have some tokens in common.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +51,47 @@ class SharedVocabulary:
         return probs / probs.sum(-1, keepdim=True)
 
 
+class CommonVocabulary(SharedVocabulary):
+    """The tokens that the vocabularies of two tokenizers have in common: an assistant drafts these alone.
+
+    Its distribution is restricted to them, and normalised again.
+
+    Args:
+        own: Ids of the assistant.
+        theirs: Ids of the backbone.
+        own_ids: [N] int64, the assistant's ids of the common tokens.
+        ids: [N] int64, the backbone's, rising.
+    """
+
+    def __init__(self, own: int, theirs: int, own_ids: Tensor, ids: Tensor) -> None:
+        super().__init__(own, theirs, len(ids))
+        self.own_ids, self.ids = own_ids, ids
+        self.own_id_of = own_ids.new_zeros(theirs).index_copy(0, ids, own_ids)
+
+    def readable(self, ids: Tensor) -> Tensor:
+        """Return the assistant's ids of common tokens."""
+        return self.own_id_of[ids]
+
+    def choose(
+        self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return tokens [B] of the backbone, and the distributions that they were drawn from."""
+        return options.choose(logits[..., self.own_ids], self.ids, self.theirs, masks)
+
+
+class OwnVocabulary(SharedVocabulary):
+    """All that an assistant can write, which is translated as text: its likeliest tokens, in ids of its own."""
+
+    def __init__(self, own: int) -> None:
+        super().__init__(own, own, own)
+
+    def choose(
+        self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return tokens [B] of the assistant, and their distributions where a threshold asks for them."""
+        return logits.argmax(-1), logits.float().softmax(-1) if options.threshold else None
+
+
 def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, shared: int | None) -> SharedVocabulary:
     """Return what two models share.
 
@@ -78,15 +121,19 @@ def _of_tokenizers(assistant: PreTrainedModel, backbone: PreTrainedModel) -> int
         f"{type(model).__name__} has {model.config.get_text_config().vocab_size} ids" for model in (assistant, backbone)
     )
     sizes = f"vocab_size: the assistant {own}, but {theirs}; they must share a tokenizer"
+    others = "; tokenizer= and assistant_tokenizer= let an assistant with another one draft"
     first, second = (_tokens(model) for model in (assistant, backbone))
     if first is None or second is None:
         bare = "assistant" if first is None else "backbone"
-        raise ValueError(f"{sizes}; beside the {bare} is none: give AssistantDrafter(model, vocab_size=len(tokenizer))")
+        raise ValueError(
+            f"{sizes}; beside the {bare} is none: AssistantDrafter(model, vocab_size=len(tokenizer)){others}"
+        )
     fewer, more = sorted((first, second), key=len)
     other = next((token for token, index in fewer.items() if more.get(token) != index), None)
     if other is not None:
         ids = first.get(other), second.get(other)
-        raise ValueError(f"{sizes}, and {other!r} is id {ids[0]} in the assistant's, {ids[1]} in the backbone's")
+        names = f"{other!r} is id {ids[0]} in the assistant's, {ids[1]} in the backbone's"
+        raise ValueError(f"{sizes}, and {names}{others}")
     return max(fewer.values()) + 1
 
 

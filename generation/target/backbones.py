@@ -27,9 +27,11 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
-from ...configuration.fields import learned_positions, rotary_border
+from ...configuration.fields import chooses_blocks, compresses_windows, learned_positions, rotary_border
 from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
+from .compressed import CompressedTarget
+from .indexed import layer_class
 from .repacking import EvenTarget, RepackedTarget
 from .static import FixedTarget, PlannedCache
 from .target import ColumnTarget, RowTarget, is_recurrent
@@ -113,6 +115,8 @@ def check_trees(backbone: PreTrainedModel) -> None:
     config = backbone.config.get_text_config()
     check_attention(backbone.config, "trees of drafts")
     by_columns = "ALiBi" if _has_alibi(backbone) else "local attention" if _is_local(config) else None
+    by_columns = "an index of blocks" if chooses_blocks(config) else by_columns
+    by_columns = "an attention to compressed windows" if compresses_windows(config) else by_columns
     if by_columns:
         raise ValueError(f"{config.model_type}: {by_columns} takes distances from columns: leave draft_tree out")
 
@@ -199,7 +203,12 @@ def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
 
 def is_repackable(cache: Cache | None) -> bool:
     """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
-    return cache is None or all(type(layer) in _KINDS for layer in cache.layers)
+    return cache is None or all(type(layer) in _KINDS or _has_blocks(layer) for layer in cache.layers)
+
+
+def _has_blocks(layer: object) -> bool:
+    """Whether a layer has an index of blocks of columns, or windows of them that are compressed."""
+    return isinstance(layer, DynamicLayer) and not {"idx_keys", "compressed_kv"}.isdisjoint(vars(layer))
 
 
 def can_roll_back(model: PreTrainedModel) -> bool:
@@ -214,7 +223,7 @@ def can_roll_back(model: PreTrainedModel) -> bool:
         return False
     cache = DynamicCache(config=model.config)
     has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
-    return has_columns and is_recurrent(cache) and is_repackable(cache)
+    return has_columns and (is_recurrent(cache) or compresses_windows(model.config)) and is_repackable(cache)
 
 
 def takes_fixed_room(model: PreTrainedModel) -> bool:
@@ -247,16 +256,21 @@ def target_of(
         return EvenTarget(model, cache, like, mask, given)
     if isinstance(cache, PlannedCache) and cache.room is not None:
         return FixedTarget(model, cache, like, mask, given, span=span)
-    if all(type(layer) in _FIXED for layer in cache.layers) and takes_dense_masks(model) and not cache.offloading:
-        return RowTarget(model, cache, like, mask, given, limit=limit, span=span)
+    is_known = all(type(layer) in _FIXED or _has_blocks(layer) for layer in cache.layers)
+    takes_masks = takes_dense_masks(model) or chooses_blocks(model.config) or compresses_windows(model.config)
+    if is_known and takes_masks and not cache.offloading:
+        kind = CompressedTarget if compresses_windows(model.config) else RowTarget
+        return kind(model, cache, like, mask, given, limit=limit, span=span)
     return RepackedTarget(model, cache, like, mask, given)
 
 
-def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
-    """What of a backbone's positions rules out blocks of tokens in a call: their frequencies depend on the longest one.
+def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
+    """What of a backbone's positions or columns rules out blocks of tokens in a call.
 
-    A token that is fed beside later ones would be turned as they are, and not as it is alone. Up to the border that
-    does not happen, and after it no more where only the border counts.
+    Frequencies may depend on the longest position: a token that is fed beside later ones would be turned as they are,
+    and not as it is alone. Up to the border that does not happen, and after it no more where only the border counts.
+    Where attention chooses blocks of columns, tokens behind padding may see nothing, and get the mean of all columns,
+    however many there are.
 
     Args:
         model: The backbone.
@@ -264,18 +278,23 @@ def crosses_border(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt:
         prompt: [B, L] int64.
         end: The longest position that the call may feed.
     """
+    mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values"), type(model).__name__
+    if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
+        return f"padding in attention_mask of {name}, whose attention chooses blocks of columns"
+    is_offloaded = isinstance(cache, Cache) and cache.offloading
+    if is_offloaded and (layer_class(model.config) is not None or compresses_windows(model.config)):
+        return f"an offloaded cache of {name}, whose attention reads columns in a way of its own"
     border = rotary_border(model.config.get_text_config())
     if border is None or end <= border[1]:
         return None
-    mask = model_kwargs.get("attention_mask")
     begins = prompt.shape[1] if mask is None else int(mask.sum(1).max())
     if border[0] == "longrope" and begins > border[1]:
         return None
-    return f"rope_type={border[0]!r} of {type(model).__name__}, whose frequencies change at position {border[1]}"
+    return f"rope_type={border[0]!r} of {name}, whose frequencies change at position {border[1]}"
 
 
 def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -> int | None:
-    """Where trials after a prompt must end: at the last position, and `reach` below a border of `crosses_border`.
+    """Where trials after a prompt must end: at the last position, and `reach` below a border of `obstacle_to_blocks`.
 
     Args:
         config: The backbone's, of its text.

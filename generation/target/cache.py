@@ -40,7 +40,7 @@ _STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)
 _WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}
 """Kinds of layers whose tokens are real, all of them."""
 
-
+_NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose masks end somewhere
 Slots = tuple[torch.Tensor, torch.Tensor] | tuple[slice, slice]
 
 
@@ -90,8 +90,8 @@ class Rows:
     def take_over(self, cache: Cache, kind: type[RowLayer] | None = None) -> None:
         """Replace the layers of a cache, one after the other, by layers that never move and hold what they held."""
         kind = kind or RowLayer
-        windows = [layer.sliding_window for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        self.window = max(windows, default=0)
+        near = [vars(layer) for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        self.window = max((max(held["sliding_window"], held.get("compress_rate", 0)) for held in near), default=0)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, DynamicLayer):
                 cache.layers[index] = kind(self, layer)
@@ -254,7 +254,7 @@ def block_mask(
     kinds: set[str] = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
-    near = {kind for kind in kinds or {"sliding_attention"} if kind == "chunked_attention" or "sliding" in kind}
+    near = {kind for kind in kinds or {"sliding_attention"} if any(name in kind for name in _NEAR)}
     near = near if chunk or window else set()
     masks: dict[str, torch.Tensor | None] = dict.fromkeys(kinds & _WITHOUT_COLUMNS)
     if dtype is None or not near or kinds - near:
@@ -287,7 +287,7 @@ class RowLayer(CacheLayerMixin):
         for name, dim in self.states:
             states = getattr(origin, name, None)
             if states is not None and states.numel():
-                setattr(self, name, _laid_out(states, rows.prompt - states.shape[dim], dim, size))
+                setattr(self, name, laid_out(states, rows.prompt - states.shape[dim], dim, size))
                 setattr(origin, name, None)
 
     def _written(self, name: str, dim: int, states: torch.Tensor) -> torch.Tensor:
@@ -296,7 +296,7 @@ class RowLayer(CacheLayerMixin):
         self.rows.reserve(fed)
         size, held = self.rows.size(self.is_sliding), getattr(self, name)
         if held is None:
-            held = _laid_out(states.narrow(dim, 0, 0), 0, dim, size)
+            held = laid_out(states.narrow(dim, 0, 0), 0, dim, size)
         elif held.shape[dim] < size:
             held = self._grown(held, dim, size)
         setattr(self, name, held)
@@ -313,12 +313,12 @@ class RowLayer(CacheLayerMixin):
         """Return a layer's columns with more room: a ring's stand in other slots then."""
         rows, old = self.rows, held.shape[dim]
         if not self.is_sliding:
-            return _laid_out(held, 0, dim, size)
+            return laid_out(held, 0, dim, size)
         last = rows.ends[:, None] + (max(rows.ahead, 0) - 1)
         slots = cached_arange(old, rows.ends.device)
         columns = last - (last - slots) % old
         columns = torch.where(columns < 0, slots, columns).to(held.device)
-        room = _laid_out(held.narrow(dim, 0, 0), 0, dim, size)
+        room = laid_out(held.narrow(dim, 0, 0), 0, dim, size)
         row = cached_arange(len(columns), held.device)[:, None]
         room.movedim(dim, 1)[row, columns % size] = held.movedim(dim, 1)
         return room
@@ -389,7 +389,7 @@ def rounded(width: int) -> int:
     return -(-width // _STEP) * _STEP
 
 
-def _laid_out(states: torch.Tensor, first: int, dim: int, size: int) -> torch.Tensor:
+def laid_out(states: torch.Tensor, first: int, dim: int, size: int) -> torch.Tensor:
     """Return a tensor with room, which holds the columns from `first` on: column c in slot c % size."""
     count = states.shape[dim]
     room = states.new_zeros(*states.shape[:dim], size, *states.shape[dim + 1 :])

@@ -159,10 +159,11 @@ def hold(cache: Cache) -> None:
             layer.activate_past_recording()
 
 
-def release(cache: Cache) -> None:
-    """Leaves the last W - 1 columns; from now on older ones are forgotten at once, as in plain decoding."""
+def release(cache: Cache, more: int = 0) -> None:
+    """Leaves the last W - 1 columns, and some more; from now on older ones are forgotten at once, as in plain
+    decoding."""
     for layer in window_layers(cache):
         if layer.keys is not None and layer.values is not None:
-            first = max(layer.keys.shape[-2] - (layer.sliding_window - 1), 0)
+            first = max(layer.keys.shape[-2] - (layer.sliding_window - 1) - more, 0)
             layer.keys, layer.values = layer.keys[..., first:, :], layer.values[..., first:, :]
         layer.record_past = False

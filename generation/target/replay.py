@@ -14,7 +14,7 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 _STATES = ("conv_states", "recurrent_states")
+_INPUTS = ("hidden_states", "input_ids")
 
 
 _OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
@@ -35,14 +36,14 @@ class Replay:
         cache: Its cache, in which the prompt is.
 
     Attributes:
-        mixers: The modules that read and write recurrent states, by layer.
+        mixers: The modules that read and write recurrent states, by layer: one, or several with states of their own.
     """
 
     def __init__(self, decoder: nn.Module, cache: Cache) -> None:
         self.cache = cache
         self.mixers = find_mixers(decoder, cache)
         self.before: dict[int, dict[str, dict[int, Tensor]]] = {}
-        self.inputs: dict[int, Tensor] = {}
+        self.inputs: dict[nn.Module, dict[str, Tensor]] = {}
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -52,8 +53,9 @@ class Replay:
         """
         self.before = {index: _copies(self.cache.layers[index]) for index in self.mixers}
         hooks = [
-            mixer.register_forward_pre_hook(self._remember(index), with_kwargs=True)
-            for index, mixer in self.mixers.items()
+            mixer.register_forward_pre_hook(self._remember, with_kwargs=True)
+            for mixers in self.mixers.values()
+            for mixer in mixers
         ]
         _OF_THREAD.recording = self
         try:
@@ -63,35 +65,39 @@ class Replay:
             for hook in hooks:
                 hook.remove()
 
-    def _remember(self, index: int) -> Any:
+    def _remember(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # a hook that its thread removes while another one is about to call it gets no keyword arguments any more
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            if kwargs is None or getattr(_OF_THREAD, "recording", None) is not self:
-                return
-            self.inputs[index] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-
-        return hook
+        if kwargs is None or getattr(_OF_THREAD, "recording", None) is not self:
+            return
+        given = dict(zip(inspect.signature(mixer.forward).parameters, args)) | kwargs
+        self.inputs[mixer] = {name: given[name] for name in _INPUTS if isinstance(given.get(name), Tensor)}
 
     @torch.no_grad()
     def keep(self, counts: list[int]) -> None:
         """Leaves every sequence's states after the first `counts[b]` tokens of the recorded block."""
-        fed = next((inputs.shape[1] for inputs in self.inputs.values()), 0)
+        fed = next((inputs["hidden_states"].shape[1] for inputs in self.inputs.values()), 0)
         for count in sorted(set(counts) - {fed}):
             rows = [row for row, kept in enumerate(counts) if kept == count]
-            for index, mixer in self.mixers.items():
-                self._replay(index, mixer, rows, count)
+            for index, mixers in self.mixers.items():
+                self._replay(index, mixers, rows, count)
         self.before, self.inputs = {}, {}
 
-    def _replay(self, index: int, mixer: nn.Module, rows: list[int], count: int) -> None:
-        layer, inputs = self.cache.layers[index], self.inputs[index]
+    def _replay(self, index: int, mixers: list[nn.Module], rows: list[int], count: int) -> None:
+        layer = cast(LinearAttentionCacheLayerMixin, self.cache.layers[index])
+        batch = len(self.inputs[mixers[0]]["hidden_states"])
         # hooks may know the place of each sequence in the batch: peft's adapters of single sequences
-        fed = list(range(len(inputs))) if any(module._forward_pre_hooks for module in mixer.modules()) else rows
+        is_hooked = any(module._forward_pre_hooks for mixer in mixers for module in mixer.modules())
+        fed = list(range(batch)) if is_hooked else rows
         view = copy.copy(layer)
         for name, states in self.before[index].items():
             setattr(view, name, getattr(layer, name) | {i: state[fed] for i, state in states.items()})
         view.has_previous_state = dict(layer.has_previous_state)
-        if count:
-            mixer(inputs[torch.tensor(fed, device=inputs.device), :count], **{_cache_name(mixer): _Only(index, view)})
+        for mixer in mixers if count else ():
+            inputs = {
+                name: given[torch.tensor(fed, device=given.device), :count]
+                for name, given in self.inputs[mixer].items()
+            }
+            mixer(**inputs, **{str(_cache_name(mixer)): _Only(index, view)})
         for name, states in self.before[index].items():
             for i in states:
                 getattr(layer, name)[i][rows] = getattr(view, name)[i][[fed.index(row) for row in rows]]
@@ -104,22 +110,26 @@ class _Only(Cache):
         super().__init__(layers=[layer] * (index + 1))
 
 
-def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, nn.Module]:
+def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, list[nn.Module]]:
     """The modules of a decoder that read and write the recurrent states of a cache, by layer.
 
     In a layer that also attends, attention has the same number as the mixer: transformers' mixers take `cache_params`.
-    Elsewhere the innermost module with the layer's number that takes the cache is the mixer.
+    Elsewhere the innermost module with the layer's number that takes the cache is the mixer. A further one reads the
+    tokens beside their states.
     """
     found: dict[int, nn.Module] = {}
+    further: dict[int, list[nn.Module]] = {}
     for module in decoder.modules():
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or not 0 <= index < len(cache.layers) or _cache_name(module) is None:
             continue
-        if isinstance(cache.layers[index], LinearAttentionCacheLayerMixin) and (
-            index not in found or _cache_name(found[index]) != "cache_params"
-        ):
+        if not isinstance(cache.layers[index], LinearAttentionCacheLayerMixin):
+            continue
+        if set(_INPUTS) <= set(inspect.signature(module.forward).parameters):
+            further.setdefault(index, []).append(module)
+        elif index not in found or _cache_name(found[index]) != "cache_params":
             found[index] = module
-    return found
+    return {index: [mixer, *further.get(index, ())] for index, mixer in found.items()}
 
 
 def _cache_name(mixer: nn.Module) -> str | None:

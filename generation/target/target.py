@@ -18,11 +18,13 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from ...configuration.fields import masks_padding_alone
 from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult
-from .cache import Rows, block_mask
+from .cache import RowLayer, Rows, block_mask
+from .indexed import layer_class, note_positions
 from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
@@ -295,6 +297,7 @@ class RowTarget(ColumnTarget):
 
     takes_trees = True
     rows_type = Rows
+    layer_type: type[RowLayer] | None = None
     open: torch.Tensor | None = None
 
     def __init__(self, *args: Any, limit: int, span: int) -> None:
@@ -302,7 +305,7 @@ class RowTarget(ColumnTarget):
         self.call: Callable[..., Any] = self.model
         self.limit = limit
         self.rows = self.rows_type(self.mask, self.is_padded, limit, span)
-        self.rows.take_over(self.cache)
+        self.rows.take_over(self.cache, self.layer_type or layer_class(self.model.config))
 
     @property
     def counts(self) -> torch.Tensor:
@@ -361,13 +364,11 @@ class RowTarget(ColumnTarget):
         options: dict[str, Any],
     ) -> Any:
         config, fed = self.model.config.get_text_config(), places.shape[-1]
-        return self.call(
-            block,
-            past_key_values=self.cache,
-            use_cache=True,
-            attention_mask=block_mask(self.rows, fed, config, self.model.dtype, tree),
-            **(self.continuation.inputs(self.rows.counts[:, None] + places, last) | options),
-        )
+        mask = None if masks_padding_alone(config) else block_mask(self.rows, fed, config, self.model.dtype, tree)
+        inputs = self.continuation.inputs(self.rows.counts[:, None] + places, last)
+        note_positions(self.cache, inputs["position_ids"])
+        inputs |= {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
+        return self.call(block, **(inputs | options))
 
     def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
         """See `Target`; nothing of a chain moves, and of a tree its path."""

@@ -23,6 +23,33 @@ from .contract import DraftTree
 Expand = Callable[[Tensor, Tensor], Tensor]
 
 
+def joined_chains(certain: DraftTree, drawn: DraftTree) -> DraftTree:
+    """A tree of a chain of certain tokens and of a chain of draws, which do not depend on each other.
+
+    The drawn chain goes along the certain one as far as both agree, and branches off with its first token that differs.
+    That token is a draw among all but the certain one, whatever came before: so the certain child comes first, and
+    what agrees with it is a node that is never accepted. (Of several draws at a place this would not hold.)
+
+    Args:
+        certain: [B, k] tokens; where a sequence has fewer (`num_nodes`), any will do, for each is a guess.
+        drawn: [B, m] tokens, with distributions where they were drawn.
+    """
+    tokens, device = torch.cat([certain.tokens, drawn.tokens], dim=1), drawn.tokens.device
+    (batch, size), length = certain.tokens.shape, drawn.tokens.shape[1]
+    both = min(size, length)
+    agrees = (certain.tokens[:, :both] == drawn.tokens[:, :both]).long().cumprod(1).bool()
+    agrees = torch.nn.functional.pad(agrees, (0, length - both))[:, : length - 1]
+    steps = cached_arange(length, device)[:-1]
+    later = torch.where(agrees, steps, steps + size)  # the node of token i of the drawn chain, as a parent
+    parents = torch.cat([certain.parents, torch.nn.functional.pad(later, (1, 0), value=-1)], dim=1)
+    if drawn.probs is None:
+        return DraftTree(tokens, parents, depth=max(size, length))
+    rows = torch.nn.functional.pad(drawn.probs, (0, 0, 0, size))[:, : size + 1]  # of b and the certain tokens
+    probs = torch.cat([rows, torch.nn.functional.pad(drawn.probs[:, 1:], (0, 0, 0, 1))], dim=1)
+    marks = (cached_arange(size + length, device) < size).expand(batch, -1)
+    return DraftTree(tokens, parents, probs, depth=max(size, length), certain=marks)
+
+
 def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int) -> DraftTree:
     """The likeliest paths of a drafter (EAGLE-2, arXiv 2406.16858): certain tokens, so that ranking them is exact.
 

@@ -39,6 +39,9 @@ class DraftTree:
         replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
         depth: The longest path that the tree could have, fixed before drafting; at most m.
         num_nodes: [B] real nodes of every sequence, if not all of them; the others are never accepted.
+        certain: [B, m] bool, nodes of a drawn tree that were not drawn: their tokens are certain given what is before
+            their parents' children, stand before the drawn ones among these, and are taken out of `probs` for them.
+            Whether there is such a node must not depend on draws among its siblings. None: all nodes were drawn.
         auxiliary: Rows that ride along in the block after the nodes; only their drafter reads them.
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
     """
@@ -49,6 +52,7 @@ class DraftTree:
     replacement: bool = False
     depth: int = sys.maxsize
     num_nodes: Tensor | None = None
+    certain: Tensor | None = None
     auxiliary: Any = None
     is_chain: bool = False
 

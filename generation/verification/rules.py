@@ -20,6 +20,9 @@ drawn from q in turn:
 c with weight 1. `"block"`, traversal verification (Weng et al., arXiv 2505.12398), comes up from the leaves: the weight
 that is left of a node after its children is the probability to keep its whole path, tried where all that is below the
 node and all that is before it were refused. On chains these are token and block verification.
+
+A child that was not drawn (`DraftTree.certain`) is one drawn from a distribution without a choice, q = 1 at its token.
+It comes before the drawn ones, whose q is the drafter's without that token.
 """
 
 from __future__ import annotations
@@ -130,13 +133,11 @@ def verify(
     batch = cached_arange(len(draft), p.device)
     if rule == "token":
         accepted = (tests < _ratios(draft, q, p)).long().cumprod(1).sum(1)
-        distribution = p[batch, accepted]
-        mass = (distribution - torch.nn.functional.pad(q, (0, 0, 0, 1))[batch, accepted]).clamp_(min=0)
+        surplus = (p - torch.nn.functional.pad(q, (0, 0, 0, 1))).clamp_(min=0)
     else:
         accepted, surplus = _block_accepted(draft, q, p, tests)
-        distribution, mass = p[batch, accepted], surplus[batch, accepted]
     # a trace of p decides where rounding left no surplus; it is far below the precision of what it is added to
-    mass = torch.add(mass, distribution, alpha=_TRACE)
+    mass = surplus.add_(p, alpha=_TRACE)[batch, accepted]
     return accepted, *_add(mass, None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0], generator)
 
 
@@ -222,19 +223,20 @@ def _add(mass: Tensor, uniforms: Tensor | None, generator: torch.Generator | Non
 
 
 def _ratios(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
-    """p / q at the drafted tokens [B, m]; 0 where the target excludes the token."""
+    """p / q at the drafted tokens [B, m]; 0 where the target excludes the token, 1 where it cannot have been drawn."""
     chosen = draft[..., None]
-    return (p[:, :-1].gather(-1, chosen) / q.gather(-1, chosen))[..., 0].nan_to_num(nan=0.0)
+    return (p[:, :-1].gather(-1, chosen) / q.gather(-1, chosen))[..., 0].nan_to_num(nan=0.0, posinf=1.0)
 
 
 def _block_weights(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
     """P_0..P_m, [B, m + 1].
 
-    P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with S_i = sum_{j<=i} log r_j,
-    log P_i = S_i - max_{j<=i} S_j from S_0 = 0 on.
+    P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with R_i the product of r_1..r_i,
+    P_i = R_i / max_{j<=i} R_j from R_0 = 1 on. R is a martingale under q, and so it reaches float32's largest number in
+    one of 1e38 drafts.
     """
-    walk = torch.nn.functional.pad(_ratios(draft, q, p), (1, 0), value=1.0).log().cumsum(1)
-    return (walk - walk.cummax(1).values).exp()
+    walk = torch.nn.functional.pad(_ratios(draft, q, p), (1, 0), value=1.0).cumprod(1)
+    return walk / walk.cummax(1).values
 
 
 def _residuals(q: Tensor, p: Tensor, weight: Tensor) -> Tensor:
@@ -335,21 +337,26 @@ def check_rule(rule: str) -> None:
 
 
 def _own_probs(tree: DraftTree, dtype: torch.dtype) -> Tensor | None:
-    """The distributions in a dtype, as a copy where draws without replacement will change them."""
-    return None if tree.probs is None else tree.probs.to(dtype, copy=not tree.replacement)
+    """The distributions in a dtype, as a copy where what is drawn or certain will change them."""
+    is_changed = not tree.replacement or tree.certain is not None
+    return None if tree.probs is None else tree.probs.to(dtype, copy=is_changed)
 
 
 def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tensor) -> Tensor:
     """The distribution [B, V] of a node given its elder siblings, 0 where the node is none; moves `probs` on to the
     next one."""
     here, token = (cached_arange(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
+    alone = torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
     if probs is None:
-        q = torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
+        q = alone
     else:
-        q = probs[here]
-        if not tree.replacement:
+        q, is_certain = probs[here], None if tree.certain is None else tree.certain[:, node, None]
+        if is_certain is not None or not tree.replacement:
             others = q.scatter(1, token, 0)
-            probs[here] = others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+            others = others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+            probs[here] = others if is_certain is None or not tree.replacement else torch.where(is_certain, others, q)
+        if is_certain is not None:  # a draw that a certain sibling has taken out is no node
+            q = torch.where(is_certain, alone, q * (q.gather(1, token) > 0))
     return q if tree.num_nodes is None else q * (node < tree.num_nodes)[:, None]
 
 

@@ -19,8 +19,6 @@ from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
 from ..tensor_files import read_tensors, tensor_dtypes
 
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Tensors that official files repeat in every module: the main model's embeddings and its head."""
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """Suffixes of the tensors that may hold a weight's scales."""
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -82,7 +80,8 @@ def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -
 def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTrainedConfig:
     """Exclude `eh_proj` from transformers' FP8 quantizer where the file has it unquantised (DeepSeek's)."""
     quantization = field(config, "quantization_config")
-    plain = all(not dtype.startswith("F8") for key, dtype in dtypes.items() if key.endswith("eh_proj.weight"))
+    ends = "eh_proj.weight", ".e_proj.weight", ".h_proj.weight"
+    plain = all(not dtype.startswith("F8") for key, dtype in dtypes.items() if key.endswith(ends))
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8" or not plain:
         return config
     config = copy.deepcopy(config)

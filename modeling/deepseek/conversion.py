@@ -37,7 +37,9 @@ from ..heads.backbone_parts import final_norm, layer_kind
 from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files
 from .checkpoint_files import dequantized_tensors
+from .main_model import last_map
 from .modules import MTPModule, MTPModules
+from .streams import OneStream, StreamHead, StreamProjection
 
 PER_LAYER = (
     *("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"),
@@ -93,14 +95,6 @@ class LatentBody(nn.Module):
         attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
-class OneStream(nn.Module):
-    """What stands for a hyper-connection in a layer with one stream, to which what the layer makes is added."""
-
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights [B, R, 1] of what is added, all 1, and the stream [B, R, H] of streams [B, R, 1, H]."""
-        return streams.new_ones(streams.shape[:-1]), streams.squeeze(-2)
 
 
 def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
@@ -179,7 +173,7 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
             if family.body != "layer":
                 layers.extend([new_body(layers, text) for _ in range(count)])
             for layer in layers[len(layers) - count :]:
-                _attach_parts(layer, final_norm(self.get_decoder()), text, family)
+                _attach_parts(layer, self.get_decoder(), text, family)
                 if family.rotates:
                     rotate_all(layer)
             if count:
@@ -208,17 +202,32 @@ def rotary_embedding(model: PreTrainedModel) -> nn.Module | None:
     return dict(model.get_decoder().named_children()).get("rotary_emb")
 
 
-def _attach_parts(layer: nn.Module, norm: nn.Module, config: PreTrainedConfig, family: MTPFamily) -> None:
+def _attach_parts(layer: nn.Module, decoder: nn.Module, config: PreTrainedConfig, family: MTPFamily) -> None:
     """Give a decoder layer the parts of a module, under DeepSeek-V3's names; `config` is that of the text."""
-    layer.enorm, layer.hnorm = fresh_norm(norm), fresh_norm(norm)
-    layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-    head: dict[str, nn.Module] = {"norm": fresh_norm(norm)} if family.norm_before_head else {}
+    size, last = config.hidden_size, last_map(decoder, family)
+    if family.streams:
+        head: dict[str, nn.Module] = {"mixer": fresh_norm(last)}
+        if (streams := field(config, "hc_mult")) is None:  # all streams have one norm
+            make: Any = type(last.get_submodule("hc_norm"))
+            norms = [make(width, eps=config.rms_norm_eps) for width in (size, config.hc_count * size)]
+        else:
+            *norms, behind = (fresh_norm(final_norm(decoder)) for _ in range(3))
+            head = {"mixer": StreamHead(head["mixer"], behind, streams)}
+        layer.enorm, layer.hnorm = norms
+        layer.eh_proj = StreamProjection(size)
+    else:
+        head = {"norm": fresh_norm(last)} if family.norm_before_head else {}
+        layer.enorm, layer.hnorm = fresh_norm(last), fresh_norm(last)
+        layer.eh_proj = nn.Linear(2 * size, size, bias=False)
     if family.one_stream:
-        layer.attn_hc, layer.ffn_hc = OneStream(), OneStream()
+        mixes = field(config, "hc_sinkhorn_iters") is not None
+        layer.attn_hc, layer.ffn_hc = OneStream(mixes), OneStream(mixes)
     if family.own_heads:
-        head["output"] = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        head["output"] = nn.Linear(size, config.vocab_size, bias=False)
     if head:
         layer.shared_head = nn.ModuleDict(head)
+    if family.own_embeddings:
+        layer.embed_tokens = nn.Embedding(config.vocab_size, size)
 
 
 def rotate_all(layer: nn.Module) -> None:
@@ -229,9 +238,9 @@ def rotate_all(layer: nn.Module) -> None:
 
 
 def fresh_norm(norm: nn.Module) -> nn.Module:
-    """Return a copy of a norm that `init_weights` will initialise."""
+    """Return a copy of a norm, or of a mixer of streams, that `init_weights` will initialise."""
     norm = copy.deepcopy(norm)
-    for owner in (norm, *norm.parameters()):
+    for owner in (*norm.modules(), *norm.parameters()):
         vars(owner).pop("_is_hf_initialized", None)
     return norm
 
@@ -244,7 +253,7 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
     """
     config, layers, plain_class = model.config.get_text_config(), decoder_layers(model), main_class(model.config)
     family, size = family_of(model.config), len(layers) - count
-    modules = [_module_of(layer, family) for layer in layers[size:]]
+    modules = [_module_of(layer, family, field(config, "hc_mult", default=0)) for layer in layers[size:]]
     kinds = [layer_kind(config, size + k) if family.body == "layer" else "full_attention" for k in range(count)]
     del layers[size:]
     if family.body == "layer":
@@ -261,14 +270,17 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
     return model, MTPModules(modules, config, rotary_embedding(model), kinds)
 
 
-def _module_of(layer: nn.Module, family: MTPFamily) -> MTPModule:
+def _module_of(layer: nn.Module, family: MTPFamily, streams: int) -> MTPModule:
     parts: dict[str, Any] = {name: layer.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj")}
-    norm = layer.get_submodule("shared_head.norm") if family.norm_before_head else nn.Identity()
+    norm = layer.get_submodule(family.last_part) if family.norm_before_head else nn.Identity()
     head = layer.get_submodule("shared_head.output") if family.own_heads else None
-    for name in (*parts, "shared_head") if family.norm_before_head else parts:
+    table = layer.get_submodule("embed_tokens") if family.own_embeddings else None
+    for name in (*parts, *["shared_head"] * family.norm_before_head, *["embed_tokens"] * family.own_embeddings):
         delattr(layer, name)
     module = MTPModule(**parts, block=layer, norm=norm, embedding_first=family.embedding_first, head=head)
-    module.one_stream = family.one_stream
+    module.embed_tokens = table
+    module.streams = 1 if family.one_stream else streams if family.streams else 0
+    module.early = family.early or family.unnormed
     return module
 
 

@@ -16,12 +16,11 @@ from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
 from ..tensor_files import Names, renamed
 from ..wrapped_models import whole_state
-from .checkpoint_files import COPIES
 from .conversion import load
 from .modules import MTPModules
 
 _PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj."}
-_PARTS |= {"shared_head.norm.": "norm.", "shared_head.output.": "head.", "": "block."}
+_PARTS |= {"{last}.": "norm.", "shared_head.output.": "head.", "embed_tokens.": "embed_tokens.", "": "block."}
 """Prefixes of the parts of a module, in DeepSeek-V3 and here."""
 _OURS = "keys_to_ignore_at_inference"  # describes the outputs of this class, and is not saved
 
@@ -122,7 +121,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
             return super().load_state_dict(state_dict, strict, assign)
         config = self.main.config
         state_dict, self._loaded_so_far = (self._loaded_so_far or {}) | dict(state_dict), None
-        if not strict and _size(state_dict) < self._size_in_files():
+        if not strict and _size(state_dict, family_of(config).copies) < self._size_in_files():
             self._loaded_so_far = state_dict
             return super().load_state_dict({}, strict=False)
         main, modules, _ = load(None, config, False, state_dict=state_dict, dtype=self.main.dtype)
@@ -132,24 +131,26 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
 
     def _size_in_files(self) -> int:
         """Return the number of weights in a saved checkpoint of this model, without copies."""
-        return _size({str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()})
+        return _size({str(tensor.data_ptr()): tensor for tensor in self.state_dict().values()}, ())
 
 
 def _is_official(name: str) -> bool:
-    """Return whether a name is a family's (`mtp.fc.weight`) and not ours (`mtp.0.eh_proj.weight`)."""
-    return name.startswith("mtp.") and not name.split(".")[1].isdigit()
+    """Return whether a name is a family's (`mtp.fc.weight`, `mtp.0.attn.`) and not ours (`mtp.0.eh_proj.weight`)."""
+    first, index, part, *_ = name.split(".")
+    return first == "mtp" and not (index.isdigit() and f"{part}." in _PARTS.values())
 
 
-def _size(tensors: dict[str, Tensor]) -> int:
-    copies = {name for name in tensors if name.endswith(COPIES) and name.count(".") > 2}
+def _size(tensors: dict[str, Tensor], ignored: tuple[str, ...]) -> int:
+    copies = {name for name in tensors if name.endswith(ignored) and name.count(".") > 2}
     return sum(tensor.numel() for name, tensor in tensors.items() if name not in copies)
 
 
 def _names(config: PreTrainedConfig, count: int) -> Names:
     """Return DeepSeek-V3's names of a model with so many modules, and those of `DeepSeekMTP`."""
-    stem, layers = family_of(config).stem, num_layers(config)
-    indices = [(f"{stem}.layers.{layers + k}.", f"mtp.{k}.") for k in range(count)]
-    pairs = [(theirs + part, ours + own) for theirs, ours in indices for part, own in _PARTS.items()] + indices
+    family, layers = family_of(config), num_layers(config)
+    indices = [(f"{family.stem}.layers.{layers + k}.", f"mtp.{k}.") for k in range(count)]
+    parts = {part.format(last=family.last_part): own for part, own in _PARTS.items()}
+    pairs = [(theirs + part, ours + own) for theirs, ours in indices for part, own in parts.items()] + indices
     return [(theirs + "{rest}", ours + "{rest}") for theirs, ours in (*pairs, ("", "main."), ("", ""))]
 
 

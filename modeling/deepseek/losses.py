@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
+from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
 from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import BackboneParts, text_positions
 from ..heads.chunks import Part, chunked_sums, term_rows
@@ -58,7 +59,7 @@ def chain_loss(
 
     Args:
         heads: The readout of the main model; or one for every depth, the main model's first.
-        states: Per depth [B, R_k, H].
+        states: Per depth [B, R_k, H], as its head reads it (`Readout.normed`).
         targets: Per depth [B, R_k] int64, -100 where there is none.
         vocab_size: V.
         options: How the loss is computed.
@@ -73,7 +74,7 @@ def chain_loss(
     head = heads[0]
 
     def drafted(own: Readout, state: Tensor) -> Tensor:
-        return own(state) if vocabulary is None else own.finish(vocabulary.logits(own.head, own.normed(state)))
+        return own.logits(state) if vocabulary is None else own.finish(vocabulary.logits(own.head, state))
 
     def target_probs(state: Tensor) -> Tensor:
         if vocabulary is None or options.divergence not in ACCEPTANCES:
@@ -96,8 +97,8 @@ def chain_loss(
         return torch.stack([losses, accepted], -1)
 
     def learns(reads: Readout, depth: int) -> bool:
-        is_held = depth and reads.module is None and options.detach_head
-        return not is_held and any(parameter.requires_grad for parameter in reads.parameters())
+        is_held = depth and not reads.has_own_head and options.detach_head
+        return not is_held and any(parameter.requires_grad for parameter in reads.head.parameters())
 
     own = torch.stack([(check_targets(part, vocab_size) != IGNORE).sum() for part in targets])
     weights = depth_weights(counts_of_update(own, counts), options)
@@ -119,7 +120,7 @@ def chain_loss(
         )
         for depth, (state, target, weight) in enumerate(zip(states, targets, weights))
     ]
-    learning = nn.ModuleList(dict.fromkeys(module for own in heads for module in own.roots()))
+    learning = nn.ModuleList(dict.fromkeys(own.head for own in heads))
     loss, sums = chunked_sums(terms, learning, parts, vocab_size)
     means, accepted = (torch.stack([part.to(own.device) for part in sums]) / own[:, None]).unbind(1)
     found = MTPOutput(loss=loss, head_losses=means)
@@ -189,7 +190,7 @@ def teacher_forced(
         depths: Number of depths; those beyond D reuse the last module.
 
     Raises:
-        ValueError: More depths than modules, with an attention implementation that takes no explicit mask.
+        ValueError: More depths than modules, with attention that takes no explicit mask.
     """
     length, states = hidden_states.shape[1], [hidden_states]
     once = depths if depths <= modules.count else modules.count - 1
@@ -215,17 +216,19 @@ def _unrolled(
     length, first = inputs_embeds.shape[1], modules.count
     columns = length - first
     causal = _causal_mask(modules, state[:, :columns], position_ids[..., :columns], attention_mask)
-    states, earlier = [], ()
+    states, earlier, rotated = [], (), []
     for k in range(first, min(depths, length - 1) + 1):
         rows = length - k
         sizes = range(columns, rows - 1, -1)  # columns of depth D, D + 1, ..., k
+        positions = position_ids[..., :rows] + (k - first)
+        rotated = [*rotated, positions] if rotates_anew(modules.config) else [positions]
         state, *new = modules.last(
             state[:, :rows],
             inputs_embeds[:, k:],
             earlier=earlier,
             attention_mask=_diagonals(causal, rows, sizes),
-            position_ids=text_positions(position_ids[..., :rows] + (k - first)),
-            position_embeddings=modules.rotary(state[:, :rows], position_ids[..., :rows] + (k - first)),
+            position_ids=text_positions(positions),
+            position_embeddings=modules.rotary(state[:, :rows], torch.cat(rotated, dim=-1)),
         )
         states.append(state)
         earlier = tuple(new)
@@ -234,6 +237,9 @@ def _unrolled(
 
 def _causal_mask(modules: MTPModules, states: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the mask of depth D as a tensor [B, 1, R, R], whatever form the attention prefers."""
+    if masks_padding_alone(modules.config) or chooses_blocks(modules.config):
+        kind = modules.config.model_type
+        raise ValueError(f"unroll_steps above the modules: attention of model_type={kind!r} takes no mask for it")
     padding = None if attention_mask is None else attention_mask[:, : states.shape[1]]
     mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[modules.last.kind](
         config=modules.config,
@@ -251,8 +257,11 @@ def _causal_mask(modules: MTPModules, states: Tensor, position_ids: Tensor, atte
 
 
 def _diagonals(causal: Tensor, rows: int, sizes: range) -> Tensor:
-    """Return the mask of the first `rows` positions: depth D causally, and of each further depth their own column."""
-    parts = [causal[..., :rows, :]]
+    """Return the mask of the first `rows` positions: depth D causally, and of each further depth their own column.
+
+    A further depth stands behind its position: what a window hides from there, it does not see.
+    """
+    parts = [torch.minimum(causal[..., :rows, :], causal[..., causal.shape[-2] - rows :, :])]
     for size in list(sizes)[1:]:
         own = torch.eye(rows, size, dtype=torch.bool, device=causal.device)
         if causal.dtype != torch.bool:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...configuration.mtp_families import family_of
+from ...configuration.fields import field
+from ...configuration.mtp_families import MTPFamily, family_of
 from ..heads.backbone_parts import final_norm
 from .modules import MTPModules, Readout
 
@@ -31,15 +33,38 @@ class OverMainModel(nn.Module):
         """Return the map from h^depth to logits: the main model's (0), or that of a module; see `MTPModules.step`."""
         return Readout(self.main, self.mtp.at(depth) if depth else None)
 
+    @property
+    def reads_early(self) -> bool:
+        """Whether the first module reads what `last_map` reads, and not what it makes."""
+        return family_of(self.main.config).early
+
+    def module_embeddings(self) -> nn.Module:
+        """Return the embeddings that modules read: their own, or the main model's."""
+        return self.mtp.embed_tokens or cast(nn.Module, self.main.get_input_embeddings())
+
+    def module_inputs(self, found: MainOutput, input_ids: Tensor | None) -> Tensor:
+        """Return what modules read of tokens, [B, L, H].
+
+        Raises:
+            ValueError: Embeddings were given in the place of ids, and modules have their own.
+        """
+        if self.mtp.embed_tokens is None:
+            return found.inputs_embeds
+        if input_ids is None:
+            kind = self.main.config.model_type
+            raise ValueError(f"inputs_embeds: modules of model_type={kind!r} have their own: pass input_ids")
+        return self.mtp.embed_tokens(input_ids)
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the main model's embeddings and its head, which all parts share.
 
         Raises:
-            ValueError: Modules have heads of their own.
+            ValueError: Modules have heads or embeddings of their own.
         """
-        if family_of(self.main.config).own_heads and self.mtp.count:
-            kind = self.main.config.model_type
-            raise ValueError(f"modules of model_type={kind!r} have heads of their own, which cannot be resized")
+        family, kind = family_of(self.main.config), self.main.config.model_type
+        if (family.own_heads or family.own_embeddings) and self.mtp.count:
+            own = "heads" if family.own_heads else "embeddings"
+            raise ValueError(f"modules of model_type={kind!r} have {own} of their own, which cannot be resized")
         return cast(Any, super()).resize_token_embeddings(*args, **kwargs)
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -75,7 +100,7 @@ class MainOutput:
         outputs: Those of its class.
         inputs_embeds: [B, L, H] that its first layer read, features of images among them.
         position_ids: As its first layer read them.
-        state: [B, L, H], h^0, which the first module reads: behind the final norm, or before it (`own_heads`).
+        state: [B, L, H], h^0, which the first module reads: behind `last_map`, or before it (`early`).
     """
 
     outputs: Any
@@ -100,26 +125,39 @@ def run_main(
         position_ids: As the main model reads them.
         inputs: What else it takes, pixels for example.
     """
-    decoder = main.get_decoder()
-    if not has_towers(main.config):
+    decoder, body, config = main.get_decoder(), cast(nn.Module, main.base_model), main.config
+    if not has_towers(config):
+        body = decoder
         if inputs_embeds is None:
             inputs_embeds = cast(Tensor, cast(nn.Module, main.get_input_embeddings())(input_ids))
-        outputs = decoder(inputs_embeds=inputs_embeds, position_ids=position_ids, **inputs)
-        return MainOutput(outputs, inputs_embeds, position_ids, outputs.last_hidden_state)
-    body = cast(nn.Module, main.base_model)
-    with _inputs_of(decoder) as seen, _inputs_of(final_norm(decoder)) as normed:
-        outputs = body(input_ids=input_ids, inputs_embeds=inputs_embeds, position_ids=position_ids, **inputs)
-    state = normed["args"][0] if family_of(main.config).own_heads else outputs.last_hidden_state
-    return MainOutput(outputs, seen["inputs_embeds"], seen.get("position_ids"), state)
+            if field(config, "ple_layer_ids"):
+                inputs = inputs | {"ple_input_ids": input_ids}
+            if "hash_moe" not in (field(config, "mlp_layer_types") or ()):  # experts that are chosen by a token's id
+                input_ids = None
+    family, given = family_of(config), {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+    read = given | ({"inputs_embeds": None} if body is decoder and input_ids is not None else {})
+    looked_at = _inputs_of(decoder) if has_towers(config) else nullcontext(given)
+    with looked_at as seen, _inputs_of(last_map(decoder, family)) if family.early else nullcontext({}) as mapped:
+        outputs = body(input_ids=input_ids, **read, **inputs)
+    state = mapped["args"][0].flatten(2) if family.early else outputs.last_hidden_state
+    return MainOutput(outputs, cast(Tensor, seen["inputs_embeds"]), seen.get("position_ids"), state)
+
+
+def last_map(decoder: nn.Module, family: MTPFamily) -> nn.Module:
+    """Return what the last layer's output goes to: a norm, or a mixer of streams."""
+    named = dict(decoder.named_children()) if family.streams else {}
+    return named.get("hyper_connection_mixer") or named.get("hc_head") or final_norm(decoder)
 
 
 @contextmanager
 def _inputs_of(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield what collects the arguments of a module's next call: by name, and positional ones as `args`."""
+    """Yield what collects the arguments of a module's next call in this thread: by name, positional ones as `args`."""
     seen: dict[str, Any] = {}
+    own = get_ident()
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.update(kwargs, args=args)
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if get_ident() == own and kwargs is not None:
+            seen.update(kwargs, args=args)
 
     hook = module.register_forward_pre_hook(note, with_kwargs=True)
     try:

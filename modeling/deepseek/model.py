@@ -6,7 +6,6 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
@@ -25,8 +24,9 @@ from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized
 from .export import OfficialCheckpointModel, official_device_map, own_device_map
-from .losses import chain_loss, depth_weights, router_loss, teacher_forced
-from .main_model import OverMainModel, prompt_parts, run_main, with_state
+from .learning import ModuleLearningMixin
+from .losses import router_loss
+from .main_model import prompt_parts, run_main, with_state
 from .modules import MTPModules
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances"
 
 
 class DeepSeekMTP(
-    OverMainModel,
+    ModuleLearningMixin,
     DepthCountsMixin,
     AroundBackboneMixin,
     OfficialCheckpointModel,
@@ -329,16 +329,11 @@ class DeepSeekMTP(
         chain, loss, shown, logits, mtp_logits = [hidden], None, {}, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
-            chain[1:] = self._chain(found.state, found.inputs_embeds, attention_mask, position_ids, depths)[1:]
+            embeds = self.module_inputs(found, input_ids)
+            chain[1:] = self.chain(found.state, embeds, attention_mask, position_ids, depths)[1:]
         if has_labels:
             targets = depth_targets(labels, self.window, attention_mask, places, shift_labels)
-            trained, size = chain[: self.window], self.config.get_text_config().vocab_size
-            windows = [targets[:, : state.shape[1], k] for k, state in enumerate(trained)]
-            heads = [self.readout_of(depth) for depth in range(len(trained))]
-            detached = self.loss_options.detach_head and heads[-1].module is None
-            learns = not detached and any(p.requires_grad for p in heads[-1].parameters())
-            part = None if learns else self.draft_vocabulary
-            result = chain_loss(heads, trained, windows, size, self.loss_options, num_items_in_batch, part)
+            result = self.chain_loss(chain, targets, num_items_in_batch)
             loss, shown = result.loss, dict(result)
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:
@@ -357,34 +352,6 @@ class DeepSeekMTP(
             **(prompt_parts(self.config, found) if use_cache else {}),
             **(shown | {"loss": loss}),
         )
-
-    def _chain(
-        self,
-        hidden: Tensor,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        depths: int,
-    ) -> list[Tensor]:
-        """Return h^0 to h^depths; all but the first are computed from states that `loss_options` may detach."""
-        options = self.loss_options
-        if position_ids is None:
-            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        start = hidden.detach() if options.detach_trunk else hidden
-        embeds = inputs_embeds.detach() if options.detach_embedding else inputs_embeds
-        return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
-
-    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Return the loss of data from sums per depth.
-
-        Args:
-            sums: [D + 1], summed cross-entropies in nats.
-            counts: [D + 1], targets.
-
-        Returns:
-            Scalar, equal to the loss of `forward` for all data in one batch.
-        """
-        return (sums * depth_weights(counts, self.loss_options).to(sums)).sum()
 
 
 class MiMoMTP(DeepSeekMTP):

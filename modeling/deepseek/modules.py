@@ -1,8 +1,8 @@
 """Sequential modules (DeepSeek-V3): each turns a hidden state and the embedding of one more token into the next state.
 
 x = eh_proj [enorm(Emb(t)); hnorm(h)], y = block(x), h' = norm(y). Depth k reads h^{k-1} and the k-th next token.
-The main model's head reads h' as it reads its own last hidden state (`Readout`). Where modules have heads of their own,
-these read norm(y), and h' = y.
+The main model's head reads h' as it reads its own last hidden state (`Readout`). Some families hand on h' = y, and what
+a head reads is norm(y).
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...configuration.fields import rotates_anew
 from ..heads.backbone_parts import (
     finished_logits,
-    knows_layer_types,
     layer_kind,
     layer_options,
     rotary_positions,
+    rotated,
     set_cache_slots,
 )
 from ..wrapped_models import caches_kept, call
@@ -34,26 +41,32 @@ class MTPModule(GradientCheckpointingLayer):
     Args:
         enorm: Norm of embeddings.
         hnorm: Norm of hidden states.
-        eh_proj: Linear map from both, [2 H], to [H].
+        eh_proj: Linear map from both, [2 H], to [H]; of several streams, from [H + N H] to [N H].
         block: A decoder layer of the family.
         norm: Norm whose output goes to the head and to the next module (`nn.Identity` where a family has none).
         embedding_first: Order of the two halves that `eh_proj` reads.
-        head: The module's own head, which reads what `norm` makes of its state; the state is then handed on without
-            it. None: the main model's head and the next module read the state behind the norm.
+        head: The module's own head, which reads what `norm` makes of its state; None: the main model's.
+
+    Attributes:
+        early: The state is handed on without `norm`, which is the head's alone.
+        streams: How many streams the block takes on an axis of their own, [B, R, N, H]; 0: it has no such axis. Each
+            of several is normed by `hnorm` alone.
+        embed_tokens: Embeddings of the module's own, or None.
     """
 
     def __init__(
         self,
         enorm: nn.Module,
         hnorm: nn.Module,
-        eh_proj: nn.Linear,
+        eh_proj: nn.Module,
         block: nn.Module,
         norm: nn.Module,
         embedding_first: bool = True,
         head: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.head, self.one_stream = head, False
+        self.head, self.early, self.streams = head, head is not None, 0
+        self.embed_tokens: nn.Module | None = None
         self.enorm, self.hnorm, self.eh_proj, self.block, self.norm = enorm, hnorm, eh_proj, block, norm
         self.embedding_first, self.slot, self.kind = embedding_first, 0, "full_attention"
 
@@ -72,15 +85,16 @@ class MTPModule(GradientCheckpointingLayer):
         Returns:
             h^k [B, R, H]; with `earlier`, also the keys and values of all columns.
         """
-        device = self.eh_proj.weight.device  # a device map may put modules on another device than the main model
+        device = next(self.eh_proj.parameters()).device  # a device map may put modules on another one
         if device.type != "meta":  # accelerate's hooks move the inputs of offloaded weights
             inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
         self._check_dtype(hidden_states)
-        parts = self.enorm(inputs_embeds), self.hnorm(hidden_states)
+        split = hidden_states.unflatten(-1, (self.streams, -1)) if self.streams > 1 else hidden_states
+        parts = self.enorm(inputs_embeds), self.hnorm(split).view_as(hidden_states)
         merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
         if earlier is None:
             return self._handed_on(self.run(merged, **options))
-        cache = new_cache(self.kind)
+        cache = new_cache(self.kind, self.slot + 1)
         if earlier:
             cache.update(earlier[0], earlier[1], self.slot)
             for keys in earlier[2:]:
@@ -91,19 +105,19 @@ class MTPModule(GradientCheckpointingLayer):
         return state, *cast(list[Tensor], [layer.keys, layer.values, *indexed])
 
     def _handed_on(self, states: Tensor) -> Tensor:
-        return self.norm(states) if self.head is None else states
+        return states if self.early else self.norm(states)
 
     def _check_dtype(self, states: Tensor) -> None:
-        dtype = self.eh_proj.weight.dtype
+        dtype = next(self.eh_proj.parameters()).dtype
         is_plain = dtype in (torch.float32, torch.float16, torch.bfloat16)  # quantised weights have their own rules
         if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
             raise ValueError(f"modules of {dtype} read {states.dtype}: use mtp.to(...), or train with bf16=True")
 
     def run(self, states: Tensor, **options: Any) -> Tensor:
-        """Run the block alone, [B, R, H] to [B, R, H]."""
-        output = self.block(states.unsqueeze(-2) if self.one_stream else states, **options)
+        """Run the block alone, [B, R, H] to [B, R, H]; streams stand side by side, [B, R, N H]."""
+        output = self.block(states.unflatten(-1, (self.streams, -1)) if self.streams else states, **options)
         output = output[0] if isinstance(output, tuple) else output  # layers of some families also return their index
-        return output.squeeze(-2) if self.one_stream else output
+        return output.flatten(-2) if self.streams else output
 
 
 class MTPModules(nn.Module):
@@ -157,6 +171,11 @@ class MTPModules(nn.Module):
         return self[-1]
 
     @property
+    def embed_tokens(self) -> nn.Module | None:
+        """Embeddings of the modules' own; None: they read the main model's."""
+        return self[0].embed_tokens if self.count else None
+
+    @property
     def kinds(self) -> list[str]:
         """Attention type of each module as in `layer_types`."""
         return [module.kind for module in self]
@@ -165,7 +184,7 @@ class MTPModules(nn.Module):
         """Return an empty cache for all modules."""
         is_bounded = [kind == "sliding_attention" for kind in self.kinds]
         if not any(is_bounded):
-            return new_cache(self.kinds[0])
+            return new_cache(self.kinds[0], self.count)
         window = self.config.sliding_window
         return Cache(
             layers=[DynamicSlidingWindowLayer(window) if bounded else DynamicLayer() for bounded in is_bounded]
@@ -185,7 +204,7 @@ class MTPModules(nn.Module):
 
         Args:
             k: Depth from 1 on; beyond D the last module is reused.
-            hidden_states: h^{k-1}, [B, R, H], after the norm of its depth.
+            hidden_states: h^{k-1}, [B, R, H], as its depth hands it on.
             inputs_embeds: Embeddings of the tokens k positions ahead, [B, R, H].
             position_ids: [B or 1, R], or as `rotary_positions` reads them; a constant shift changes nothing.
             attention_mask: [B, past + R], 0 for padding, or what is seen [B, 1, R, W] bool.
@@ -193,7 +212,7 @@ class MTPModules(nn.Module):
             prepared: Result of `options` for the same positions, mask, columns and attention type.
 
         Returns:
-            h^k, [B, R, H], after the module's norm.
+            h^k, [B, R, H], as the module hands it on.
         """
         index = min(k, self.count) - 1
         options = prepared or self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
@@ -218,8 +237,10 @@ class MTPModules(nn.Module):
         """Return the rotary embedding of position ids for module `index`."""
         if self.rotary_emb is None:
             return None
-        kind = (self[index].kind,) if knows_layer_types(type(self.rotary_emb)) else ()
-        return self.rotary_emb(states, rotary_positions(position_ids), *kind)
+        positions = rotary_positions(position_ids)
+        if rotates_anew(self.config):
+            positions = positions.expand(3, len(states), -1)
+        return rotated(self.rotary_emb, states, positions, self[index].kind)
 
 
 class Readout:
@@ -227,39 +248,42 @@ class Readout:
 
     Args:
         main: The main model; its head is looked up at every call.
-        module: A module whose own head reads its states; None, or one without: the main model's.
+        module: The module whose states are read; None: the main model's own are.
     """
 
     def __init__(self, main: PreTrainedModel, module: MTPModule | None = None) -> None:
-        self.main, self.module = main, None if module is None or module.head is None else module
+        self.main, self.module = main, module
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether it is the module's head, and not the main model's."""
+        return self.module is not None and self.module.head is not None
 
     @property
     def head(self) -> nn.Module:
         """The output embeddings of the main model, or the module's own."""
-        return cast(nn.Module, self.main.get_output_embeddings() if self.module is None else self.module.head)
-
-    def roots(self) -> list[nn.Module]:
-        """Return the head, and the norm before it where that is the head's alone."""
-        return [self.head] if self.module is None else [self.head, self.module.norm]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return their parameters."""
-        return (parameter for root in self.roots() for parameter in root.parameters())
+        own = None if self.module is None else self.module.head
+        return cast(nn.Module, self.main.get_output_embeddings()) if own is None else own
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return logits [..., V] of states [..., H] as they are handed on."""
-        return self.finish(call(self.head, self.normed(states)))
+        return self.logits(self.normed(states))
 
     def normed(self, states: Tensor) -> Tensor:
         """Return what the head reads of states [..., H] as they are handed on."""
-        return states if self.module is None else self.module.norm(states)
+        return self.module.norm(states) if self.module is not None and self.module.early else states
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Return logits [..., V] of what the head reads."""
+        return self.finish(call(self.head, normed))
 
     def finish(self, logits: Tensor) -> Tensor:
         """Apply the family's changes to logits of the head, of all tokens or of some."""
         return finished_logits(logits, self.main.config.get_text_config())
 
 
-def new_cache(kind: str) -> Cache:
-    """Return an empty cache whose layers keep all columns, for one attention type."""
-    indexed = kind == "indexed_attention"
-    return Cache(layer_class_to_replicate=DynamicIndexedLayer) if indexed else DynamicCache()
+def new_cache(kind: str, count: int) -> Cache:
+    """Return an empty cache with so many layers, which keep all columns, for one attention type."""
+    if kind in ("indexed_attention", "minimax_m3_sparse"):
+        return Cache(layers=[DYNAMIC_LAYER_TYPE_MAPPING[kind]() for _ in range(count)])
+    return DynamicCache()

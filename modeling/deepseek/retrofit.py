@@ -128,7 +128,9 @@ def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shar
     norm, block = copy.deepcopy(last) if family.norm_before_head else nn.Identity(), copy.deepcopy(layer)
     if family.rotates:
         rotate_all(block)
-    return MTPModule(enorm, hnorm, eh_proj, block, norm, family.embedding_first)
+    module = MTPModule(enorm, hnorm, eh_proj, block, norm, family.embedding_first)
+    module.early = family.unnormed
+    return module
 
 
 @torch.no_grad()

@@ -137,6 +137,7 @@ def _rope(text: PreTrainedConfig) -> dict[str, Any]:
     return dict(rope)
 
 
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _RENAMES = (
     (re.compile(r"^model\."), ""),
@@ -152,7 +153,8 @@ _NOT_TAKEN = {"version", "layout", "tie_word_embeddings", "num_hidden_layers", "
 
 def own_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors of any layout to the names of `EagleHead`."""
-    return {_own_name(name): tensor for name, tensor in state.items()}
+    state = {_own_name(name): tensor for name, tensor in state.items()}
+    return state | {key: state[key].reshape(1, 1, -1) for key in ("mask_hidden",) if key in state}
 
 
 def _own_name(name: str) -> str:
@@ -182,15 +184,25 @@ def foreign_head(
     flags = dict(raw.get("eagle_config") or {}) | raw
     values |= {key: bool(flags[key]) for key in _FLAGS if key in flags and version == 3}
     values |= {key: value for key, value in overrides.items() if value is not None}
+    values["mask_token_id"] = _mask_token(name, raw) if "mask_hidden" in shapes else None
     if version == 3 and values.get("use_aux_hidden_state", True):
         if values.get("aux_layers") is None:
             values["aux_layers"] = _aux_layers(name, raw)
         _check_fc(name, values, shapes)
     elif values.get("aux_layers") is not None:
         raise ValueError(f"{name}: aux_layers={values['aux_layers']}: this head reads the last hidden state only")
-    config = EagleHeadConfig(version=version, layout=_layout(raw), **values)
+    layout = "vllm" if "mask_hidden" in shapes else _layout(raw)
+    config = EagleHeadConfig(version=version, layout=layout, **values)
     check_vocabulary(name, config, state)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
+
+
+def _mask_token(name: object, raw: dict[str, Any]) -> int:
+    """Return the token of P-EAGLE's rows, by the names that vLLM reads."""
+    found = [raw[key] for key in MASK_TOKENS if raw.get(key) is not None]
+    if not found:
+        raise ValueError(f"{name}: mask_hidden is there, but config.json has none of {', '.join(MASK_TOKENS)}")
+    return int(found[0])
 
 
 def _version(name: Any, raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> int:

@@ -14,7 +14,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from ...configuration import EagleHeadConfig
 from ...configuration.fields import refuse
 from ..tensor_files import write_json
-from .conversion import AUX_IDS
+from .conversion import AUX_IDS, MASK_TOKENS
 from .modules import EagleNetwork
 
 _LLAMA_FIELDS = (
@@ -57,6 +57,8 @@ def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
         if config.aux_layers[0] != 1:  # which would be ambiguous here
             by_outputs = config.aux_layers[0] == 2  # SpecForge and SGLang take a first id of 1 for indices of outputs
             nested[AUX_IDS] = [index - by_outputs for index in config.aux_layers]
+    if config.mask_token_id is not None:
+        values[MASK_TOKENS[-1]] = config.mask_token_id
     if config.norm_before_fc:
         nested["norm_before_fc"] = True
     return values | {"eagle_config": nested}
@@ -135,6 +137,7 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
     Raises:
         ValueError: An unknown layout, or an option that its reader does not support.
     """
+    at_once = config.mask_token_id is not None and layout != "vllm"
     readers = {
         "official": _official(config),
         "specforge": [*_sglang(config), (config.version == 1, "it is a layout of version 3")],
@@ -147,7 +150,8 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
     }
     if layout not in readers:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(readers)}")
-    refuse((refused, f"layout={layout!r} cannot hold this head: {reason}") for refused, reason in readers[layout])
+    reasons = [(at_once, "vLLM alone runs rows at once (mask_token_id)"), *readers[layout]]
+    refuse((refused, f"layout={layout!r} cannot hold this head: {reason}") for refused, reason in reasons)
 
 
 def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
@@ -38,7 +38,7 @@ from .losses import counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
 
 if TYPE_CHECKING:
-    from ...generation.call.options import DraftOptions
+    from ...generation.call.options import CallOptions, DraftOptions
     from ...generation.drafters.eagle import EagleSession
 
 _CHAIN = 5
@@ -68,6 +68,7 @@ class EagleHead(
     travels_when_pushed = False
     _supports_sdpa = True
     drafts_trees = True
+    attends = True
     loss_unit = "step"
     """Name of an entry of `head_losses` in the log: `loss_step_1`, ..."""
 
@@ -134,6 +135,16 @@ class EagleHead(
             cast(nn.Module, self).to(backbone.device, dtype)
         adopt_special_ids(self.config, backbone)
         warn_of_another_kind(self.config, backbone)
+
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Validate and complete `draft_tree`.
+
+        Raises:
+            ValueError: A tree that cannot be, or one of rows that run at once.
+        """
+        if self.config.mask_token_id is not None:
+            raise ValueError(f"draft_tree={options.draft_tree!r}: a P-EAGLE head drafts chains only; leave it out")
+        return super().prepare_tree(options, config)
 
     def longest_draft(self) -> int | None:
         """Return None, any number: a head continues from its own output."""
@@ -288,6 +299,8 @@ class EagleHead(
         labels = _labels(labels, shift_labels)
         if labels is None:
             return EagleOutput(logits=logits)
+        if self.config.mask_token_id is not None:
+            raise ValueError("mask_token_id: steps of this loss follow each other; P-EAGLE heads learn elsewhere")
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(Tensor, states[-1]))
         found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)

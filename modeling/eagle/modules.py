@@ -116,6 +116,8 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         if config.fc_norm:
             norms = [LlamaRMSNorm(target_width, eps=eps) for _ in range(config.num_aux)]
             self.fc_norm = nn.ModuleList(norms)
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, states or width))
         self.norm = LlamaRMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, self.draft_size, bias=False)
         self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
@@ -145,7 +147,15 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         is_mapping = isinstance(hidden_states, Mapping)
         layers = self.backbone.config.get_text_config().num_hidden_layers if is_mapping else len(hidden_states) - 1
         chosen = resolved_aux_layers(self.config, layers)
-        states = [cast(Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen]
+        return self._fused([cast(Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen])
+
+    def masked(self) -> Tensor:
+        """Return the feature [1, 1, d] of rows that stand for tokens which are not drafted yet (P-EAGLE)."""
+        states = self.config.num_aux
+        return self._fused(list(self.mask_hidden.chunk(states, dim=-1))) if states else self.mask_hidden
+
+    def _fused(self, states: list[Tensor]) -> Tensor:
+        """Return the features of auxiliary states."""
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states)]
         fused = torch.cat(states, dim=-1)

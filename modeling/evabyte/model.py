@@ -18,7 +18,7 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
 from ..heads.backbone_parts import BackboneParts
 from ..heads.ff import FFHead
-from ..heads.learning import WindowHeadMixin
+from ..heads.learning import OnlineMixin, WindowHeadMixin, split_states
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
 from ..heads.registry import build_head, init_head
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
@@ -31,7 +31,9 @@ from .heads import DraftLayersMixin, EvaDraftLayers, OwnAndDraftHeads, split_sta
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
 
-class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel):
+class EvaByteForMTPC(
+    OnlineMixin, WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel
+):
     """EvaByte that predicts several bytes per call and emits exactly what one byte at a time would give.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.
@@ -43,6 +45,7 @@ class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPG
     """
 
     silent_part = "_silent_head"
+    attends, learning_layers = False, [-1]
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
     drafts_trees, reads_prompt = True, False
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -114,6 +117,14 @@ class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPG
     def _silent_head(self) -> nn.Module:
         """The head; nothing, where the own head is the only one."""
         return self.mtp_head or self.draft_heads or nn.Module()
+
+    @property
+    def drafting_part(self) -> nn.Module:
+        """See `OnlineMixin`; heads on draft layers, and the model's own, cannot learn apart from the backbone."""
+        if self.draft_layers is not None or self.head is self.lm_head:
+            what = "draft_layers" if self.draft_layers is not None else "no head but its own (num_pred_heads=1)"
+            raise ValueError(f"drafter: an {type(self).__name__} with {what} does not learn online")
+        return self.head
 
     @property
     def head_config(self) -> MTPHeadConfig:
@@ -259,13 +270,18 @@ class EvaByteForMTPC(WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPG
             return_all_pred_logits: Logits of all N heads, [B, L, N, V].
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
             **kwargs: For the backbone; `shift_labels` [B, L], the target of every position, in place of `labels`;
-                `balance` [n], factors of the depths (`loss_balance="rms"`).
+                `balance` [n], factors of the depths (`loss_balance="rms"`); `cached_states` [B, L, 1, D], the last
+                hidden states from an earlier run: the backbone is then not run, and only the loss is returned.
 
         Returns:
             `logits` [B, L, V] in float32 where the config has `fp32_logits`, and the rest of `MTPOutput`.
         """
         shift_labels, balance = kwargs.pop("shift_labels", None), kwargs.pop("balance", None)
         learns = labels is not None or shift_labels is not None
+        if learns and (cached := kwargs.pop("cached_states", None)) is not None:
+            hidden = split_states(cached, self.learning_layers)[-1]
+            targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+            return MTPOutput(**self._loss(hidden, hidden, targets, input_ids, num_items_in_batch, balance))
         if learns and self.draft_layers is not None:
             kwargs["output_hidden_states"] = with_layer(self.hidden_layers[0], kwargs.get("output_hidden_states"))
         outputs = self.model(

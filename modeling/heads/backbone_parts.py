@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicIndexedLayer
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
-from ...configuration.fields import field
+from ...configuration.fields import field, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
 from ..masks import given_mask
 from ..wrapped_models import call_frozen, is_unit, weights_there
@@ -227,21 +228,43 @@ def layer_options(
         attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
         attention_mask = given_mask(attention_mask[:, 0], config, states.dtype)
-    mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind, create_causal_mask)(
-        config=config,
-        inputs_embeds=states,
-        attention_mask=attention_mask,
-        past_key_values=past_key_values,
-        position_ids=text_positions(position_ids),
-        layer_idx=slot,
-    )
-    kinds = [kind] if rotary is not None and knows_layer_types(type(rotary)) else []
+    if masks_padding_alone(config):
+        mask = _own_tokens(states, attention_mask)
+    else:
+        mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind, create_causal_mask)(
+            config=config,
+            inputs_embeds=states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=text_positions(position_ids),
+            layer_idx=slot,
+        )
+    positions = rotary_positions(position_ids)
+    if rotates_anew(config):
+        positions = _positions_of_all(positions.expand(3, len(states), -1), past_key_values, slot)
     return {
         "attention_mask": mask,
         "position_ids": text_positions(position_ids),
-        "position_embeddings": None if rotary is None else rotary(states, rotary_positions(position_ids), *kinds),
+        "position_embeddings": None if rotary is None else rotated(rotary, states, positions, kind),
         cache_name: past_key_values,
     }
+
+
+def _own_tokens(states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return which of the positions that a layer reads are tokens, [B, T] bool."""
+    if attention_mask is None:
+        return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+    return attention_mask[:, -states.shape[1] :].bool()
+
+
+def _positions_of_all(positions: Tensor, cache: Cache | None, slot: int) -> Tensor:
+    """Return positions [3, B, W + T] of all columns in a cache, and behind them those of the next [3, B, T]."""
+    if cache is None:
+        return positions
+    layer = cast(DynamicIndexedLayer, cache.layers[slot])
+    held = layer.indexer_position_ids
+    layer.indexer_position_ids = whole = positions if held is None else torch.cat([held, positions], dim=-1)
+    return whole
 
 
 def text_positions(position_ids: Tensor) -> Tensor | None:
@@ -273,6 +296,16 @@ def attention_kind(config: PreTrainedConfig, index: int) -> str:
     if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
         raise _refusal(config, f"its layer {index} is of layer_types {kind!r}, and not of plain attention")
     return kind
+
+
+def rotated(rotary: nn.Module, states: Tensor, positions: Tensor, kind: str) -> Any:
+    """Return what a layer of a kind rotates by; by name, where rotary embeddings do not have the names of kinds."""
+    if not knows_layer_types(type(rotary)):
+        return rotary(states, positions)
+    names = vars(rotary).get("layer_types", [kind])
+    return (
+        rotary(states, positions, kind) if kind in names else {name: rotary(states, positions, name) for name in names}
+    )
 
 
 @cache

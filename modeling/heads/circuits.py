@@ -64,6 +64,8 @@ LINEAR = Ring(1.0, torch.mul, torch.cumprod, moved)
 
 _RULED_OUT = -1e4, 1e-30
 """Least evidence of a bound token, as log and linear: where no state can emit it, all remain as likely as before."""
+_SYSTEM = 2**20
+"""Entries of a filter's triangular system up to which it is solved at once."""
 _RANGE = 60.0
 """Nats that weights may lose before they are scaled: half of what float32 has, as likelier ones stand beside."""
 
@@ -212,7 +214,7 @@ class LatentDistribution(WindowDistribution):
         tables = self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = tables.new_empty(*tables.shape[:-2], sum(sizes)).exponential_()
-        early, late = arrivals.clamp_min_(torch.finfo(tables.dtype).tiny).split(sizes, -1)
+        early, late = arrivals.split(sizes, -1)
         states = self._states((tables / early.unflatten(-1, tables.shape[-2:])).argmax(-1), bound)[..., :length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
         tokens = (rows / late.unflatten(-1, (length, self.size))).argmax(-1)
@@ -293,15 +295,35 @@ class ChainDistribution(LatentDistribution):
 
     def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
         """Return the forward filter, whose every step is a prefix marginal."""
-        weights, found = [self._root_of(ring).expand_as(evidence[..., 0, :])], evidence.unbind(-2)
+        root, found = self._root_of(ring).expand_as(evidence[..., 0, :]), evidence.unbind(-2)
+        steps, weights = self.steps[..., : len(found) - 1, :, :], [root]
+        if ring is LINEAR and evidence.numel() * len(found) * self.rank <= _SYSTEM:
+            return self._solved(root, evidence[..., :-1, :, None], steps)
         if ring is LINEAR:  # one product for the evidence of all positions
-            for step in (evidence[..., :-1, :, None] * self.steps[..., : len(found) - 1, :, :]).unbind(-3):
+            for step in (evidence[..., :-1, :, None] * steps).unbind(-3):
                 weights.append(moved(weights[-1], step))
             return torch.stack(weights, -2)
         # taken apart at once: each of many slices would have a gradient as large as all steps
-        for step, seen in zip(self.steps.unbind(-3), found):
+        for step, seen in zip(steps.unbind(-3), found):
             weights.append(ring.moved(ring.times(weights[-1], seen), step))
         return torch.stack(weights, -2)
+
+    def _solved(self, root: Tensor, seen: Tensor, steps: Tensor) -> Tensor:
+        """The whole filter as one triangular system w A = (root, 0, ..): few launches, where it is small.
+
+        A has the identity on its diagonal, which is not read, and minus each weighted step beside it:
+
+            I  -S1
+                I  -S2
+                    I
+        """
+        size = seen.shape[-3] + 1
+        system = root.new_zeros(*root.shape[:-1], size, self.rank, size, self.rank)
+        system.diagonal(1, -4, -2).movedim(-1, -3).addcmul_(seen, steps, value=-1)
+        system = system.flatten(-2).flatten(-3, -2)
+        start = torch.nn.functional.pad(root, (0, (size - 1) * self.rank))[..., None, :]
+        solved = torch.linalg.solve_triangular(system, start, upper=True, left=False, unitriangular=True)
+        return solved.unflatten(-1, (size, self.rank))[..., 0, :, :]
 
     def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         """One product per position gives both the next state's weights and the next token's probabilities."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,87 @@ from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
 from .backbone_parts import BackboneParts
 from .draft_layers import DraftLayers
-from .losses import depth_targets, depth_weights, head_loss
+from .losses import IGNORE, depth_targets, depth_weights, head_loss
 from .window_distribution import WindowDistribution, distribution_after, window_distribution
 
+if TYPE_CHECKING:
+    from ...generation.online import OnlineLearner
+
+STATES = "cached_states"
+"""The states' name among the columns of a row, as the `forward` of drafters calls it."""
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
 
-class FrozenBackboneMixin:
+class OnlineMixin:
+    """A drafter that can learn from what its own calls verified: its forward takes `cached_states`.
+
+    Attributes:
+        learning_layers: The backbone's states that it learns from, as `output_hidden_states` counts them.
+        attends: Whether what is drafted at a position depends on the states of all before it.
+    """
+
+    learning_layers: list[int]
+    attends: bool
+
+    @property
+    def drafting_part(self) -> nn.Module:
+        """The module that learns.
+
+        Raises:
+            ValueError: There is none apart from the policy's own.
+        """
+        return cast(nn.Module, self)
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model whose states it learns from: itself, or what it is attached to."""
+        return cast(PreTrainedModel, self)
+
+    def check_policy(self) -> None:
+        """Refuse a policy that has other sizes than the drafter.
+
+        Raises:
+            ValueError: It has.
+        """
+
+    def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss on rows that calls have kept (`collate`), whose gradients of the drafting part are taken."""
+        return cast(nn.Module, self)(**batch).loss
+
+    def learn_while_decoding(self, every: int = 4096, budget: float = 0.1, **options: Any) -> OnlineLearner:
+        """Learn from now on from what calls of `generate` with this drafter verify; texts keep their distribution.
+
+        Args:
+            every: New tokens after which the drafter learns, at the end of a call.
+            budget: The largest share of the time of calls that learning may take.
+            **options: Further arguments of `OnlineLearner`.
+
+        Returns:
+            The learner, with the `curve` of acceptance, `freeze` and `unfreeze`.
+        """
+        from ...generation.online import OnlineLearner
+
+        return OnlineLearner(self, every=every, budget=budget, **options)
+
+
+class FrozenBackboneMixin(OnlineMixin):
     """The training forward of a drafter that learns beside a frozen backbone, or from stored states of it."""
 
     training: bool
-    learning_layers: list[int]
+    backbone: PreTrainedModel
+    check_backbone: Callable[[PreTrainedModel], None]
     learn: Callable[..., CausalLMOutputWithPast]
     _run_backbone: Callable[..., Any]
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """See `OnlineMixin`."""
+        return self.backbone
+
+    def check_policy(self) -> None:
+        """See `OnlineMixin`."""
+        self.check_backbone(self.backbone)
 
     @can_return_tuple
     def forward(
@@ -242,6 +309,16 @@ def run_backbone(
         output_hidden_states=layers,
         return_dict=True,
     )
+
+
+def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch of rows with stored states, padded on the right; with `attention_mask` if their lengths differ."""
+    lengths, fills = [len(row["input_ids"]) for row in rows], {"labels": IGNORE}
+    batch = {name: nn.utils.rnn.pad_sequence([row[name] for row in rows], True, fills.get(name, 0)) for name in rows[0]}
+    if len(set(lengths)) > 1:
+        real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+        batch["attention_mask"] = real.long()
+    return batch
 
 
 def split_states(cached: Tensor, layers: list[int]) -> dict[int, Tensor]:

@@ -129,19 +129,37 @@ def test_a_released_box_is_whole_and_loads(box: Path, run: Path) -> None:
 
 def test_a_box_is_measured_again_with_the_same_weights(box: Path, tmp_path: Path) -> None:
     twin = shutil.copytree(box, tmp_path / "box")
-    release.measure_again(twin, {}, replace(FEW, seconds=0.2))
+    release.measure_again(twin, {}, replace(FEW, seconds=0.2), {})
     check_box(twin)
     for name in ("model.safetensors", "btree.safetensors", "held_out.json", "training.jsonl"):
         assert (twin / name).read_bytes() == (box / name).read_bytes()
     old, new = (MeasuredResults.from_json(folder / "results.json").extra for folder in (box, twin))
     assert new[release.BEFORE] == old[release.BEFORE] and "--seconds 0.2" in (twin / "README.md").read_text()
-    release.measure_again(twin, {"btree": 3}, FEW)
+    release.measure_again(twin, {"btree": 3}, FEW, {})
     chosen = {kind: load_box(kind, twin)[0].generation_config.num_assistant_tokens for kind in ("ff", "btree")}
     assert chosen == {"ff": release.DRAFTED, "btree": 3}
     (twin / "model.safetensors").write_bytes(b"")
     with pytest.raises(BoxDamagedError, match=r"model\.safetensors"):
-        release.measure_again(twin, {}, FEW)
+        release.measure_again(twin, {}, FEW, {})
     assert [path.name for path in tmp_path.iterdir()] == ["box"]
+
+
+def test_heads_of_a_box_are_replaced_and_measured(box: Path, tmp_path: Path) -> None:
+    twin, other = shutil.copytree(box, tmp_path / "box"), load_box("btree", box)[0]
+    with torch.no_grad():
+        other.mtp_head.sum_bias.add_(1)
+    other.save_pretrained(tmp_path / "head", remote_code=None)
+    (tmp_path / "head" / "log.jsonl").write_text('{"stage": "head-btree, again", "step": 7}\n')
+    release.measure_again(twin, {}, FEW, {"btree": str(tmp_path / "head")})
+    check_box(twin)
+    assert (twin / "model.safetensors").read_bytes() == (box / "model.safetensors").read_bytes()
+    assert torch.equal(load_box("btree", twin)[0].mtp_head.sum_bias, other.mtp_head.sum_bias.bfloat16().float())
+    assert "Head alone: btree, again: 7 steps." in (twin / "README.md").read_text()
+    with torch.no_grad():
+        other.model.norm.weight.add_(1)
+    other.save_pretrained(tmp_path / "head", remote_code=None)
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        release.measure_again(twin, {}, FEW, {"btree": str(tmp_path / "head")})
 
 
 def test_a_box_survives_an_interruption_while_it_is_replaced(
@@ -158,7 +176,7 @@ def test_a_box_survives_an_interruption_while_it_is_replaced(
     monkeypatch.setattr(release, "_measure", lambda *arguments: None)
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        release.measure_again(twin, {}, FEW)
+        release.measure_again(twin, {}, FEW, {})
     check_box(twin)
     assert [path.name for path in tmp_path.iterdir()] == ["box"]
 

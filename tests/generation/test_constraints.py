@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 
+from tests import ptp_models
 from tests.backbones import backbone, code, prompts, train_heads
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import DraftOptions, NewTokens, Processing, Sequences, chosen
+from tests.internals import DraftOptions, NewTokens, ParallelAssistant, Processing, Sequences, chosen
 from tests.no_sync import NoSync
-from tokenahead import GrammarConstraint, NgramDrafter
+from tokenahead import GrammarConstraint, NgramDrafter, SuffixDrafter
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
 
 V = 48
@@ -52,14 +53,16 @@ def only(mask):
 
 
 def drafter_of(name, model):
-    return NgramDrafter(num_tokens=4).attach(model) if name == "ngram" else train_heads(model, steps=20, **HEADS[name])
+    if name in HEADS:
+        return train_heads(model, steps=20, **HEADS[name])
+    return (NgramDrafter if name == "ngram" else SuffixDrafter)(num_tokens=4).attach(model)
 
 
 @pytest.mark.parametrize("options", [{}, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", [*HEADS, "ngram"])
+@pytest.mark.parametrize("name", [*HEADS, "ngram", "suffix"])
 def test_all_ways_to_say_one_distribution_draft_alike(name, options):
     """Seed by seed the same tokens, and as many of them per call."""
-    if name == "ngram" and options:
+    if name not in HEADS and options:
         options = {"draft_tree": {"top_k": 3}}
     model, prompt, mask = backbone(), prompts(1)[0][None], torch.zeros(V, dtype=torch.bool)
     mask[ALLOWED] = True
@@ -74,6 +77,8 @@ def test_all_ways_to_say_one_distribution_draft_alike(name, options):
         outs = []
         for way in ways:
             torch.manual_seed(seed)
+            if name == "suffix":  # what it has read changes its drafts
+                drafter.forget()
             outs.append(
                 model.generate(
                     prompt,
@@ -91,7 +96,8 @@ def test_all_ways_to_say_one_distribution_draft_alike(name, options):
             assert torch.equal(out.sequences, outs[0].sequences)
             assert out.speculation.rows_drafts == outs[0].speculation.rows_drafts
         drafted = [token for draft in outs[0].speculation.rows_drafts[0] for token in draft]
-        assert name == "ngram" or set(drafted) <= set(ALLOWED)
+        firsts = [draft[0] for draft in outs[0].speculation.rows_drafts[0] if draft]
+        assert set(drafted if name in HEADS else firsts) <= set(ALLOWED)
 
 
 CONSTRAINTS = {
@@ -107,7 +113,7 @@ CONSTRAINTS = {
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
-@pytest.mark.parametrize("name", ["ff", "hydra", "ngram"])
+@pytest.mark.parametrize("name", ["ff", "hydra", "ngram", "suffix"])
 def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
     model = backbone()
     drafter = drafter_of(name, model)
@@ -372,3 +378,30 @@ def test_grammars_that_cannot_be_read_are_refused(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ImportError, match="constraints"):
         GrammarConstraint(tokenizer, regex="a")
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("variant", ["one_hot", "categorical"])
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_parallel_drafts_hold_what_is_allowed(is_apart, variant, do_sample):
+    model = ptp_models.student(variant)
+    allowed = {0: [1, 4, 7, 9], 1: [2, 3, 5, 10]}  # by the parity of the length
+    prompt = ptp_models.ids(2, 6)
+    options = dict(
+        attention_mask=torch.ones_like(prompt), max_new_tokens=14, do_sample=do_sample, eos_token_id=None,
+        prefix_allowed_tokens_fn=lambda row, prefix: allowed[len(prefix) % 2], return_dict_in_generate=True,
+    )  # fmt: skip
+    target = ptp_models.backbone() if is_apart else model
+    own = {"assistant_model": ParallelAssistant(model).attach(target)} if is_apart else {}
+    torch.manual_seed(4)
+    out = target.generate(prompt, **options, **own)
+    drafts = [draft for row in out.speculation.rows_drafts for draft in row if draft]
+    assert any(any(draft) for draft in drafts)
+    for row, calls in enumerate(out.speculation.rows_drafts):
+        place = 7  # the call behind the prompt adds the first token
+        for draft, kept in zip(calls, out.speculation.rows_accepted[row]):
+            # where a row has no slot it holds 0, for certain
+            assert all(token in (0, *allowed[(place + step) % 2]) for step, token in enumerate(draft))
+            place += 1 + kept
+    if not do_sample:
+        assert torch.equal(out.sequences, target.generate(prompt, **options, use_mtp=False).sequences)

@@ -78,7 +78,7 @@ def test_another_thread_on_the_same_model_is_not_recorded():
     def meanwhile():
         cache = DynamicCache(config=model.config)
         model(random_ids(1, 9, seed=2), past_key_values=cache, use_cache=True)
-        handles = [next(iter(mixer._forward_pre_hooks.values())) for mixer in replays[1].mixers.values()]
+        handles = [next(iter(mixer._forward_pre_hooks.values())) for (mixer,) in replays[1].mixers.values()]
         for hook in handles:  # torch forgets that a hook takes keyword arguments when another thread removes it
             hook(None, (random_ids(1, 9),))
 
@@ -157,7 +157,7 @@ def test_a_module_that_takes_no_cache_is_no_mixer():
     cache = DynamicCache(config=model.config)
     model(random_ids(1, 3), past_key_values=cache, use_cache=True)
     mixers = Replay(model.get_decoder(), cache).mixers
-    number, mixer = next(iter(mixers.items()))
+    number, (mixer,) = next(iter(mixers.items()))
     mixer.router = torch.nn.Linear(2, 2)
     mixer.router.layer_idx = number
     assert Replay(model.get_decoder(), cache).mixers == mixers

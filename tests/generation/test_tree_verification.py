@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.internals import (
     draw,
     drawn_tree,
     follow,
+    joined_chains,
     token_acceptance,
     tree_acceptance,
     verify,
@@ -50,6 +52,50 @@ def test_emitted_distribution_of_drawn_trees_is_the_targets(shape, warp, replace
     tree, chance = all_trees(world, parents, replacement)
     error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
     assert error < 1e-12, float(error)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_emitted_distribution_of_mixed_trees_is_the_targets(seed, replacement, rule):
+    """Random shapes and marks; certain children come before the drawn ones, and may repeat each other."""
+    rng = random.Random(seed)
+    parents = [rng.randint(-1, node - 1) for node in range(rng.randint(2, 6))]
+    marks = [rng.random() < 0.5 for _ in parents]
+    order = sorted(range(len(parents)), key=lambda node: (depth_in(parents, node), not marks[node]))
+    number = {node: place for place, node in enumerate(order)} | {-1: -1}
+    parents, marks = [number[parents[node]] for node in order], [marks[node] for node in order]
+    world = World(list(WARPS)[seed % len(WARPS)], depth_of(parents), seed)
+    tree, chance = all_trees(world, parents, replacement, marks)
+    error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
+    assert error < 1e-12, (parents, marks, float(error))
+
+
+def depth_in(parents: list[int], node: int) -> int:
+    return 0 if node < 0 else 1 + depth_in(parents, parents[node])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 3), (3, 1), (2, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("warp", WARPS)
+def test_emitted_distribution_of_joined_chains_is_the_targets(warp, lengths, rule):
+    """Over all draws of one chain; the other is the same for all of them."""
+    size, length = lengths
+    world = World(warp, max(lengths), seed=size)
+    drawn, chance = all_trees(world, list(range(-1, length - 1)), False)
+    drawn = DraftTree.chain(drawn.tokens, drawn.probs[:, :-1])
+    for certain in torch.randint(V, (4, size), generator=torch.Generator().manual_seed(length)):
+        tree = joined_chains(DraftTree.chain(certain.expand(len(chance), -1)), drawn)
+        error = (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max()
+        assert error < 1e-12, (certain, float(error))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_enumeration_notices_certain_children_that_pass_for_draws(rule):
+    world, parents = World("plain", 1), SHAPES["three children"][:3]
+    tree, chance = all_trees(world, parents, False, [True, False, False])
+    tree.certain = None
+    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("warp", WARPS)

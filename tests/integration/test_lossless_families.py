@@ -13,7 +13,7 @@ from tokenahead import DeepSeekMTP
 
 VOCABULARY, NEW_TOKENS, DRAFTS = 3, 20, 2  # so few tokens that modules with random weights guess right now and then
 SEEDS = {"ernie4_5_moe": 1, "exaone_moe": 6, "glm4_moe": 7, "hy_v3": 2, "longcat_flash": 2, "qwen2": 1, "qwen3": 1}
-SEEDS |= {"hy_v4": 3, "qwen3_next": 1}
+SEEDS |= {"dots3_note_text": 1, "hy_v4": 3, "qwen3_next": 1}
 OPTIONS = {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
 TRAINED = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "qwen3_next_d1_trained"
 
@@ -32,12 +32,13 @@ def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(name):
     ragged = model.generate(**left_padded(prompts), **options)
     assert torch.equal(ragged.sequences, plain)
     assert set().union(*ragged.speculation.rows_accepted) == set(range(DRAFTS + 1))
-    alone = model.generate(**left_padded(prompts[:1]), **options)
-    assert torch.equal(alone.sequences[0, -NEW_TOKENS:], plain[0, -NEW_TOKENS:])
+    row = 3 if name == "deepseek_v4" else 0  # the one without padding, on which transformers' own text depends there
+    alone = model.generate(**left_padded(prompts[row : row + 1]), **options)
+    assert torch.equal(alone.sequences[0, -NEW_TOKENS:], plain[row, -NEW_TOKENS:])
     assert len(set(alone.speculation.accepted)) > 1
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, "glm_moe_dsa"])
+@pytest.mark.parametrize("name", [*RECURRENT, "deepseek_v4", "glm_moe_dsa"])
 def test_generation_continues_and_the_prompt_may_come_in_chunks(name):
     model, prompts = model_and_prompts(name)
     prompt, options = prompts[3][None], OPTIONS | {"pad_token_id": None}  # 0 is an ordinary token here

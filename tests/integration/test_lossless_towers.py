@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from tests.models import left_padded
 from tests.towers import TOWERS, image_batch, tower_model
 from tokenahead import DeepSeekMTP
 
@@ -11,11 +12,12 @@ VOCABULARY, NEW_TOKENS, DRAFTS = 4, 24, 2  # so few tokens that modules with ran
 IMAGE = VOCABULARY - 1
 OPTIONS = {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
 NAMES = list(TOWERS)
+SEEDS = {"minimax_m3_vl": 1}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_behind_images_equals_the_main_model_s(name):
-    model = tower_model(name, vocab_size=VOCABULARY)
+    model = tower_model(name, VOCABULARY, SEEDS.get(name, 0))
     batch, options = image_batch(name, 3, 2, VOCABULARY), OPTIONS | {"max_new_tokens": NEW_TOKENS}
     plain = model.main.generate(**batch, **options).sequences
     blind = model.main.generate(**batch | {"pixel_values": batch["pixel_values"].flip(0)}, **options).sequences
@@ -47,6 +49,19 @@ def test_drafts_behind_images_are_those_of_whole_texts(name):
             last += count + 1
 
 
+def test_blocks_of_columns_behind_padding_are_decoded_plainly_and_said_to_be(caplog):
+    """What transformers makes of tokens that see nothing but padding depends on how many columns there are."""
+    model = tower_model("minimax_m3_vl", VOCABULARY)
+    batch = left_padded([torch.tensor([1, 2, 0, 1, 2]), torch.tensor([2])])
+    options = OPTIONS | {"max_new_tokens": NEW_TOKENS}
+    plain = model.main.generate(**batch, **options).sequences
+    with caplog.at_level("WARNING"):
+        assert torch.equal(model.generate(**batch, **options).sequences, plain)
+    assert "attention_mask" in caplog.text
+    with pytest.raises(ValueError, match="draft_tree"):
+        model.generate(batch["input_ids"][:1], draft_tree=[(0,), (0, 0)], **options)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_training_moves_modules_alone_and_directories_hold_the_tower(name, tmp_path):
     model, batch = tower_model(name), image_batch(name)
@@ -56,7 +71,8 @@ def test_training_moves_modules_alone_and_directories_hold_the_tower(name, tmp_p
     model.train()(**batch, labels=labels).loss.backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
     moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
-    assert moved and all(key.startswith("mtp.") for key in moved) and {"mtp.0.eh_proj.weight"} <= moved
+    assert moved and all(key.startswith("mtp.") for key in moved)
+    assert any(key.startswith("mtp.0.eh_proj.") for key in moved)
     model.eval().save_pretrained(tmp_path)
     with torch.no_grad():
         want = model(**batch, labels=labels, output_mtp_logits=True)

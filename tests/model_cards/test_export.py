@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from tests.families import family_config, family_model, random_ids
 from tests.internals import export, family_of, num_layers, tensor_dtypes
 from tests.internals import export_module as module
+from tests.towers import TOWERS, tower_model
 from tokenahead import DeepSeekMTP, EvaByteForMTPC, NgramDrafter, PTPForCausalLM, PTPStudent
 
 GOLDEN = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "glm4moe_d1"
@@ -83,7 +84,7 @@ def test_golden_has_the_official_index(engine, tmp_path):
     assert torch.equal(again(ids).mtp_logits[0], out.mtp_logits[0]) and torch.equal(plain(ids).logits, out.logits)
 
 
-@pytest.mark.parametrize("name", module.ENGINES["vllm"])
+@pytest.mark.parametrize("name", [name for name in module.ENGINES["vllm"] if name not in TOWERS])
 def test_every_family_that_is_served(name, tmp_path):
     model, ids = family_model(name), random_ids()
     report = export(model, tmp_path, max_shard_size="40KB")
@@ -96,6 +97,51 @@ def test_every_family_that_is_served(name, tmp_path):
         torch.testing.assert_close(found, model(ids).mtp_logits[0], atol=1e-5, rtol=0)
     was_run = name in module.MEASURED["vllm"]
     assert ("were run in vLLM 0.32.0" in str(report)) == was_run != ("read and not run" in str(report))
+
+
+@pytest.mark.parametrize("name", ["exaone4_5", "glm_ocr", "qwen3_5", "qwen3_5_moe"])
+def test_a_model_with_a_tower_is_one_directory(name, tmp_path):
+    model = tower_model(name)
+    report = export(model, tmp_path)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), tensor_dtypes(tmp_path)
+    family = family_of(model.config)
+    text = config if family.counts_outside else config["text_config"]
+    assert text[family.count] == model.num_modules and config["architectures"] == [type(model.main).__name__]
+    prefixes = family.prefixes(num_layers(model.config), 0)
+    assert any(key.startswith(tuple(prefixes)) for key in tensors) and any("visual" in key for key in tensors)
+    assert any("image" in warning for warning in report.warnings)
+    assert str(tmp_path) in report.command
+    assert DeepSeekMTP.from_pretrained(tmp_path).num_modules == model.num_modules
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("deepseek_v4", r"attn\.kv_norm.*compress_ratios"),
+        ("dots3_note_text", "dots3_note"),
+        ("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+        ("glm5_next", "vllm/platforms/cpu.py"),
+        ("hy_v4", "mlp.linear_gate"),
+        ("minimax_m3_vl", "unquantized.py"),
+        ("qwen4_exp", "qsa.py"),
+        ("qwen4_exp_text", "qsa.py"),
+        ("step3p7", "vision_config"),
+    ],
+)
+def test_families_that_vllm_cannot_load_are_refused_by_name(name, reason, tmp_path):
+    model = tower_model(name) if name in TOWERS else family_model(name)
+    with pytest.raises(ValueError, match=f"{name}.*{reason}"):
+        export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("bailing_hybrid", "transformers"), ("glm_moe_dsa", "sparse attention"), ("nemotron_h", "is_act_and_mul")],
+)
+def test_the_report_says_why_a_family_was_not_run(name, reason, tmp_path):
+    (checked,) = export(family_model(name), tmp_path).checked
+    assert "not run" in checked and reason in checked
 
 
 def test_hy3_has_the_fields_that_vllm_reads(tmp_path):

@@ -7,12 +7,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from tests.backbones import train_heads
+from tests.distributions import continuation_distribution, continuation_p_value
 from tests.training.test_evaluation_loss import llama
-from tokenahead import DrafterCascade, NgramDrafter, SuffixDrafter
+from tokenahead import DrafterCascade, EagleHead, NgramDrafter, SuffixDrafter
+from tokenahead.training import OnlineDrafterTraining
 
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
 DRAFTERS = {
@@ -24,16 +26,31 @@ DRAFTERS = {
 }
 
 
+DRAFTERS["online"] = DRAFTERS["heads"]
+DRAFTERS["eagle"] = lambda model: EagleHead.from_backbone(model, aux_layers=[0, 1], loss_options={"steps": 3})
+
+
 def tokenizer():
     words = Tokenizer(models.WordLevel({chr(97 + index): index for index in range(26)}, unk_token="a"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", eos_token="b")
 
 
-def rollouts(method, drafter, folder, adapt=False, given=(), **options):
+class Gradients(TrainerCallback):
+    """Keeps the policy's gradients of every step."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.found.append([parameter.grad.clone() for parameter in learning])
+
+
+def rollouts(method, drafter, folder, adapt=False, given=(), watcher=None, **options):
     """The log of a short training, how many forwards had no gradient, and what every step wrote.
 
-    `given` takes the place of what would be written.
+    `given` takes the place of what would be written. The rows of the log have the policy's gradients, too.
     """
     kind, config_kind = TRAINERS[method]
     base = llama(num_hidden_layers=2)
@@ -47,12 +64,15 @@ def rollouts(method, drafter, folder, adapt=False, given=(), **options):
     def reward(completion_ids, **_):
         return [float(index % 2 + sum(ids) % 3) for index, ids in enumerate(completion_ids)]
 
-    config = config_kind(
-        str(folder), num_generations=4, max_completion_length=12, per_device_train_batch_size=8, max_steps=3,
-        report_to=[], use_cpu=True, save_strategy="no", bf16=False, logging_steps=1, beta=0.0, **options,
+    defaults = dict(
+        num_generations=4, max_completion_length=12, per_device_train_batch_size=8, max_steps=3, report_to=[],
+        use_cpu=True, save_strategy="no", bf16=False, logging_steps=1, beta=0.0,
     )  # fmt: skip
+    config = config_kind(str(folder), **defaults | options)
     data = Dataset.from_dict({"prompt": ["a c d c d", "e f g"] * 4})
-    trainer = kind(model, [reward], config, data, processing_class=tokenizer())
+    callbacks = [OnlineDrafterTraining(made, learning_rate=1e-2)] if drafter in ("online", "eagle") else []
+    watchers = [gradients := Gradients(), *([] if watcher is None else [watcher])]
+    trainer = kind(model, [reward], config, data, processing_class=tokenizer(), callbacks=callbacks + watchers)
     write = trainer._generate_single_turn
 
     def noted(*args, **kwargs):
@@ -62,21 +82,53 @@ def rollouts(method, drafter, folder, adapt=False, given=(), **options):
     trainer._generate_single_turn = noted
     torch.manual_seed(0)
     trainer.train()
-    return [row for row in trainer.state.log_history if "loss" in row], forwards[False], written
+    assert all(len(online.curve) == 3 and len(online.buffer) >= 24 for online in callbacks)
+    log = [row for row in trainer.state.log_history if "loss" in row]
+    return [row | {"gradients": each} for row, each in zip(log, gradients.found)], forwards[False], written
 
 
 def check_equal_logs(one, other):
     for name in ("loss", "reward", "reward_std", "grad_norm", "entropy"):
         assert [row[name] for row in one] == pytest.approx([row[name] for row in other], rel=1e-6, abs=1e-6)
+    for row, same in zip(one, other, strict=True):
+        torch.testing.assert_close(row["gradients"], same["gradients"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("drafter", ["ngrams", "suffix", "heads", "cascade"])
+@pytest.mark.parametrize("drafter", ["ngrams", "suffix", "heads", "cascade", "online", "eagle"])
 @pytest.mark.parametrize("method", TRAINERS)
 def test_texts_that_were_drafted_are_learned_from_as_plain_ones(method, drafter, tmp_path):
     log, _, written = rollouts(method, drafter, tmp_path, learning_rate=1e-3)
     plain, _, _ = rollouts(method, "plain", tmp_path, learning_rate=1e-3, given=written)
     assert any(row["loss"] for row in log) and any(row["grad_norm"] > 1e-3 for row in log)
     check_equal_logs(log, plain)
+
+
+class Draws(TrainerCallback):
+    """Draws texts in the middle of the training, of the policy as it is then, beside a drafter as it is then."""
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step != 2:
+            return
+        prompt = torch.tensor([[3, 5, 7]])
+        options = dict(top_k=4, suppress_tokens=[1])  # nothing ends
+        self.exact = continuation_distribution(model, prompt, 3, **options)
+        batch, torch_state = prompt.expand(100, -1), torch.get_rng_state()
+        torch.manual_seed(5)
+        common = dict(attention_mask=torch.ones_like(batch), max_new_tokens=3, do_sample=True, **options)
+        drawn = [model.generate(batch, **common, return_dict_in_generate=True) for _ in range(6)]
+        torch.set_rng_state(torch_state)
+        assert sum(len(draft) for out in drawn for row in out.speculation.rows_drafts for draft in row) > 100
+        self.drawn = torch.cat([out.sequences[:, 3:] for out in drawn])
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "online", "cascade"])
+def test_texts_in_the_middle_of_the_training_follow_the_policy(drafter, tmp_path):
+    draws, start = Draws(), llama(num_hidden_layers=2)
+    rollouts("grpo", drafter, tmp_path, learning_rate=1e-2, watcher=draws)
+    exact = {text: probability for text, probability in draws.exact.items() if probability > 0}
+    before = continuation_distribution(start, torch.tensor([[3, 5, 7]]), 3, top_k=4)
+    assert sum(abs(before.get(text, 0) - probability) for text, probability in exact.items()) > 0.1, "it has moved"
+    assert continuation_p_value(draws.drawn, exact) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ def _of_modules(model: DeepSeekMTP, batch: Batch, length: int) -> Iterator[Draft
     others = {name: value for name, value in _given(batch).items() if name not in ("input_ids", "position_ids")}
     found = run_main(model.main, batch["input_ids"], None, batch.get("position_ids"), others | {"use_cache": False})
     hidden = found.outputs.last_hidden_state
-    chain = model._chain(found.state, found.inputs_embeds, batch.get("attention_mask"), found.position_ids, length)[1:]
+    embeds = model.module_inputs(found, batch["input_ids"])
+    chain = model.chain(found.state, embeds, batch.get("attention_mask"), found.position_ids, length)[1:]
     states = _stacked(chain, hidden.shape[1])
     targets = _targets(batch, length + 1)
 

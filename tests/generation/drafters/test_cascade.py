@@ -1,12 +1,16 @@
 """Look-ups before a model's drafts: greedy text, distributions, and states that go on whoever drafted."""
 
+import copy
+
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, PreTrainedTokenizerFast
 
-from tests.backbones import backbone, prompts, train_eagle, train_heads
+from tests.backbones import backbone, blurred, prompts, train_eagle, train_heads
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.models import left_padded
-from tokenahead import AssistantDrafter, DrafterCascade, NgramDrafter, SuffixDrafter
+from tokenahead import AssistantDrafter, DrafterCascade, MTPHeads, NgramDrafter, SuffixDrafter
 from tokenahead.extending import AttachableDrafter, DraftSession, DraftTree
 
 LAST = {
@@ -16,15 +20,16 @@ LAST = {
 }
 
 
-@pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 2, "total_tokens": 8}], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [None, {"depth": 2, "top_k": 2, "total_tokens": 8}, "joined"], ids=str)
 @pytest.mark.parametrize("last", LAST)
 def test_greedy_text_is_the_backbones(last, tree):
+    joins, tree = tree == "joined", None if tree == "joined" else tree
     if tree and last == "assistant":
         pytest.skip("assistants draft chains")
     model, batch = backbone("qwen3"), left_padded(prompts(5, seed=3))
     plain = model.generate(**batch, max_new_tokens=40, do_sample=False, pad_token_id=0)
     suffix = SuffixDrafter(factor=2.0)
-    cascade = DrafterCascade([suffix, LAST[last](model)]).attach(model)
+    cascade = DrafterCascade([suffix, LAST[last](model)], joins=joins).attach(model)
     options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0, assistant_model=cascade, draft_tree=tree)
     calls = []
     for _ in range(2):
@@ -81,15 +86,93 @@ def test_a_head_drafts_the_same_after_cycles_that_others_drafted():
     assert mixed[first + 1] == text[0, first + 1 : first + 4].tolist()
 
 
-def test_sampled_text_has_the_backbones_distribution():
+class Meddles(AttachableDrafter):
+    """A look-up that is sure of two tokens in some cycles, right or wrong, and knows two others in the rest."""
+
+    window, reads_prompt = 3, False
+
+    def __init__(self, text):
+        self.text = text
+
+    def start(self, options):
+        return MeddlingSession(self.text)
+
+
+class MeddlingSession(DraftSession):
+    """The look-ups of one call."""
+
+    num_tokens, expected, cycle = 2, 0.0, 0
+
+    def __init__(self, text):
+        self.text = text
+
+    def propose(self, sequences, length):
+        self.cycle += 1
+        self.expected = 3.0 if self.cycle % 4 < 2 else 0.0
+        guess = sequences.ids.new_zeros(len(self.text), min(length, 2))
+        for row, start in enumerate(sequences.lengths):
+            known = self.text[row, start : start + guess.shape[1]]
+            guess[row, : len(known)] = known ^ (self.cycle + row) % 3 // 2  # every third is wrong
+        return DraftTree.chain(guess)
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["first", "joined"])
+@pytest.mark.parametrize("number", [1, 4], ids=["alone", "ragged"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_an_assistant_that_knows_the_text_is_right_after_cycles_that_others_drafted(name, number, joins):
+    model, batch = backbone(name, vocabulary=40), left_padded(prompts(number, vocabulary=40, seed=7))
+    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    plain = model.generate(**batch, **options)
+    assistant = AssistantDrafter(copy.deepcopy(model), num_tokens=4)
+    cascade = DrafterCascade([Meddles(plain), assistant], joins=joins).attach(model)
+    out = model.generate(**batch, **options, assistant_model=cascade, return_dict_in_generate=True)
+    assert out.sequences.equal(plain)
+    cycles = 0
+    for accepted, drafts in zip(out.speculation.rows_accepted, out.speculation.rows_drafts):
+        for count, draft in list(zip(accepted, drafts))[:-1]:
+            if len(draft) == (6 if joins else 4):
+                assert count == 4, (accepted, drafts)
+                cycles += 1
+    assert cycles >= 3 * number
+
+
+def test_translated_drafts_are_the_assistants_own_after_tokens_that_others_drafted():
+    model, ids = backbone(vocabulary=40), torch.stack([prompt[:7] for prompt in prompts(5, vocabulary=40, seed=2)[2:]])
+    options = dict(max_new_tokens=40, do_sample=False, pad_token_id=0)
+    plain = model.generate(ids, **options)
+    letters = Tokenizer(models.BPE({chr(192 + number): number for number in range(40)}, []))
+    letters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
+    texts = {"tokenizer": tokenizer, "assistant_tokenizer": tokenizer, "translate": "vocabulary"}
+    found = []
+    for translation in ({}, texts):
+        assistant = AssistantDrafter(blurred(model, 0.5), num_tokens=4, **translation)
+        cascade = DrafterCascade([Meddles(plain), assistant], joins=True).attach(model)
+        out = model.generate(ids, **options, assistant_model=cascade, return_dict_in_generate=True)
+        assert out.sequences.equal(plain)
+        found.append(out.speculation.rows_drafts)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["first", "joined"])
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_sampled_text_has_the_backbones_distribution(rule, last, joins):
     model, prompt = backbone(), torch.tensor([[5, 9, 5, 9, 5]])
     options = dict(max_new_tokens=4, top_k=2, pad_token_id=0, eos_token_id=None)
     torch.manual_seed(0)
     plain = model.generate(prompt.expand(3000, -1), **options, do_sample=True)
     suffix = SuffixDrafter(depth=4)
     suffix.add(plain[:, 2:].unique(dim=0))
-    cascade = DrafterCascade([suffix, train_heads(model, steps=10)], least=1.2).attach(model)
-    out = model.generate(prompt.expand(3000, -1), **options, do_sample=True, assistant_model=cascade)
+    cascade = DrafterCascade([suffix, LAST[last](model)], least=3.0 if joins else 1.2, joins=joins).attach(model)
+    options |= {"verification": rule}
+    found = model.generate(
+        prompt.expand(3000, -1), do_sample=True, assistant_model=cascade, return_dict_in_generate=True, **options
+    )
+    out, counts = found.sequences, found.speculation
+    first = [(len(drafts[0]), depths[0]) for drafts, depths in zip(counts.rows_drafts, counts.rows_depths)]
+    assert {size > depth for size, depth in first} == {joins}
+    del options["verification"]
     distribution = continuation_distribution(model, prompt, 3, **options)
     assert continuation_p_value(out[:, 5:8], distribution) > 1e-3
 
@@ -100,6 +183,21 @@ def test_what_cannot_be_one_of_several_is_named():
         DrafterCascade([SuffixDrafter()])
     with pytest.raises(ValueError, match="least"):
         DrafterCascade([SuffixDrafter(), NgramDrafter()], least=0)
+    joined = DrafterCascade([SuffixDrafter(), train_heads(model, steps=1)], joins=True).attach(model)
+    with pytest.raises(ValueError, match="joins"):
+        model.generate(torch.tensor([[3, 4, 5]]), assistant_model=joined, max_new_tokens=3, draft_tree={"top_k": 2})
     cascade = DrafterCascade([NgramDrafter(), SuffixDrafter()]).attach(model)
     with pytest.raises(ValueError, match="NgramDrafter"):
         model.generate(torch.tensor([[3, 4, 5]]), assistant_model=cascade, max_new_tokens=3, pad_token_id=0)
+
+
+def test_joins_is_refused_by_name_where_only_chains_are_verified():
+    sizes = dict(vocab_size=40, hidden_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    layers = dict(num_hidden_layers=2, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    mixed = Lfm2Config(**sizes, **layers, layer_types=["conv", "full_attention"])
+    for config in (mixed, BloomConfig(**sizes, n_layer=2, n_head=4)):
+        model = AutoModelForCausalLM.from_config(config).eval()
+        drafters = [SuffixDrafter(), MTPHeads.from_backbone(model, window=3).detach()]
+        with pytest.raises(ValueError, match=f"joins=True.*{type(model).__name__}"):
+            DrafterCascade(drafters, joins=True).attach(model)
+        DrafterCascade(drafters).attach(model).detach()

@@ -45,7 +45,7 @@ def continuation(text, place):
 
 
 def proposals(branches, texts):
-    options = SimpleNamespace(num_tokens=LENGTH, masks=lambda tokens, is_warped: None)
+    options = SimpleNamespace(num_tokens=LENGTH, schedule="constant", masks=lambda tokens, is_warped: None)
     return NgramSession(options, LONGEST, branches).propose(rows_of(texts), LENGTH)
 
 
@@ -82,7 +82,7 @@ def test_trees_hold_the_best_places_once(seed):
 
 
 def test_nothing_is_drafted_where_nothing_is_asked():
-    options = SimpleNamespace(num_tokens=LENGTH, masks=lambda tokens, is_warped: None)
+    options = SimpleNamespace(num_tokens=LENGTH, schedule="constant", masks=lambda tokens, is_warped: None)
     assert NgramSession(options, LONGEST, 2).propose(rows_of([[1, 2, 1]]), 0).tokens.shape == (1, 0)
 
 
@@ -110,3 +110,28 @@ def test_other_trees_are_refused_by_name(wanted):
     drafter = NgramDrafter().attach(model)
     with pytest.raises(ValueError, match="draft_tree=.*'top_k'"):
         model.generate(prompt, assistant_model=drafter, draft_tree=wanted, max_new_tokens=4, do_sample=False)
+
+
+def test_drafts_are_shorter_after_rejections_and_longer_after_accepted_ones():
+    """Every row has the drafts that it has alone; texts that repeat themselves grow full drafts again."""
+    model = backbone()
+    drafter = NgramDrafter(longest=1, num_tokens=8).attach(model)
+    texts = torch.tensor([[5, 6, 7, 5, 8, 7], [9, 9, 9, 9, 9, 9], [3, 4, 3, 4, 3, 5]])
+
+    def speculation(ids, **options):
+        common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        out = model.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **common, **options)
+        assert torch.equal(out.sequences, model.generate(ids, **common))
+        return out.speculation
+
+    for options, branches in (({}, 1), ({"draft_tree": {"top_k": 2}}, 2)):
+        together = speculation(texts, **options)
+        for row, ids in enumerate(texts):
+            own = speculation(ids[None], **options)
+            lengths, accepted = [len(draft) // branches for draft in own.drafts], own.accepted
+            reach = 8
+            for length, count in zip(lengths[:-4], accepted):
+                assert length in (0, reach)
+                reach = min(max(2 * count + 2, reach // 2), 8) if length else reach  # no draft says nothing
+            assert own.drafts[:-4] == together.drafts[row][: len(lengths) - 4]
+            assert min(lengths) < 8

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch.nn import functional
-from transformers import DynamicCache
 
 from tests.families import family_model, random_ids
 from tests.internals import ModuleLossOptions, chain_loss, teacher_forced
 from tests.internals import heads_chunks as chunks
+from tests.towers import image_batch, tower_model
 
 LENGTH = 16
 
@@ -166,21 +166,29 @@ def test_options_are_checked_and_kept_in_the_folder(tmp_path):
     assert DeepSeekMTP.from_pretrained(tmp_path).loss_options == model.loss_options
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v4", "mimo_v2_flash", "qwen4_exp_text"])
 @torch.no_grad()
-def test_unrolled_rows_equal_those_of_drafting():
+def test_unrolled_rows_equal_those_of_drafting(name):
     """Row i of depth k, against a cache with the ordinary columns up to i and then one column for each further step."""
-    model, ids = family_model("deepseek_v3"), random_ids(1)
+    model, ids = family_model(name), random_ids(1)
     hidden = model(ids, output_hidden_states=-1).hidden_states[-1]
     embeds, positions = model.get_input_embeddings()(ids), torch.arange(LENGTH)[None]
     depths = teacher_forced(model.mtp, hidden, embeds, positions, None, 4)
     for row in (0, 3, 11):
-        cache = DynamicCache()
+        cache = model.mtp.new_cache()
         stop = row + 1
         state = model.mtp.step(1, hidden[:, :stop], embeds[:, 1 : stop + 1], positions[:, :stop], None, cache)[:, -1:]
         for k in range(2, 5):
             place = positions[:, row : row + 1] + k - 1
             state = model.mtp.step(k, state, embeds[:, row + k : row + k + 1], place, None, cache)
             torch.testing.assert_close(depths[k - 1][:, row : row + 1], state, atol=1e-5, rtol=0)
+
+
+def test_unrolling_is_refused_where_attention_takes_no_mask():
+    model, batch = tower_model("glm5_next"), image_batch("glm5_next")
+    model.loss_options.unroll_steps = 3
+    with pytest.raises(ValueError, match="unroll_steps.*glm5_next_text"):
+        model(**batch, labels=batch["input_ids"])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -4,13 +4,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.dots3_note import modeling_dots3_note as dots
+from transformers.models.exaone4 import modeling_exaone4 as exaone4
 from transformers.models.exaone_moe import modeling_exaone_moe as exaone
+from transformers.models.glm4v_moe import modeling_glm4v_moe as glm4v
+from transformers.models.glm_ocr import modeling_glm_ocr as ocr
 from transformers.models.hy_v4 import modeling_hy_v4 as hunyuan
+from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as minimax
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen_moe
 from transformers.models.step3p7 import modeling_step3p7 as step
 
 from tests.families import family_model, random_ids
-from tests.towers import image_batch, tower_model
+from tests.towers import FLAT, image_batch, tower_model
 from tokenahead import DeepSeekMTP
 
 
@@ -95,27 +101,105 @@ def test_hy_v4(tmp_path):
 
 
 @torch.no_grad()
-def test_qwen3_5_with_an_image():
-    """The module reads the image's features in the place of embeddings, and rotates by time, height and width."""
-    model, batch = tower_model("qwen3_5"), image_batch("qwen3_5", texts=1)
-    body, config, module, ids = model.main.model, model.config.text_config, model.mtp[0], batch["input_ids"]
-    kinds, grid = batch["mm_token_type_ids"], batch["image_grid_thw"]
-    embeds = body.get_input_embeddings()(ids)
-    embeds[kinds == 1] = torch.cat(body.get_image_features(batch["pixel_values"], grid, return_dict=True).pooler_output)
-    places = body.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0][..., :-1]
-    assert not torch.equal(places[0], places[1])
-    out = model(**batch, output_hidden_states=-1, output_mtp_logits=True)
-    states = torch.cat([module.enorm(embeds[:, 1:]), module.hnorm(out.hidden_states[-1][:, :-1])], -1)
-    states = states @ module.eh_proj.weight.T
-    own = type(config)(**config.to_dict() | {"layer_types": ["full_attention"] * 3})
+def test_dots3_note(tmp_path):
+    """The module reads embeddings of its own, and has a window; with given embeddings there would be none to read."""
+    model, ids = family_model("dots3_note_text"), random_ids()
+    model.save_pretrained(tmp_path)
+    files, config = load_file(tmp_path / "model.safetensors"), model.config
+    hidden, embeds = model.main.model(ids).last_hidden_state[:, :-1], files["model.mtp.embed_tokens.weight"][ids[:, 1:]]
+    assert not torch.equal(files["model.mtp.embed_tokens.weight"], files["model.embed_tokens.weight"])
+    layer, name = dots.Dots3NoteTextDecoderLayer(config, 1), "model.layers.2."
+    layer.mlp = dots.Dots3NoteTextMLP(config)
+    layer.load_state_dict({key: files[name + key] for key in model.mtp[0].block.state_dict()})
+
+    def norm(part, states):
+        own = dots.Dots3NoteRMSNorm(32, config.rms_norm_eps)
+        own.load_state_dict({"weight": files[f"{name}{part}.weight"]})
+        return own(states)
+
+    states = torch.cat([norm("enorm", embeds), norm("hnorm", hidden)], -1) @ files[f"{name}eh_proj.weight"].T
+    places, options = torch.arange(15)[None], {"attention_mask": None, "past_key_values": None}
+    mask = create_sliding_window_causal_mask(config=config, inputs_embeds=states, **options)
+    rotary = dots.Dots3NoteTextRotaryEmbedding(config)(states, places, "sliding_attention")
+    states = layer(states, attention_mask=mask, position_ids=places, position_embeddings=rotary)
+    states = norm("shared_head.norm", states[0] if isinstance(states, tuple) else states)
+    torch.testing.assert_close(model(ids).mtp_logits[0], states @ files["lm_head.weight"].T, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="inputs_embeds.*dots3_note_text.*input_ids"):
+        model(inputs_embeds=model.get_input_embeddings()(ids))
+    with pytest.raises(ValueError, match="dots3_note_text.*embeddings"):
+        model.resize_token_embeddings(100)
+
+
+@torch.no_grad()
+def test_minimax_m3(tmp_path):
+    """The first module reads the state behind the final norm, and each one hands on what its own norm has not read."""
+    model, ids = tower_model("minimax_m3_vl"), random_ids()
+    model.save_pretrained(tmp_path)
+    files, config = load_file(tmp_path / "model.safetensors"), model.main.model.language_model.config
+    found, state = model(ids, output_mtp_logits=True).mtp_logits, model.main.model(ids).last_hidden_state
+    embeds = model.get_input_embeddings()(ids)
+    own = type(config)(
+        **config.to_dict() | {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["sparse"] * 2}
+    )
     own._attn_implementation = "eager"
-    layer = qwen.Qwen3_5DecoderLayer(own, 0)
-    layer.load_state_dict(module.block.state_dict())
-    mask = create_causal_mask(config=own, inputs_embeds=states, attention_mask=None, past_key_values=None)
-    rotary = qwen.Qwen3_5TextRotaryEmbedding(own)(states, places)
-    states = layer(states, attention_mask=mask, position_embeddings=rotary)
-    want = model.main.lm_head(module.norm(states[0] if isinstance(states, tuple) else states))
-    torch.testing.assert_close(out.mtp_logits[0], want, atol=1e-5, rtol=0)
+
+    def norm(name, states):
+        layer = minimax.MiniMaxM3VLRMSNorm(32, config.rms_norm_eps)
+        layer.load_state_dict({"weight": files[f"{name}.weight"]})
+        return layer(states)
+
+    for k, module in enumerate(model.mtp):
+        name, state = f"language_model.model.mtp.layers.{k}.", state[:, :-1]
+        joined = torch.cat([norm(name + "enorm", embeds[:, k + 1 :]), norm(name + "hnorm", state)], -1)
+        state, places = joined @ files[f"{name}eh_proj.weight"].T, torch.arange(state.shape[1])[None]
+        layer = minimax.MiniMaxM3VLDecoderLayer(own, 0)
+        layer.load_state_dict(module.block.state_dict())
+        index = files[f"{name}transformer_layer.self_attn.index_q_proj.weight"]
+        assert torch.equal(index, layer.self_attn.indexer.q_proj.weight)
+        mask = create_causal_mask(config=own, inputs_embeds=state, attention_mask=None, past_key_values=None)
+        rotary = minimax.MiniMaxM3VLRotaryEmbedding(own)(state, places)
+        state = layer(state, attention_mask=mask, position_ids=places, position_embeddings=rotary)
+        want = norm(f"{name}final_layernorm", state) @ files["language_model.lm_head.weight"].T
+        torch.testing.assert_close(found[k], want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "kind"),
+    [
+        ("exaone4_5", exaone4, "Exaone4"),
+        ("glm4v_moe", glm4v, "Glm4vMoeText"),
+        ("glm_ocr", ocr, "GlmOcrText"),
+        ("qwen3_5", qwen, "Qwen3_5"),
+        ("qwen3_5_moe", qwen_moe, "Qwen3_5Moe"),
+    ],
+)
+@torch.no_grad()
+def test_behind_an_image(name, of, kind):
+    """Modules read the image's features in the place of embeddings, and rotate as the main model does beside it."""
+    model, batch = tower_model(name), image_batch(name, texts=1)
+    body, config, ids = model.main.model, model.config.text_config, batch["input_ids"]
+    grid, embeds = batch["image_grid_thw"], body.get_input_embeddings()(ids)
+    embeds[ids == 95] = torch.cat(body.get_image_features(batch["pixel_values"], grid, return_dict=True).pooler_output)
+    places = torch.arange(ids.shape[1])[None]
+    if name not in FLAT:
+        places = body.get_rope_index(ids, mm_token_type_ids=batch["mm_token_type_ids"], image_grid_thw=grid)[0]
+        assert not torch.equal(places[0], places[1])
+    found = model(**batch, output_hidden_states=-1, output_mtp_logits=True)
+    state = found.hidden_states[-1]
+    for k, module in enumerate(model.mtp):
+        state, places = state[:, :-1], places[..., :-1]
+        joined = torch.cat([module.enorm(embeds[:, k + 1 :]), module.hnorm(state)], -1) @ module.eh_proj.weight.T
+        changed, window = {"layer_types": [module.kind] * config.num_hidden_layers}, module.kind == "sliding_attention"
+        own = type(config)(**config.to_dict() | (changed if "layer_types" in config.to_dict() else {}))
+        own._attn_implementation = "eager"
+        layer = vars(of)[f"{kind}DecoderLayer"](own, 1)
+        layer.load_state_dict(module.block.state_dict())
+        make = create_sliding_window_causal_mask if window else create_causal_mask
+        mask = make(config=own, inputs_embeds=joined, attention_mask=None, past_key_values=None)
+        rotary = type(body.language_model.rotary_emb)(own)(joined, places)
+        output = layer(joined, attention_mask=mask, position_embeddings=rotary)
+        state = module.norm(output[0] if isinstance(output, tuple) else output)
+        torch.testing.assert_close(found.mtp_logits[k], model.main.lm_head(state), atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from tests.internals import Readout
 from tests.internals import deepseek_readout as readout
 from tests.internals import deepseek_retrofit as retrofit
 from tests.models import left_padded
+from tests.towers import TOWERS
 from tokenahead import DeepSeekMTP
 
 VOCABULARY = 24
@@ -102,3 +103,13 @@ def test_sampled_drafts_follow_the_scaled_and_capped_distribution():
     logits = Readout(backbone)(states)
     torch.testing.assert_close(logits, 2 * torch.tanh(backbone.lm_head(states) / 2))
     assert logits.abs().max() < 2
+
+
+@torch.no_grad()
+def test_new_modules_hand_on_the_states_that_official_ones_do(tmp_path):
+    """MiniMax-M3's go on from before a module's norm, in a new model as in a loaded one."""
+    config = AutoConfig.for_model("minimax_m3_vl_text", **TOWERS["minimax_m3_vl"]["text_config"])
+    model, ids = DeepSeekMTP.from_backbone(shake(AutoModelForCausalLM.from_config(config)).eval(), 2), random_ids()
+    model.save_pretrained(tmp_path)
+    again = DeepSeekMTP.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)

@@ -1,0 +1,132 @@
+"""Drafts of a smaller language model with a cache of its own, which reads the same tokens as the backbone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ...configuration.fields import learned_positions
+from ..call.options import DraftOptions
+from ..call.sequences import NewTokens, Sequences
+from ..protocols import CacheView, DraftSession
+from ..target.backbones import target_of
+from ..target.repacking import hold, release
+from ..target.target import TargetOutput
+from ..trees.contract import DraftTree, VerificationResult
+from .vocabulary import SharedVocabulary
+
+_NO_TABLE = 2**31
+"""Positions of models that look none up."""
+
+
+class AssistantSession(DraftSession):
+    """The drafts of one call; see `AssistantDrafter`.
+
+    Between cycles the assistant's cache holds all tokens but the last two of every sequence: a sequence that keeps its
+    whole draft ends with one that the assistant was never fed, and so all sequences are fed alike. It holds fewer where
+    others drafted (`DrafterCascade`), or nobody: the next draft begins with what is missing.
+
+    Attributes:
+        missing: How many tokens of every sequence before its last two have no columns.
+        lag: Missing tokens that were fed before the last draft.
+        draft: What was drafted in this cycle, [B, m]; None: nothing.
+    """
+
+    supports_confidence_threshold = True
+
+    def __init__(self, model: PreTrainedModel, options: DraftOptions, vocabulary: SharedVocabulary) -> None:
+        self.model, self.options, self.num_tokens = model, options, options.num_tokens
+        self.vocabulary = vocabulary
+        self.missing, self.lag = [0] * len(options.prompt), 0
+        self.draft: Tensor | None = None
+        self.table = learned_positions(model.config.get_text_config()) or _NO_TABLE  # beyond it nothing is drafted
+
+    def begin(self, outputs: Any, view: CacheView) -> None:
+        """Reads the prompt, all but its last token."""
+        self.view, whole = view, self.options.prompt
+        prompt = whole[:, :-1]
+        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -whole.shape[1] : -1]
+        if mask.shape[1] < prompt.shape[1]:  # the call continues from a cache: there is nothing to read of it
+            prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
+        self._read(self.vocabulary.readable(prompt), mask)
+
+    def _read(self, prompt: Tensor, mask: Tensor, span: int = 0) -> None:
+        """Reads ids [B, L] of the assistant, of which some are padding; `span` are columns that may be fed again."""
+        cache, device = DynamicCache(config=self.model.config), self.model.device
+        if span:  # layers with a window keep what may be fed again
+            hold(cache)
+        if 0 < prompt.shape[1] <= self.table:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            self.model(
+                prompt.to(device),
+                attention_mask=mask.long().to(device),
+                position_ids=positions.to(device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        if span:
+            release(cache, span)
+        room = self.options.max_length, self.num_tokens + 2 + span
+        self.target = target_of(self.model, cache, mask.new_empty(len(mask), device=device), mask, None, *room)
+        if self.table < _NO_TABLE:
+            self.target.last_position = self.table - 1
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
+        length = min(length, self.table + 1 - max(tokens.lengths))
+        self.tokens, self.draft = tokens, None
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        self._catch_up(tokens)
+        logits = self._extend(self.vocabulary.readable(tokens.newest(2 + self.lag)))
+        self.draft, probs = self._chain(logits, length, tokens)
+        return DraftTree.chain(self.draft, probs)
+
+    def _catch_up(self, tokens: Sequences) -> None:
+        """Feeds what is missing where sequences differ in its length; else the next block begins with it."""
+        most = max(self.missing)
+        self.lag = most if min(self.missing) == most else 0
+        if self.lag < most:
+            missing = NewTokens(self.missing, tokens.ids.device)
+            first = tokens.ends[:, None] - 2 - missing.on_device[:, None]
+            block = tokens.ids.gather(1, (first + tokens.steps[:most]).clamp(min=0))
+            self._extend(self.vocabulary.readable(block))
+            self.target.keep(missing)
+        self.missing = [0] * len(self.missing)
+
+    def _extend(self, block: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Feeds ids [B, F] behind the last ones, and returns logits [B, V] of what follows."""
+        options = {} if position_ids is None else {"position_ids": position_ids}
+        return self.target.extend(block.to(self.model.device), logits_to_keep=1, **options).logits[:, -1]
+
+    def _chain(self, logits: Tensor, length: int, tokens: Sequences) -> tuple[Tensor, Tensor | None]:
+        """Returns drafted tokens [B, m], and the distributions that they were drawn from where the call samples."""
+        drafts, probs, masks = [], [], self.options.masks(tokens)
+        for step in range(length):
+            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options, masks)
+            drafts.append(token)
+            probs.append(distribution)
+            if step + 1 == length or self.options.is_unsure(token, distribution):
+                break
+            logits = self._extend(self.vocabulary.readable(token)[:, None])
+        is_drawn = self.options.do_sample and probs[0] is not None
+        return torch.stack(drafts, 1), torch.stack(probs, 1) if is_drawn else None
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Leaves in the assistant's cache what it was fed of the text, but for the last two tokens."""
+        kept = self.view.new_tokens
+        if self.draft is None:
+            self.missing = [old + count for old, count in zip(self.missing, kept.counts)]
+            return
+        if max(self.tokens.drafted_on_host) > self.draft.shape[1]:  # others' tokens were verified beside the draft
+            width = min(self.draft.shape[1], result.tokens.shape[1])
+            same = (self.draft[:, :width] == result.tokens[:, :width]).long().cumprod(1).sum(1).tolist()
+            read = [min(count, 2 + right) for count, right in zip(kept.counts, same)]
+            self.missing = [count - own for count, own in zip(kept.counts, read)]
+            kept = NewTokens(read, kept.device)
+        if self.lag:
+            kept = NewTokens([count + self.lag if count else 0 for count in kept.counts], kept.device)
+        self.target.keep(kept)

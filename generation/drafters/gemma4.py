@@ -1,0 +1,150 @@
+"""Drafts of Gemma 4's assistants, small models that attend to nothing but the keys and values of their backbone.
+
+The backbone's last layer with full attention and its last one with a sliding window, of those that make keys and values
+of their own, lend them to all layers of the assistant that are of their kind. A draft is a chain of single positions:
+
+    token      b      d1     d2          embedded by the backbone
+    state      h      s1     s2          h: the backbone's last state before b; s: what the assistant returned
+    position   n      n      n           b's own, for the whole draft
+    reads      keys and values of the n verified tokens before b; of drafts there are none
+    proposes   d1     d2     d3
+
+Nothing has to be rolled back: the backbone's cache holds verified tokens only whenever a draft is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...modeling.masks import additive_mask, cached_arange, to_device
+from ..call.options import DraftOptions
+from ..call.sequences import Sequences
+from ..protocols import CacheView, DraftSession
+from ..target.cache import RowLayer
+from ..target.target import TargetOutput
+from ..trees.contract import DraftTree, VerificationResult
+from .vocabulary import SharedVocabulary
+
+
+def lending_layers(config: PreTrainedConfig) -> dict[str, int]:
+    """The last layer of each kind that makes keys and values, by kind."""
+    own = len(config.layer_types) - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    return {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
+
+
+def check_lender(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
+    """Refuses a backbone whose states the assistant cannot read.
+
+    Raises:
+        ValueError: Another family, another width, or keys and values of another shape.
+    """
+    name, theirs = type(assistant).__name__, backbone.config.get_text_config()
+    if not theirs.model_type.startswith("gemma4"):
+        raise ValueError(f"{name} needs a Gemma 4 backbone, not model_type={theirs.model_type!r}")
+    if assistant.config.backbone_hidden_size != theirs.hidden_size:
+        own, other = assistant.config.backbone_hidden_size, theirs.hidden_size
+        raise ValueError(f"backbone_hidden_size={own} of {name}, but {type(backbone).__name__} has hidden_size={other}")
+    own, lenders = assistant.config.get_text_config(), lending_layers(theirs)
+    for layer, kind in enumerate(own.layer_types):
+        wanted, lent = _shape(own, layer), _shape(theirs, lenders[kind]) if kind in lenders else None
+        if wanted != lent:
+            raise ValueError(f"layer {layer} of {name} reads {kind} keys {wanted} (heads, width), not {lent}")
+
+
+def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
+    """Heads of keys, and their width."""
+    of_layer = config.per_layer_config[layer]
+    return of_layer.num_key_value_heads, of_layer.head_dim
+
+
+class Gemma4Chain(DraftSession):
+    """The drafts of one call; see the head of this file.
+
+    Args:
+        model: transformers' `Gemma4AssistantForCausalLM`, or the same of a unified model.
+        options: Of the call.
+        vocabulary: What the two share.
+    """
+
+    hidden_layers = -1
+    supports_confidence_threshold = reads_cache = True
+
+    def __init__(self, model: PreTrainedModel, options: DraftOptions, vocabulary: SharedVocabulary) -> None:
+        self.model, self.options, self.num_tokens = model, options, options.num_tokens
+        self.vocabulary = vocabulary
+        self.layers = lending_layers(options.backbone.config.get_text_config())
+
+    def begin(self, outputs: Any, view: CacheView) -> None:
+        """Keeps the state before the first new token, [B, 1, D], and the cache, which it only reads."""
+        self.view, self.cache = view, outputs.past_key_values
+        self.state = outputs.hidden_states[-1][:, -1:]
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
+        states = outputs.state()
+        last = to_device(result.num_accepted, states.device)
+        self.state = states[cached_arange(len(states), states.device), last][:, None]
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        token, state, lent, masks = tokens.last(), self.state, self._lent(), self.options.masks(tokens)
+        drafts, probs = [], []
+        while len(drafts) < length and not (drafts and self.options.is_unsure(token, probs[-1])):
+            logits, state = self._step(token, state, lent)
+            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options, masks)
+            drafts.append(token)
+            probs.append(distribution)
+        return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)
+
+    def _lent(self) -> dict[str, Any]:
+        """What all steps of a draft read: the backbone's keys and values, which of them exist, and the position.
+
+        A window holds the last W - 1 verified tokens, whatever kind of cache the call was given.
+        """
+        own, device = self.model.config.get_text_config(), self.model.device
+        states, masks = {}, {}
+        for kind in set(own.layer_types):
+            layer = self.cache.layers[self.layers[kind]]
+            window = own.sliding_window - 1 if kind == "sliding_attention" else None
+            if isinstance(layer, RowLayer):
+                keys, values, seen = layer.verified(window)
+            else:
+                keys, values = (part[:, :, -(window or 0) :] for part in (layer.keys, layer.values))
+                seen = self.view.mask[:, -keys.shape[2] :] if self.view.is_padded else None
+            states[kind] = keys.to(device, self.model.dtype), values.to(device, self.model.dtype)
+            masks[kind] = None if seen is None else additive_mask(seen[:, None, None].to(device), self.model.dtype)
+        position = self.view.counts[:, None].to(device)
+        return {"shared_kv_states": states, "attention_mask": masks, "position_ids": position}
+
+    def _step(self, token: Tensor, state: Tensor, lent: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Logits [B, V] of what follows tokens [B], and the state [B, 1, D] that the next step reads.
+
+        transformers' own forward would make the masks anew in every step, and wait for the device to do so.
+        """
+        model = self.model
+        device, dtype = model.device, model.dtype
+        embedded = self.options.backbone.get_input_embeddings()(token[:, None])
+        inputs = torch.cat([embedded.to(device, dtype), state.to(device, dtype)], dim=-1)
+        hidden = model.model(inputs_embeds=model.pre_projection(inputs), use_cache=False, **lent).last_hidden_state
+        if model.masked_embedding is None:
+            logits = model.lm_head(hidden)
+        else:
+            logits = _of_its_row(model.masked_embedding(hidden, model.lm_head.weight), model.config)
+        return logits[:, -1], model.post_projection(hidden)
+
+
+def _of_its_row(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Gives tokens of clusters that were not looked at the least score of their row less 1.
+
+    transformers takes the least score of the batch, so that a sequence's drafts would depend on the other sequences.
+    """
+    if config.centroid_intermediate_top_k >= config.num_centroids:
+        return logits
+    unseen = logits == logits.amin(-1, keepdim=True)
+    return torch.where(unseen, logits.masked_fill(unseen, torch.inf).amin(-1, keepdim=True) - 1, logits)

@@ -1,0 +1,232 @@
+"""Drafters that learn from what they drafted for: verified text is kept as rows, and an optimizer takes small steps."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import torch
+from torch import Tensor, distributed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from ..modeling.heads.learning import OnlineMixin, collate
+from ..modeling.loss_options import check_values
+from ..modeling.wrapped_models import is_unit, readable
+from .call.outputs import Speculation
+from .drafter import BaseDrafter
+from .protocols import DraftSession, Recorder
+from .recording import OnlineBuffer, RecordingSession
+
+_MAX_NORM = 1.0
+
+
+class OnlineLearner(Recorder):
+    """Keeps what calls with a drafter verify, and lets the drafter learn from it with its own loss.
+
+    Nothing but the drafter's own parameters changes, so that texts keep their distribution. Learning costs no forward
+    of the backbone: states and ids are those of the verified tokens. Log-probabilities that a loss asks for are
+    computed from these states by the backbone's present unembedding.
+
+    Args:
+        drafter: Attached `MTPHeads` or `EagleHead`, an `EvaByteForMTPC`, whose drafting heads alone learn, or a
+            `DeepSeekMTP`, whose modules do; its loss options say what it learns.
+        learning_rate: Of AdamW, whose weights and moments are float32.
+        rows: Sequences of an update, chosen by chance from those that are kept.
+        updates: Steps of the optimizer each time that it learns.
+        capacity: Tokens that are kept.
+        seed: Of the choice.
+        every: Learn as soon as a call ends with this number of new tokens since the last time; None: when asked to.
+        budget: The largest share of the time of calls that learning by `every` may take.
+
+    Attributes:
+        buffer: The tokens that are kept (`OnlineBuffer`).
+        curve: An entry for each time that it learned: `updates` and `tokens` so far, and, since the last entry,
+            `accepted` drafts per verification (None: there was none) and the last `loss`.
+
+    Raises:
+        TypeError: A drafter that learns from nothing, or not from states.
+        ValueError: A drafter that is frozen, or learns online already, or a number out of range.
+
+    Example:
+        >>> learner = OnlineLearner(head)
+        >>> out = model.generate(**inputs, assistant_model=head, do_sample=True)
+        >>> learner.update()
+    """
+
+    is_shared = False
+    """Whether gradients are averaged over processes, which must then all learn at the same time."""
+
+    def __init__(
+        self,
+        drafter: OnlineMixin,
+        learning_rate: float = 1e-4,
+        rows: int = 8,
+        updates: int = 1,
+        capacity: int = 2**14,
+        seed: int = 0,
+        every: int | None = None,
+        budget: float = 0.1,
+    ) -> None:
+        if not isinstance(drafter, OnlineMixin):
+            raise TypeError(
+                f"drafter: a {type(drafter).__name__} does not learn from a backbone's states; give attached MTPHeads, "
+                "an EagleHead, an EvaByteForMTPC or a DeepSeekMTP"
+            )
+        self.recorded = cast(BaseDrafter, drafter)
+        if self.recorded.recorder is not None:
+            raise ValueError(f"drafter: this {type(drafter).__name__} learns online already; freeze() that learner")
+        self.learning_rate, self.rows, self.updates = learning_rate, rows, updates
+        self.every, self.budget = every, budget
+        counts = dict.fromkeys(("rows", "updates", *(() if every is None else ("every",))), "[1, inf)")
+        check_values(self, {}, counts | {"learning_rate": "[0, inf)", "budget": "[0, 1]"})
+        self.drafter, self.buffer = drafter, OnlineBuffer(capacity)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.curve: list[dict[str, float | None]] = []
+        self.part = drafter.drafting_part
+        self.parameters = [parameter for parameter in self.part.parameters() if parameter.requires_grad]
+        self._check_learns()
+        self.masters: list[Tensor] = []
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.tokens = self._learned_at = self.done_updates = 0
+        self._accepted = self._verified = 0
+        self._decoding_seconds = self._learning_seconds = 0.0
+        self.unfreeze()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing is kept or learned."""
+        return self.recorded.recorder is not self
+
+    def freeze(self) -> None:
+        """Keep and learn nothing more, until `unfreeze`."""
+        if not self.is_frozen:
+            self.recorded.recorder = None
+
+    def unfreeze(self) -> None:
+        """Keep and learn again."""
+        self.recorded.recorder = self
+
+    def session(self, session: DraftSession) -> DraftSession:
+        """See `Recorder`."""
+        return RecordingSession(session, self.drafter.learning_layers, self.drafter.attends, self.buffer, self._finish)
+
+    def _finish(self, statistics: Speculation, seconds: float) -> None:
+        """Count what a call did, and learn where that is due."""
+        self.tokens += statistics.new_tokens
+        self._accepted += sum(map(sum, statistics.rows_accepted))
+        self._verified += sum(map(len, statistics.rows_accepted))
+        self._decoding_seconds += seconds
+        is_due = self.every is not None and self.tokens - self._learned_at >= self.every
+        if is_due and self._learning_seconds <= self.budget * self._decoding_seconds:
+            self.update()
+
+    def update(self) -> float | None:
+        """Learn from some of the sequences that are kept.
+
+        Returns:
+            The last loss; None where nothing was learned, because it is frozen or nothing is kept.
+
+        Raises:
+            ValueError: The backbone's vocabulary or width has changed, or parameters were frozen.
+        """
+        if self.is_frozen:
+            return None
+        self._check_learns()
+        self.drafter.check_policy()
+        started, was_training, loss = time.perf_counter(), self.part.training, None
+        self.part.train()
+        try:
+            with readable(self.drafter.policy), torch.inference_mode(False), torch.enable_grad():
+                for _ in range(self.updates):
+                    loss = self._step()
+        finally:
+            self.part.train(was_training)
+        self._learning_seconds += time.perf_counter() - started
+        self._learned_at = self.tokens
+        if loss is not None:
+            accepted = self._accepted / self._verified if self._verified else None
+            entry = {"updates": self.done_updates, "tokens": self.tokens, "accepted": accepted, "loss": loss}
+            self.curve.append(entry)
+            self._accepted = self._verified = 0
+        return loss
+
+    def _check_learns(self) -> None:
+        if not self.parameters or not all(parameter.requires_grad for parameter in self.parameters):
+            raise ValueError(
+                f"drafter: parameters of this {type(self.drafter).__name__} are frozen (requires_grad=False); let them "
+                "learn, or freeze() the learner"
+            )
+        policy, is_apart = self.drafter.policy, self.part is self.drafter
+        is_managed = is_fsdp_managed_module(policy) and not (is_apart and is_unit(policy))
+        if is_managed or is_deepspeed_zero3_enabled():
+            raise ValueError(
+                f"drafter: a {type(self.drafter).__name__} cannot learn while a {type(policy).__name__} is sharded so; "
+                "where FSDP2 shards it (fsdp_version=2), a drafter with a module of its own can"
+            )
+
+    def _step(self) -> float | None:
+        """Take one step of the optimizer; None: no process has a row."""
+        optimizer = self.prepare()
+        rows = self.buffer.sample(self.rows, self.generator)
+        gradients, loss = [torch.zeros_like(master) for master in self.masters], 0.0
+        if rows:
+            gradients, loss = self._gradients(rows)
+        averaged = self._averaged(gradients, loss, bool(rows))
+        if averaged is None:
+            return None
+        *gradients, mean = averaged
+        norm = torch.nn.utils.get_total_norm(gradients)
+        factor = (_MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
+        for master, gradient in zip(self.masters, gradients):
+            master.grad = gradient * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        self.publish()
+        self.done_updates += 1
+        return float(mean)
+
+    def _gradients(self, rows: list[dict[str, Tensor]]) -> tuple[list[Tensor], float]:
+        """Return the gradients of the drafter's parameters alone, in float32, and the loss."""
+        device, dtype = self.parameters[0].device, self.parameters[0].dtype
+        batch = {
+            name: column.to(device, dtype if column.is_floating_point() else None)
+            for name, column in collate(rows).items()
+        }
+        loss = self.drafter.learning_loss(batch)
+        # not backward(): it would leave gradients on the policy, whose unembedding drafters read
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        pairs = zip(found, self.masters)
+        return [torch.zeros_like(m) if each is None else each.to(m.dtype) for each, m in pairs], loss.item()
+
+    def _averaged(self, gradients: list[Tensor], loss: float, has_rows: bool) -> list[Tensor] | None:
+        """Return the mean gradients and loss of the processes that have rows; None where none has."""
+        shown = gradients[0].new_tensor([loss, float(has_rows)])
+        if not (self.is_shared and distributed.is_available() and distributed.is_initialized()):
+            return [*gradients, shown[0]] if has_rows else None
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), shown])
+        distributed.all_reduce(flat)
+        if not flat[-1]:
+            return None
+        pieces = (flat[:-1] / flat[-1]).split([*(gradient.numel() for gradient in gradients), 1])
+        return [piece.view_as(like) for piece, like in zip(pieces, [*gradients, shown[0]])]
+
+    def prepare(self) -> torch.optim.Optimizer:
+        """Return the optimizer; makes it where there is none, with the first process's weights on all of them."""
+        if self.optimizer is None:
+            if self.is_shared and distributed.is_available() and distributed.is_initialized():
+                for parameter in self.parameters:
+                    distributed.broadcast(parameter.data, 0)
+            self.masters = [
+                parameter if torch.finfo(parameter.dtype).bits >= 32 else parameter.detach().float().requires_grad_()
+                for parameter in self.parameters
+            ]
+            self.optimizer = torch.optim.AdamW(self.masters, self.learning_rate, weight_decay=0.0)
+        return self.optimizer
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the optimizer's weights into the drafter, where these are rounded."""
+        for parameter, master in zip(self.parameters, self.masters):
+            if parameter is not master:
+                parameter.copy_(master)

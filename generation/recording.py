@@ -1,0 +1,259 @@
+"""What the decoding loop verified, kept for drafters that learn from it: no forward more, and no wait for the device.
+
+A session that records stands before the drafter's own and passes everything on. In every cycle it copies the states,
+ids and positions of the tokens that each sequence kept into a ring of fixed size. The ring's runs come out as rows of
+the format that `training.features` reads, so that the drafters' losses are those of stored features.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..modeling.heads.learning import STATES
+from ..modeling.heads.losses import IGNORE
+from ..modeling.masks import cached_range, to_device
+from .call.outputs import Speculation
+from .call.sequences import NewTokens, Sequences
+from .protocols import CacheView, DraftSession
+from .target.target import HiddenLayers, TargetOutput
+from .trees.contract import DraftTree, VerificationResult
+
+_PADDING = -1
+"""The position of padding."""
+
+
+class OnlineBuffer:
+    """Verified tokens and the backbone's states of them, in memory that is allocated once; the oldest tokens go first.
+
+    Attributes:
+        capacity: Tokens that it holds.
+        states: [capacity + 1, S, d] on the states' device, made with the first ones; the last place is never read.
+        tokens: [capacity + 1, 3] int64: a token's id, the label of its state (the next token if the backbone chose it,
+            else -100), and its position (-1: padding).
+        written: Tokens that were ever written.
+        runs: Per sequence, the runs of its tokens: when the first was written, and how many.
+
+    Args:
+        capacity: See above. A sequence that is longer loses its beginning.
+
+    Raises:
+        ValueError: A capacity below 2.
+    """
+
+    def __init__(self, capacity: int = 2**14) -> None:
+        if not isinstance(capacity, int) or capacity < 2:
+            raise ValueError(f"capacity={capacity!r} must be a whole number of at least 2 tokens")
+        self.capacity, self.written = capacity, 0
+        self.states: Tensor | None = None
+        self.tokens = torch.empty(0)
+        self.runs: list[list[tuple[int, int]]] = []
+        self._lock = Lock()
+
+    def new_sequences(self, count: int) -> list[list[tuple[int, int]]]:
+        """Return the runs of new sequences, which `write` extends; sequences that are gone are forgotten."""
+        new: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        with self._lock:
+            self.runs = [*self._held(), *new]
+        return new
+
+    def _held(self) -> list[list[tuple[int, int]]]:
+        """Return the runs of sequences of which two tokens are left."""
+        oldest = self.written - self.capacity
+        return [runs for runs in self.runs if runs and runs[-1][0] + runs[-1][1] > oldest + 1]
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self._held())
+
+    def write(self, runs: list[list[tuple[int, int]]], states: Tensor, tokens: Tensor, kept: NewTokens) -> None:
+        """Write the first `kept.counts[b]` tokens of every sequence.
+
+        Args:
+            runs: What `new_sequences` returned.
+            states: [B, F, S, d].
+            tokens: [B, F, 3], as `tokens` of the buffer.
+            kept: Tokens per sequence.
+
+        Raises:
+            ValueError: States of another width or number of layers than those that are there.
+        """
+        with self._lock:
+            held = self._allocated(states)
+            counts, total = kept.on_device[:, None], sum(kept.counts)
+            steps = cached_range(0, tokens.shape[1], tokens.device)
+            order = counts.cumsum(0) - counts + steps
+            is_written = (steps < counts) & (order >= total - self.capacity)
+            places = torch.where(is_written, (order + self.written) % self.capacity, self.capacity).flatten()
+            self.tokens.index_copy_(0, to_device(places, self.tokens.device), tokens.flatten(0, 1))
+            held.index_copy_(0, to_device(places, held.device), states.flatten(0, 1).to(held.dtype))
+            for own, count in zip(runs, kept.counts):
+                if own and own[-1][0] + own[-1][1] == self.written:
+                    own[-1] = own[-1][0], own[-1][1] + count
+                elif count:
+                    own.append((self.written, count))
+                self.written += count
+
+    def _allocated(self, like: Tensor) -> Tensor:
+        """Return the ring of states; makes it before the first ones, outside of inference mode."""
+        size, expected = like.shape[2:], None if self.states is None else self.states.shape[1:]
+        if expected not in (None, size):
+            raise ValueError(
+                f"the backbone's states have the shape {tuple(size)} (layers, width), and those of the buffer "
+                f"{tuple(expected)}: use a new buffer for another backbone"
+            )
+        if self.states is None:
+            with torch.inference_mode(False):
+                self.states = like.new_zeros(self.capacity + 1, *size)
+                self.tokens = torch.zeros(self.capacity + 1, 3, dtype=torch.long, device=like.device)
+        return self.states
+
+    def sample(self, count: int, generator: torch.Generator) -> list[dict[str, Tensor]]:
+        """Return up to `count` of the sequences, chosen by chance."""
+        with self._lock:
+            held = self._held()
+            chosen = torch.randperm(len(held), generator=generator)[:count].tolist()
+            return [self._row(held[index]) for index in chosen]
+
+    def _row(self, runs: list[tuple[int, int]]) -> dict[str, Tensor]:
+        """Return a sequence as a row of features; its last token, of which there is no state, has zeros."""
+        assert self.states is not None
+        oldest = self.written - self.capacity
+        times = [time for first, count in runs for time in range(max(first, oldest), first + count)]
+        places = torch.tensor(times, device=self.tokens.device) % self.capacity
+        tokens = self.tokens[places]
+        real = tokens[:, 2] != _PADDING
+        ids, labels, positions = tokens[real].unbind(1)
+        states = self.states[to_device(places[real], self.states.device)]
+        return {
+            "input_ids": torch.cat([ids, labels[-1:]]),
+            "labels": torch.cat([torch.full_like(labels[:1], IGNORE), labels]),
+            "position_ids": torch.cat([positions, positions[-1:] + 1]),
+            STATES: torch.cat([states, torch.zeros_like(states[:1])]),
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what `load_state_dict` reads, on the processor."""
+        if self.states is None:
+            return {}
+        oldest, filled = self.written - self.capacity, min(self.written, self.capacity)
+        runs = [
+            (number, max(first, oldest), first + count)
+            for number, own in enumerate(self._held())
+            for first, count in own
+            if first + count > oldest
+        ]
+        return {
+            "states": self.states[:filled].cpu(),
+            "tokens": self.tokens[:filled].cpu(),
+            "runs": torch.tensor(runs).view(-1, 3),
+            "sizes": torch.tensor([self.capacity, self.written]),
+        }
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Take over what another buffer held.
+
+        Raises:
+            ValueError: A buffer of another capacity.
+        """
+        if not tensors:
+            return
+        capacity, written = tensors["sizes"].tolist()
+        if capacity != self.capacity:
+            raise ValueError(f"capacity={self.capacity} is not that of the buffer that was saved, {capacity}")
+        self.written, states = written, tensors["states"].to(device)
+        self._allocated(states[None])[: len(states)] = states
+        self.tokens[: len(states)] = tensors["tokens"].to(device)
+        runs: dict[int, list[tuple[int, int]]] = {}
+        for number, first, end in tensors["runs"].tolist():
+            runs.setdefault(number, []).append((first, end - first))
+        self.runs = list(runs.values())
+
+
+class RecordingSession(DraftSession):
+    """A drafter's session, whose verified tokens are written to a buffer, too.
+
+    Args:
+        session: The drafter's own.
+        layers: Hidden states to keep.
+        keeps_prompt: Whether what is learned at a token depends on all before it; else the prompt's last state is kept.
+        buffer: Where they are written.
+        finished: Called at the end with what was counted, and the seconds that the call took.
+    """
+
+    def __init__(
+        self,
+        session: DraftSession,
+        layers: Sequence[int],
+        keeps_prompt: bool,
+        buffer: OnlineBuffer,
+        finished: Callable[[Speculation, float], None],
+    ) -> None:
+        self.session, self.layers, self.keeps_prompt, self.buffer = session, list(layers), keeps_prompt, buffer
+        self.finished, self.started = finished, time.perf_counter()
+        self.num_tokens, self.reads_cache = session.num_tokens, session.reads_cache
+        self.supports_confidence_threshold = session.supports_confidence_threshold
+        own = session.hidden_layers
+        own = [] if own is None else [own] if isinstance(own, int) else own
+        self.hidden_layers: HiddenLayers = sorted({*own, *layers})
+        self.prompt: Tensor | None = None
+
+    def begin(self, outputs: Any, view: CacheView) -> None:
+        """See `DraftSession`."""
+        self.view, self.prompt = view, self._states(outputs.hidden_states)
+        self.session.begin(outputs, view)
+
+    def _states(self, hidden_states: Any) -> Tensor:
+        """Return the states of the layers that are kept, [B, F, S, d]."""
+        own = [hidden_states[layer] for layer in self.layers]
+        return torch.stack([to_device(state, own[0].device) for state in own], dim=2)
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """See `DraftSession`."""
+        if self.prompt is not None:
+            self._write_prompt(self.prompt, tokens)
+            self.prompt = None
+        self.last = tokens.last()
+        return self.session.propose(tokens, length)
+
+    def _write_prompt(self, states: Tensor, tokens: Sequences) -> None:
+        """Write the end of the prompt: as much of every sequence as half of the buffer has room for."""
+        (batch, width), device = states.shape[:2], tokens.ids.device
+        mask = self.view.mask
+        real = torch.ones(batch, width, device=device).long() if mask is None else mask[:, -width:].long()
+        self.ends = self.view.counts.clone() if self.view.has_columns else real.sum(1)
+        positions = (self.ends - real.sum(1))[:, None] + real.cumsum(1) - 1
+        positions = torch.where(real.bool(), positions, _PADDING)
+        count = min(width, max(1, self.buffer.capacity // (2 * batch))) if self.keeps_prompt else 1
+        ids = tokens.newest(count + 1)
+        labels = torch.full_like(ids[:, 1:], IGNORE)
+        labels[:, -1] = ids[:, -1]
+        self.runs = self.buffer.new_sequences(batch)
+        written = torch.stack([ids[:, :-1], labels, positions[:, -count:]], dim=-1)
+        self.buffer.write(self.runs, states[:, -count:], written, NewTokens([count] * batch, device))
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """See `DraftSession`."""
+        kept = self.view.new_tokens
+        if kept.longest:
+            labels = result.tokens[:, : kept.longest]
+            ids = torch.cat([self.last[:, None], labels[:, :-1]], dim=1)
+            positions = self.ends[:, None] + cached_range(0, kept.longest, ids.device)
+            states = self._states(outputs.first(kept.longest))
+            self.buffer.write(self.runs, states, torch.stack([ids, labels, positions], dim=-1), kept)
+            self.ends = self.ends + kept.on_device
+        self.session.advance(outputs, result)
+
+    def finish(self, statistics: Speculation) -> None:
+        """See `DraftSession`."""
+        self.session.finish(statistics)
+        self.finished(statistics, time.perf_counter() - self.started)
+
+    def coverage(self, tokens: Tensor) -> float | None:
+        """See `DraftSession`."""
+        return self.session.coverage(tokens)

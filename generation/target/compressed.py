@@ -1,0 +1,216 @@
+"""A cache that never moves, for attention that reads windows of tokens, compressed to one entry each (DeepSeek-V4).
+
+A window has `rate` columns and begins in a multiple of them; it is compressed once it is full. What entries are made of
+is kept for the last tokens, in rings beside the keys. In every forward, each sequence's windows from the one that its
+end lies in are compressed anew, as far as its block closes any: what rejected drafts left is written over.
+
+    rate 4, ends 5 and 9     columns of the window that a block of 4 closes     its entry
+    row 0                    4 .. 7                                             1
+    row 1                    8 .. 11                                            2
+
+Entries of windows that a sequence has not closed are hidden by the model itself, from the positions of a block.
+`CompressedLayer` has the methods of transformers' layer, which the model's compressors call. These rotate entries by
+positions that all sequences share: they are told to rotate by 0, and the layer rotates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers.cache_utils import DynamicLayer
+
+from ...modeling.masks import cached_arange, cached_range
+from ..trees.contract import DraftTree
+from .cache import RowLayer, Rows, laid_out, rounded
+from .target import RowTarget, each_state
+
+_PARTS = {"kv": 0.0, "gate": -torch.inf}
+"""What entries are made of, and what stands for it before the first window."""
+
+
+class CompressedLayer(RowLayer):
+    """A `RowLayer` with compressed windows, where its origin has them; values are the keys then.
+
+    Of each compressor it holds, by the names of transformers' layer and the compressor's: `buffer_kv` and
+    `buffer_gate`, rings [B, C, d] of tokens; `compressed_kv`, the entries [B, T, d]; where windows overlap,
+    `overlap_kv` and `overlap_gate` [B, n, rate, d] of windows in a row, the first of which is `overlap_from` [B].
+
+    Attributes:
+        rotary: That of the compressor, set by `CompressedTarget`.
+    """
+
+    rotary: nn.Module
+    fed = 0
+
+    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
+        super().__init__(rows, origin)
+        given = vars(origin)
+        self.compressors = list(given.get("compressed_kv", ()))
+        if not self.compressors:
+            return
+        self.values, self.states, self.rate = None, self.states[:1], int(given["compress_rate"])
+        for name in self.compressors:
+            for part in _PARTS:
+                buffer, overlap = given[f"buffer_{part}"][name], given.get(f"overlap_{part}", {}).get(name)
+                size = rows.size(True)
+                buffer = None if buffer is None else laid_out(buffer, rows.prompt - buffer.shape[1], 1, size)
+                self._hold(f"buffer_{part}_{name}", buffer)
+                self._hold(f"overlap_{part}_{name}", None if overlap is None else overlap[:, None])
+                given[f"buffer_{part}"][name] = None
+            self._hold(f"compressed_kv_{name}", given["compressed_kv"][name])
+            self._hold(f"overlap_from_{name}", rows.ends // self.rate - 1)
+            given["compressed_kv"][name] = None
+
+    def _hold(self, name: str, states: torch.Tensor | None) -> None:
+        setattr(self, name, states)
+        self.states = (*self.states, (name, 1))
+
+    def _first(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the window that the end of each sequence lies in, [B] int64."""
+        return (self.rows.ends // self.rate).to(like.device)
+
+    def _full(self, length: int) -> int:
+        """Return how many windows of a sequence are full behind the block."""
+        return (length + self.rows.ahead + self.fed) // self.rate
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RowLayer`."""
+        if not self.compressors:
+            return super().update(key_states, value_states)
+        keys = self._written("keys", 2, key_states)
+        return keys, keys
+
+    def store_compression_weights(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
+        """Write a block [B, F, d], and return that of the windows to compress [B, n rate, d], and their shifts [n].
+
+        The shifts make positions of windows 0.
+        """
+        self.fed, lengths = kv.shape[1], self.rows.lengths
+        for part, states in zip(_PARTS, (kv, gate)):
+            self._written(f"buffer_{part}_{name}", 1, states)
+        count = max(self._full(length) - length // self.rate for length in lengths)
+        if not count:
+            return kv[:, :0], gate[:, :0], 0
+        columns = self.rate * self._first(kv)[:, None] + cached_arange(count * self.rate, kv.device)
+        row = cached_arange(len(kv), kv.device)[:, None]
+        rings = [getattr(self, f"buffer_{part}_{name}") for part in _PARTS]
+        kv, gate = (ring[row, columns % ring.shape[1]] for ring in rings)
+        return kv, gate, -self.rate * cached_arange(count, kv.device)
+
+    def update_overlap_state(
+        self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> list[torch.Tensor]:
+        """Return what the windows before those of a chunk [B, n, rate, d] give to them, two of [B, rate, head_dim]."""
+        first, priors = self._first(chunk_kv), []
+        index = first - 1 - getattr(self, f"overlap_from_{name}").to(first.device)
+        row = cached_arange(len(first), first.device)
+        for (part, nothing), chunk in zip(_PARTS.items(), (chunk_kv, chunk_gate)):
+            held, new = getattr(self, f"overlap_{part}_{name}"), chunk[..., :head_dim]
+            prior = torch.full_like(new[:, 0], nothing) if held is None else held[row, index]
+            setattr(self, f"overlap_{part}_{name}", torch.cat([prior[:, None], new], dim=1))
+            priors.append(prior)
+        setattr(self, f"overlap_from_{name}", first - 1)
+        return priors
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        """Write entries [B, n, d] that were rotated by 0, and return those of all windows that any sequence closed."""
+        held = getattr(self, f"compressed_kv_{name}")
+        if count := compressed.shape[1]:
+            size = rounded(self.rows.capacity // self.rate + 2)
+            held = compressed[:, :0] if held is None else held
+            held = held if held.shape[1] >= size else laid_out(held, 0, 1, size)
+            windows = self._first(held)[:, None] + cached_arange(count, held.device)
+            held[cached_arange(len(held), held.device)[:, None], windows] = self._rotated(compressed, windows)
+            setattr(self, f"compressed_kv_{name}", held)
+        return compressed if held is None else held[:, : max(map(self._full, self.rows.lengths))]
+
+    def _rotated(self, entries: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+        """Return entries [B, n, d] of windows [B, n], rotated by the position that each begins with."""
+        from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
+
+        cos, sin = self.rotary(entries, position_ids=windows * self.rate, layer_type="compress")
+        scaled = vars(self.rotary)["compress_attention_scaling"]  # as entries are already
+        return apply_rotary_pos_emb(entries[:, None], cos / scaled, sin / scaled)[:, 0]
+
+    def give_back(self, columns: int) -> DynamicLayer:
+        """See `RowLayer`."""
+        states, self.states = self.states, self.states[: 1 if self.compressors else None]
+        layer = super().give_back(columns)
+        self.states, given = states, vars(layer)
+        for name in self.compressors:
+            windows, row = columns // self.rate, cached_arange(len(self.rows.lengths), self.rows.ends.device)
+            index, entries = windows - 1 - getattr(self, f"overlap_from_{name}"), getattr(self, f"compressed_kv_{name}")
+            for part in _PARTS:
+                buffer, overlap = (getattr(self, f"{kind}_{part}_{name}") for kind in ("buffer", "overlap"))
+                if buffer is not None:
+                    kept = cached_range(windows * self.rate, columns % self.rate, buffer.device) % buffer.shape[1]
+                    given[f"buffer_{part}"][name] = buffer.index_select(1, kept)
+                if overlap is not None:
+                    index = index.clamp(0, overlap.shape[1] - 1)
+                    given[f"overlap_{part}"][name] = overlap[row.to(overlap.device), index.to(overlap.device)]
+            given["compressed_kv"][name] = None if entries is None else entries[:, :windows].clone()
+            given["entry_count"][name], given["values"] = windows, layer.keys
+        return layer
+
+
+class CompressedTarget(RowTarget):
+    """A model on a cache of `CompressedLayer`.
+
+    Attributes:
+        heavy: Compressors without an index, whose single tokens see all entries: windows count columns, padding among
+            them. In a block they hide entries by positions, so that beside padding they are given columns instead.
+    """
+
+    takes_trees = False
+    layer_type = CompressedLayer
+
+    def __init__(self, *args: Any, limit: int, span: int) -> None:
+        super().__init__(*args, limit=limit, span=span)
+        self.heavy: list[nn.Module] = []
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, CompressedLayer) and layer.compressors:
+                compressor = self.model.get_decoder().get_submodule(f"layers.{index}.self_attn.compressor")
+                layer.rotary = compressor.get_submodule("rotary_emb")
+                self.heavy += [compressor] if layer.compressors == ["compressor"] else []
+
+    def _call(
+        self,
+        block: torch.Tensor,
+        places: torch.Tensor,
+        tree: DraftTree | None,
+        last: int | None,
+        options: dict[str, Any],
+    ) -> Any:
+        if block.shape[1] > 1 or self.rows.is_even:
+            with self._given_columns(places) if self.is_padded else nullcontext():
+                return super()._call(block, places, tree, last, options)
+        # a token alone sees all entries, those of sequences that are ahead: of two, each sees its own
+        options = options | {"logits_to_keep": 0}
+        outputs = self._call(pad(block, (0, 1)), torch.cat([places, places + 1], dim=-1), None, last, options)
+        outputs.logits = outputs.logits[:, :1]
+        outputs.hidden_states = each_state(outputs.hidden_states, lambda state: state[:, :1])
+        return outputs
+
+    @contextmanager
+    def _given_columns(self, places: torch.Tensor) -> Iterator[None]:
+        columns, own = self.rows.ends[:, None] + places, get_ident()
+
+        def changed(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*args[:2], columns.to(args[2].device), *args[3:]) if get_ident() == own else args
+
+        hooks = [compressor.register_forward_pre_hook(changed) for compressor in self.heavy]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

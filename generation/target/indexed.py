@@ -1,0 +1,122 @@
+"""Layers of a cache that never moves, for attention that chooses columns by an index in a way of its own.
+
+- `AlignedLayer`: it sees every real column up to a token's own, by the order of columns, and takes no mask (GLM5-next).
+- `PositionedLayer`: it rotates the keys of its index in every forward, and so reads positions of all columns
+  (Qwen4-Exp).
+- `BlockLayer`: it chooses blocks of columns, with keys of an index for each column (MiniMax-M3).
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+
+from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
+from ...modeling.masks import cached_arange, cached_range
+from .cache import RowLayer, Rows, laid_out
+
+
+class AlignedLayer(RowLayer):
+    """A `RowLayer` of which attention gets the columns up to the block's end, right-aligned.
+
+    What stands before a sequence is no token: zeros. The keys of the index say in their last channel what is one.
+    """
+
+    fed = 0
+
+    def _written(self, name: str, dim: int, states: torch.Tensor) -> torch.Tensor:
+        self.rows.is_exact, self.fed = True, states.shape[dim]
+        held = super()._written(name, dim, states)
+        if self.rows.is_even:
+            return held
+        width, ends = held.shape[dim], self.rows.ends.to(held.device)
+        source = cached_arange(width, held.device) - (width - self.rows.ahead - self.fed - ends)[:, None]
+        shape = [len(source), *[1] * (dim - 1), width, *[1] * (held.dim() - dim - 1)]
+        aligned = held.gather(dim, source.clamp(min=0).view(shape).expand(held.shape))
+        return aligned.masked_fill((source < 0).view(shape), 0)
+
+    def get_seq_length(self) -> int:
+        """Return the columns up to the end of the last block: what is asked after it was written."""
+        return super().get_seq_length() + self.fed
+
+
+class PositionedLayer(RowLayer):
+    """A `RowLayer` that may hold the positions [B, 3, C] of columns: the first layer of a cache does, for all.
+
+    A model puts the positions of a block behind those that it finds; so the block's own must stand in its columns
+    before the forward (`note_positions`).
+    """
+
+    positions: torch.Tensor | None = None
+    shown = 0
+
+    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
+        super().__init__(rows, origin)
+        self.states = (*self.states, ("positions", 2))
+        given = cast(DynamicIndexedLayer, origin).indexer_position_ids
+        if given is not None:
+            self.positions = laid_out(given.transpose(0, 1), rows.prompt - given.shape[2], 2, rows.size(False))
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions [3, B, W] of the columns that attention gets."""
+        return None if self.positions is None else self.positions[..., : self.shown].transpose(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor) -> None:
+        """Do nothing: `note_positions` has written them."""
+
+    def note(self, position_ids: torch.Tensor) -> None:
+        """Write positions of the next block, [B, F] or [1, 3 or 4, B, F], the last three rotated by."""
+        three = (position_ids[-3:] if position_ids.dim() == 3 else position_ids).expand(3, -1, -1)
+        self.shown = self._written("positions", 2, three.transpose(0, 1)).shape[2]
+
+    def give_back(self, columns: int) -> DynamicLayer:
+        """See `RowLayer`."""
+        layer = cast(DynamicIndexedLayer, super().give_back(columns))
+        positions = vars(layer).pop("positions", None)
+        layer.indexer_position_ids = None if positions is None else positions.transpose(0, 1)
+        return layer
+
+
+class BlockLayer(RowLayer):
+    """A `RowLayer` with keys of an index [B, 1, C, D], where its origin has them."""
+
+    idx_keys: torch.Tensor | None = None
+
+    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
+        super().__init__(rows, origin)
+        if "idx_keys" not in vars(origin):
+            return
+        self.states, given = (*self.states, ("idx_keys", 2)), vars(origin)["idx_keys"]
+        if given is not None:
+            self.idx_keys = laid_out(given, rows.prompt - given.shape[2], 2, rows.size(False))
+
+    def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
+        """Write the index's keys of a block [B, 1, F, D], and return a view of the columns that attention gets."""
+        return self._written("idx_keys", 2, idx_k)
+
+
+def layer_class(config: PreTrainedConfig) -> type[RowLayer] | None:
+    """Return the class of layers that a model's attention reads; None: any."""
+    kinds = ((masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer))
+    return next((kind for is_of, kind in kinds if is_of(config)), None)
+
+
+def note_positions(cache: Cache, position_ids: torch.Tensor) -> None:
+    """Write positions of the next block to the layer that holds them, where there is one."""
+    layer = next((layer for layer in cache.layers if isinstance(layer, PositionedLayer)), None)
+    if layer is not None:
+        layer.note(position_ids)
+
+
+def real_tokens(rows: Rows, fed: int) -> torch.Tensor:
+    """Return which positions of the next block are tokens, [B, F] bool."""
+    columns = rows.ends[:, None] + cached_range(rows.ahead, fed, rows.ends.device)
+    if rows.mask is None:
+        return columns >= 0
+    inside = rows.mask.gather(1, columns.clamp(0, rows.prompt - 1)) & (columns >= 0)
+    return inside | (columns >= rows.prompt)

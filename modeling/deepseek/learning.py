@@ -1,0 +1,109 @@
+"""How the modules of a `DeepSeekMTP` learn: along with the main model, or alone from states that calls have kept."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ..draft_vocabulary import DraftVocabulary
+from ..heads.learning import STATES, OnlineMixin
+from ..heads.losses import depth_targets
+from ..loss_options import ModuleLossOptions
+from ..outputs import MTPOutput
+from .losses import chain_loss, depth_weights, teacher_forced
+from .main_model import OverMainModel, has_towers, last_map
+
+
+class ModuleLearningMixin(OnlineMixin, OverMainModel):
+    """The chain of states of known tokens, and the loss over it.
+
+    Attributes:
+        loss_options: How the modules' losses are weighted.
+        draft_vocabulary: The tokens that modules may draft.
+        window: Tokens that a call yields at the trained depth.
+        num_modules: D.
+    """
+
+    loss_options: ModuleLossOptions
+    draft_vocabulary: DraftVocabulary | None
+    window: int
+    num_modules: int
+    attends, learning_layers = True, [-1]
+
+    @property
+    def drafting_part(self) -> nn.Module:
+        """See `OnlineMixin`; the modules.
+
+        Raises:
+            ValueError: There are none, or they draft beside images, which ids do not say.
+        """
+        if not self.num_modules or has_towers(self.main.config):
+            kind = self.main.config.model_type
+            raise ValueError(
+                f"drafter: a {type(self).__name__} of model_type={kind!r} with num_modules={self.num_modules} does not "
+                "learn online: it needs modules, and a main model of text alone"
+            )
+        return self.mtp
+
+    def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """See `OnlineMixin`; no gradient reaches the main model."""
+        ids, mask, places = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
+        state = batch[STATES][:, :, 0]
+        head = cast(nn.Module, self.main.get_output_embeddings())
+        learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        with torch.no_grad():
+            embeds = cast(nn.Module, self.main.get_input_embeddings())(ids)
+            hidden = last_map(self.main.get_decoder())(state) if self.reads_early else state
+        if self.mtp.embed_tokens is not None:
+            embeds = self.mtp.embed_tokens(ids)
+        targets = depth_targets(batch["labels"], self.window, mask, places)
+        chain = [hidden, *self.chain(state, embeds, mask, places, self.window - 1)[1:]]
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        try:
+            return cast(Tensor, self.chain_loss(chain, targets).loss)
+        finally:
+            for parameter in learning:
+                parameter.requires_grad_(True)
+
+    def chain(
+        self,
+        hidden: Tensor,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        depths: int,
+    ) -> list[Tensor]:
+        """Return h^0 to h^depths; all but the first are computed from states that `loss_options` may detach."""
+        options = self.loss_options
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        start = hidden.detach() if options.detach_trunk else hidden
+        is_held = options.detach_embedding and self.mtp.embed_tokens is None
+        embeds = inputs_embeds.detach() if is_held else inputs_embeds
+        return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
+
+    def chain_loss(self, chain: list[Tensor], targets: Tensor, counts: Tensor | int | None = None) -> MTPOutput:
+        """Return the loss over h^0 to h^D, `chain`, from the targets of all depths [B, L, D + 1]."""
+        size = self.main.config.get_text_config().vocab_size
+        heads = [self.readout_of(depth) for depth in range(len(chain[: self.window]))]
+        states = [reads.normed(state) for reads, state in zip(heads, chain)]
+        windows = [targets[:, : state.shape[1], k] for k, state in enumerate(states)]
+        detached = self.loss_options.detach_head and not heads[-1].has_own_head
+        learns = not detached and any(parameter.requires_grad for parameter in heads[-1].head.parameters())
+        part = None if learns else self.draft_vocabulary
+        return chain_loss(heads, states, windows, size, self.loss_options, counts, part)
+
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
+        """Return the loss of data from sums per depth.
+
+        Args:
+            sums: [D + 1], summed cross-entropies in nats.
+            counts: [D + 1], targets.
+
+        Returns:
+            Scalar, equal to the loss of `forward` for all data in one batch.
+        """
+        return (sums * depth_weights(counts, self.loss_options).to(sums)).sum()

@@ -1,0 +1,273 @@
+"""Assistants with another tokenizer: the text and its distribution are the backbone's, alone and in ragged batches."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+
+from tests.assisted import assisted_generate
+from tests.backbones import backbone, check_greedy, plain_continuations
+from tests.distributions import continuation_distribution, continuation_p_value
+from tests.gemma4_models import assistant as gemma4_assistant
+from tests.gemma4_models import gemma4
+from tests.integration.test_enumeration import DRAFTS, WARPS, WINDOW, emitted, target_rows
+from tests.internals import CommonVocabulary, DraftOptions, Processing, TranslatedSession, Translation
+from tests.models import left_padded
+from tests.two_tokenizers import TEXT, prompts, speaker, tokenizer, with_bytes
+from tokenahead import AssistantDrafter, NgramDrafter
+
+SIZE, DRAFT = 64, 4
+ASSISTANTS = [("llama", 46, "bytes"), ("mistral", 56, "words"), ("gpt2", 58, "bytes")]
+WAYS = ["text", "vocabulary"]
+
+
+def foreign(size):
+    """A tokenizer of other letters, which shares no special token either."""
+    vocabulary = dict(zip(["<a>", "<b>", *"▁xyzuvw"], range(size)))
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<a>")))
+
+
+def pair(name="llama", size=46, kind="bytes", translate=None):
+    """A backbone, and an attached assistant with another tokenizer."""
+    model, both = speaker("llama", SIZE), {"tokenizer": tokenizer(SIZE), "assistant_tokenizer": tokenizer(size, kind)}
+    return model, AssistantDrafter(speaker(name, size, kind, 40), DRAFT, **both, translate=translate).attach(model)
+
+
+@pytest.mark.parametrize("translate", WAYS)
+@pytest.mark.parametrize("name, size, kind", ASSISTANTS)
+def test_greedy_alone_and_in_ragged_batches(name, size, kind, translate):
+    model, drafter = pair(name, size, kind, translate)
+    seen = check_greedy(model, drafter, prompts(8, SIZE), 30)
+    drafter.detach()
+    assert seen == set(range(DRAFT + 1)) or (kind, translate) == ("words", "vocabulary")
+    assert {0, 1, 2} <= seen
+
+
+@pytest.mark.parametrize("translate", WAYS)
+@pytest.mark.parametrize("name, size, kind", ASSISTANTS)
+def test_what_was_read_is_what_a_whole_forward_reads(name, size, kind, translate, monkeypatch):
+    """After texts that were tokenised anew, and rejected drafts, too."""
+    model, drafter = pair(name, size, kind, translate)
+    feed, again = TranslatedSession._feed, []
+
+    def compared(self):
+        again.append(any(script.ids[: len(own)] != own for script, own in zip(self.scripts, self.cached)))
+        logits = feed(self)
+        for row, script in enumerate(self.scripts):
+            whole = self.model(torch.tensor([script.ids])).logits[0, -1]
+            torch.testing.assert_close(logits[row], whole, atol=2e-4, rtol=1e-3)
+        return logits
+
+    monkeypatch.setattr(TranslatedSession, "_feed", compared)
+    model.generate(**left_padded(prompts(4, SIZE)), max_new_tokens=40, do_sample=False, assistant_model=drafter)
+    drafter.detach()
+    assert any(again) or translate == "vocabulary"
+
+
+@pytest.mark.parametrize("size, kind", [(46, "bytes"), (56, "words")])
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_texts_grow_as_they_are(size, kind, step):
+    """Whatever number of tokens comes at a time: no text is lost, and settled ids stay."""
+    own, translation = tokenizer(size, kind), Translation(tokenizer(SIZE), tokenizer(size, kind), SIZE, size)
+    ids = tokenizer(SIZE)(TEXT[:300], add_special_tokens=False)["input_ids"]
+    scripts = translation.open([ids[:7], ids[:2]])
+    settled, begin = [list(script.ids) for script in scripts], [7, 2]
+    for end in range(0, 60, step):
+        translation.extend(scripts, [ids[first + end : first + end + step] for first in begin])
+        for script, before, first in zip(scripts, settled, begin):
+            assert script.ids[: len(before)] == before
+            before[:] = script.ids[: script.settled]
+            text = tokenizer(SIZE).decode(ids[: first + end + step])
+            assert own.decode(script.ids).removeprefix(own.bos_token).strip() == text.rstrip("\ufffd").strip()
+    assert all(len(before) > 20 for before in settled)
+
+
+@pytest.mark.parametrize("first, second", [(with_bytes(), tokenizer(46)), (tokenizer(46), with_bytes())])
+def test_letters_of_several_bytes_come_once(first, second):
+    """Single bytes of two letters in a row, of which decoders show none before both are whole."""
+    translation, text = Translation(first, second, 400, 400), TEXT[:240]
+    ids = first(text, add_special_tokens=False)["input_ids"]
+    script = translation.open([ids[:3]])[0]
+    for token in ids[3:]:
+        translation.extend([script], [[token]])
+    assert "数量" in text and second.decode(script.ids).strip() == text.strip()
+    draft = translation.drafts([script], [second("数量(self", add_special_tokens=False)["input_ids"][-6:]])[0]
+    assert first.decode(ids + draft).endswith("(self")
+
+
+def test_common_tokens_write_the_same():
+    first, second = tokenizer(SIZE), tokenizer(56, "words")
+    translation = Translation(first, second, SIZE, 56)
+    assert len(translation.ids) > 30 and (translation.ids.diff() > 0).all()
+    for theirs, own in zip(translation.ids.tolist(), translation.own_ids.tolist()):
+        shown = second.convert_ids_to_tokens(own).replace("▁", " ")
+        assert first.decode([theirs]) == shown, "and ö is one token here, parts of it are none"
+    assert len(set(translation.own_ids.tolist())) == len(translation.own_ids)
+
+
+def test_special_tokens_are_read_where_both_have_them():
+    first, second = tokenizer(SIZE), tokenizer(56, "words")
+    assert first.bos_token != second.bos_token
+    ids = [first.bos_token_id, *first("def", add_special_tokens=False)["input_ids"]]
+    apart, alike = Translation(first, second, SIZE, 56), Translation(first, tokenizer(46), SIZE, 46)
+    assert second.decode(apart.open([ids])[0].ids).strip() == "def"
+    assert tokenizer(46).decode(alike.open([ids])[0].ids) == first.bos_token + "def"
+    assert apart.open([[first.bos_token_id]])[0].ids  # something must be read
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(
+    "own_ids, ids", [([3, 0], [0, 2]), ([2, 0, 3], [0, 1, 2]), ([1], [1])], ids=["part", "all", "one"]
+)
+def test_the_emitted_distribution_is_the_targets(warp, rule, own_ids, ids):
+    """Every draft, with the probability that it is drawn with; the backbone has 3 ids, and the assistant 4."""
+    processing = Processing(LogitsProcessorList(WARPS[warp]))
+    vocabulary = CommonVocabulary(4, 3, torch.tensor(own_ids), torch.tensor(ids))
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing)
+    options.choose = lambda *args: DraftOptions.choose(options, *args)
+    logits = 1.5 * torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    text = torch.cat([torch.ones_like(DRAFTS[:, :1]), DRAFTS], dim=1)[:, : WINDOW - 1]
+    rows = logits[vocabulary.readable(text)]
+    q = torch.stack([vocabulary.choose(row, options)[1] for row in rows.unbind(1)], 1)
+    part = rows[..., own_ids].softmax(-1)
+    if warp == "plain":
+        torch.testing.assert_close(q[..., ids], part, atol=1e-15, rtol=0)
+    assert (q.sum(-1) - 1).abs().max() < 1e-12 and q[..., [x for x in range(3) if x not in ids]].sum() == 0
+    distribution, target = emitted(rule, q, target_rows(processing, 50))
+    assert abs(sum(distribution.values()) - 1) < 1e-12
+    assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
+
+
+WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("translate", "rule", "processors"),
+    [("vocabulary", "block", {}), ("vocabulary", "token", WARPED), ("text", "block", WARPED), (None, "block", {})],
+    ids=["block", "token-warped", "text-warped", "default"],
+)
+def test_sampled_distribution_of_ragged_rows(translate, rule, processors):
+    """Two prompts of different lengths in one batch, in turn; of 5 letters the assistant knows some, and syllables."""
+    letters, syllables = tokenizer(5, text="abcabb"), tokenizer(7, text="ab a ab")
+    model, options = backbone(vocabulary=5, seed=2), {"top_k": 0} | processors
+    both = {"tokenizer": letters, "assistant_tokenizer": syllables}
+    drafter = AssistantDrafter(backbone(vocabulary=7, seed=3), 3, **both, translate=translate).attach(model)
+    assert 2 <= len(drafter.translation.ids) < 5
+    batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4]), torch.tensor([4, 1, 3])]
+    out = model.generate(
+        **left_padded(batch * 1_200), do_sample=True, max_new_tokens=6, assistant_model=drafter, verification=rule,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    drafter.detach()
+    assert {0, 1, 2} <= {count for row in out.speculation.rows_accepted for count in row}
+    for row, prompt in enumerate(batch):
+        distribution = continuation_distribution(model, prompt[None], 2, **options)
+        assert continuation_p_value(out.sequences[row::2, 8:10], distribution) > 0.001
+
+
+def test_the_call_of_transformers():
+    """The assistant itself, and both tokenizers beside it; before that the two share ids as far as anyone knows."""
+    model, ids = speaker("llama", SIZE), prompts(2, SIZE)[1][None]
+    small, options = speaker("llama", SIZE, "words", 40), dict(max_new_tokens=20, do_sample=False)
+    drafter = AssistantDrafter(small, DRAFT).attach(model)
+    both = {"tokenizer": tokenizer(SIZE), "assistant_tokenizer": tokenizer(SIZE, "words")}
+    plain = model.generate(ids, **options)
+    shared = model.generate(ids, assistant_model=small, return_dict_in_generate=True, **options)
+    for stop in ({}, {"stop_strings": "+="}):
+        out = model.generate(ids, assistant_model=small, return_dict_in_generate=True, **options, **both, **stop)
+        assert torch.equal(out.sequences, model.generate(ids, tokenizer=both["tokenizer"], **options, **stop))
+    assert drafter.translation.tokenizers == tuple(both.values())
+    assert torch.equal(shared.sequences, plain) and drafter.vocabulary is not None
+    with pytest.raises(TypeError, match="tokenizer=None"):
+        model.generate(ids, assistant_model=small, assistant_tokenizer=both["assistant_tokenizer"], **options)
+    drafter.detach()
+    ngrams = NgramDrafter().attach(model)
+    with pytest.raises(ValueError, match="assistant_tokenizer=.*AssistantDrafter.*NgramDrafter"):
+        model.generate(ids, assistant_model=ngrams, **options, **both)
+    ngrams.detach()
+
+
+@pytest.mark.parametrize("translate", WAYS)
+def test_transformers_own_loop_takes_the_drafts(translate):
+    """Through `CandidateAdapter`, past our route."""
+    model, drafter = pair(translate=translate)
+    batch = prompts(3, SIZE)
+    for prompt, text in zip(batch, plain_continuations(model, batch, 20)):
+        mask = torch.ones_like(prompt)[None]
+        out = assisted_generate(model, prompt[None], drafter, attention_mask=mask, max_new_tokens=20, do_sample=False)
+        assert out[0, len(prompt) :].tolist() == text.tolist()
+    drafter.detach()
+
+
+@pytest.mark.parametrize("translate", WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [{"assistant_confidence_threshold": 0.6}, {"num_assistant_tokens_schedule": "adaptive"}, {"eos_token_id": 20},
+     {"suppress_tokens": [7, 9, 12]}, {"do_sample": True, "top_k": 1}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_options_of_calls(translate, options):
+    model, drafter = pair(translate=translate)
+    common = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0} | options
+    batch = left_padded(prompts(5, SIZE))
+    out = model.generate(**batch, assistant_model=drafter, return_dict_in_generate=True, **common)
+    drafter.detach()
+    assert torch.equal(out.sequences, model.generate(**batch, **common))
+    assert {len(draft) for row in out.speculation.rows_drafts for draft in row} - {0}
+
+
+def test_an_assistant_with_fewer_positions_drafts_as_far_as_they_go():
+    model, both = speaker("llama", SIZE), {"tokenizer": tokenizer(SIZE), "assistant_tokenizer": tokenizer(46)}
+    small = copy.deepcopy(speaker("gpt2", 46, "bytes", 40))
+    small.config.n_positions = 48
+    drafter = AssistantDrafter(small, DRAFT, **both).attach(model)
+    ids = prompts(2, SIZE)[1][None]
+    out = model.generate(ids, assistant_model=drafter, max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
+    drafter.detach()
+    assert torch.equal(out.sequences, model.generate(ids, max_new_tokens=40, do_sample=False))
+    drafts = out.speculation.rows_drafts[0]
+    assert drafts[0] and not drafts[-1]
+
+
+def test_copies_and_folders(tmp_path):
+    model, drafter = pair()
+    drafter.detach()
+    drafter.save_pretrained(tmp_path)
+    both = {"tokenizer": tokenizer(SIZE), "assistant_tokenizer": tokenizer(46)}
+    loaded = AssistantDrafter.from_pretrained(tmp_path, num_tokens=DRAFT, **both, translate="text")
+    batch, found = left_padded(prompts(4, SIZE)), []
+    for each in (drafter, copy.deepcopy(drafter), loaded):
+        each.attach(model)
+        options = dict(max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
+        found.append(model.generate(**batch, assistant_model=each, **options).speculation.rows_drafts)
+        each.detach()
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_cannot_be_translated():
+    model, small, both = speaker("llama", SIZE), speaker("llama", 46), (tokenizer(SIZE), tokenizer(46))
+    names = dict(zip(("tokenizer", "assistant_tokenizer"), both))
+    with pytest.raises(ValueError, match="vocab_size.*46.*64.*tokenizer=.*assistant_tokenizer="):
+        AssistantDrafter(small).attach(model)
+    for name in names:
+        with pytest.raises(ValueError, match=f"{name}=None"):
+            AssistantDrafter(small, **names | {name: None})
+        with pytest.raises(TypeError, match=f"{name}=7"):
+            AssistantDrafter(small, **names | {name: 7}).attach(model)
+    with pytest.raises(ValueError, match="translate='ids'.*'vocabulary'.*'text'"):
+        AssistantDrafter(small, translate="ids")
+    with pytest.raises(ValueError, match="vocab_size=40"):
+        AssistantDrafter(small, vocab_size=40, **names).attach(model)
+    with pytest.raises(ValueError, match="Gemma4AssistantForCausalLM"):
+        AssistantDrafter(gemma4_assistant(), **names).attach(gemma4())
+    other = {"tokenizer": tokenizer(5, text="abcabb"), "assistant_tokenizer": foreign(6)}
+    with pytest.raises(ValueError, match="translate=.vocabulary'.*'text'"):
+        AssistantDrafter(backbone(vocabulary=6), **other, translate="vocabulary").attach(model)
+    flash = copy.deepcopy(small)
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="flash_attention_2"):
+        AssistantDrafter(flash, **names).attach(model)

@@ -1,0 +1,115 @@
+"""Windows that are compressed once they are full: each sequence has its own, whatever it accepts."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tests.families import family_config, family_model, random_ids, shake
+from tests.internals import CompressedTarget, DraftTree, NewTokens, target_of
+from tests.models import left_padded
+from tokenahead import AssistantDrafter
+
+KEPT = [[1, 1, 1], [4, 1, 2], [0, 1, 1], [1, 4, 3], [4, 4, 4], [1, 2, 1], [3, 4, 1], [4, 0, 1], [2, 4, 4]]
+BLOCKS = [1, 4, 1, 4, 4, 2, 4, 4, 4]
+"""Tokens that are fed; of one alone, transformers hides no entries of the heavily compressed."""
+
+
+def model_of(**changes):
+    torch.manual_seed(3)
+    return shake(AutoModelForCausalLM.from_config(family_config("deepseek_v4", 0, **changes))).eval()
+
+
+@torch.no_grad()
+def filled(model, ids):
+    """transformers' own cache with these tokens, one after the other."""
+    cache = DynamicCache(config=model.config)
+    for token in ids.unbind(1):
+        logits = model(token[:, None], past_key_values=cache).logits
+    return cache, logits
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 13])
+@pytest.mark.parametrize("rates", [(5, 2), (9, 4), (2, 1)])
+@torch.no_grad()
+def test_blocks_give_what_single_tokens_give_and_the_cache_that_they_leave(prompt, rates):
+    names = ("heavily_compressed_attention", "compressed_sparse_attention")
+    model, texts = model_of(compress_rates=dict(zip(names, rates))), random_ids(3, 48)
+    cache, ends = DynamicCache(config=model.config), [prompt] * 3
+    model(texts[:, :prompt], past_key_values=cache)
+    target = target_of(model, cache, texts[:, 0], None, limit=prompt, span=0)
+    assert isinstance(target, CompressedTarget)
+    alone = DynamicCache(config=model.config)
+    want = torch.cat([model(token[:, None], past_key_values=alone).logits for token in texts.unbind(1)], 1)
+    for kept, fed in zip(KEPT, BLOCKS):
+        block = torch.stack([text[end : end + fed] for text, end in zip(texts, ends)])
+        drafts = block.clone()
+        for row, count in enumerate(kept):
+            drafts[row, max(count, 1) :] = 95  # what is rejected is not the text
+        logits = target.forward(drafts, DraftTree.chain(drafts[:, 1:]), None).logits
+        assert logits.shape[1] == fed
+        for row, (end, count) in enumerate(zip(ends, kept)):
+            torch.testing.assert_close(logits[row, :count], want[row, end : end + count], atol=2e-5, rtol=0)
+        target.keep(NewTokens(kept, texts.device))
+        ends = [end + count for end, count in zip(ends, kept)]
+    last = max(range(3), key=ends.__getitem__)
+    target.align(ends[last])
+    expected, _ = filled(model, texts[last : last + 1, : ends[last]])
+    for got, wanted in zip(cache.layers, expected.layers):
+        assert type(got) is type(wanted) and got.cumulative_length == wanted.cumulative_length
+        pairs = [(got.keys, wanted.keys), (got.values, wanted.values)]
+        for part in ("buffer_kv", "buffer_gate", "compressed_kv", "overlap_kv", "overlap_gate"):
+            pairs += [(vars(got)[part][name], held) for name, held in vars(wanted).get(part, {}).items()]
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours[last], theirs[0], atol=2e-5, rtol=0)
+        assert vars(got).get("entry_count") == vars(wanted).get("entry_count")
+
+
+@torch.no_grad()
+def test_single_tokens_in_a_row_behind_uneven_texts():
+    model, texts = model_of(), random_ids(2, 32)
+    cache = DynamicCache(config=model.config)
+    model(texts[:, :9], past_key_values=cache)
+    target = target_of(model, cache, texts[:, 0], None)
+    target.forward(texts[:, 9:14], DraftTree.chain(texts[:, 10:14]), None)
+    target.keep(NewTokens([5, 1], texts.device))
+    wholes = [model(texts[:1, :20]).logits[0, 14:], model(texts[1:, :16]).logits[0, 10:]]
+    for step in range(6):
+        block = torch.stack([texts[0, 14 + step], texts[1, 10 + step]])[:, None]
+        logits = target.extend(block, logits_to_keep=1).logits
+        for row, whole in enumerate(wholes):
+            torch.testing.assert_close(logits[row, 0], whole[step], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_beside_padding_scores_are_those_of_transformers_which_depend_on_it(drafts):
+    """Windows count columns, and masks of blocks count tokens: a single token sees more entries than one in a block."""
+    model = family_model("deepseek_v4", 1, vocab_size=4)
+    padded = left_padded([ids[:length] % 4 for ids, length in zip(random_ids(3, 11), (11, 4, 7))])
+    options = dict(max_new_tokens=30, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0)
+    plain = model.generate(**padded, use_mtp=False, **options)
+    out = model.generate(**padded, num_assistant_tokens=drafts, **options)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert len(set(map(len, out.speculation.rows_accepted))) > 1
+    for got, want in zip(out.logits, plain.logits):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    alone = model.generate(padded["input_ids"][1:2, 7:], use_mtp=False, **options)
+    assert not torch.allclose(alone.logits[0], plain.logits[0][1:2], atol=1e-3)
+
+
+def test_trees_are_refused_by_name():
+    model = family_model("deepseek_v4")
+    with pytest.raises(ValueError, match="deepseek_v4: .*compressed windows.*draft_tree"):
+        model.generate(random_ids(1, 5), draft_tree={"top_k": 2}, max_new_tokens=4, do_sample=False)
+
+
+def test_a_model_of_this_kind_may_be_an_assistant():
+    """Of itself: every draft is accepted."""
+    model, ids = family_model("deepseek_v4", 1, vocab_size=4).main, random_ids(3, 9) % 4
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=19, do_sample=False, pad_token_id=0)
+    plain, drafter = model.generate(ids, **options), AssistantDrafter(copy.deepcopy(model), num_tokens=5).attach(model)
+    out = model.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, plain)
+    assert out.speculation.rows_accepted == [[5, 5, 5]] * 3

@@ -1,0 +1,206 @@
+"""Drafters that learn beside the policy of a Trainer of transformers or TRL; saved and resumed with its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import cast
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, distributed
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..generation.online import OnlineLearner
+from ..modeling.heads.learning import OnlineMixin
+
+_FOLDER = "online_drafter"
+"""Beside the files of a checkpoint."""
+_COUNTS = ("tokens", "done_updates", "_learned_at", "_accepted", "_verified")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
+    """Lets a drafter learn between the steps of a policy from what its rollouts verified.
+
+    The drafter is attached to the policy with `default=True`, so that rollouts draft; what they verify is kept without
+    a further forward. After each step of the policy the drafter takes small steps of its own. The policy's parameters,
+    gradients and texts are untouched. On several processes the drafter is the same on all of them: each keeps its own
+    rollouts, and gradients are averaged. Checkpoints of the trainer get a folder `online_drafter` with the drafter, its
+    optimizer and what is kept, and a resumed run goes on with them.
+
+    Without a trainer, `update()` learns, and `save` and `load` keep and resume.
+
+    Args:
+        drafter: See `OnlineLearner`, as all that follows.
+        learning_rate: Of AdamW.
+        rows: Sequences of an update, on each process.
+        updates: Steps of the optimizer each time.
+        capacity: Tokens that are kept, on each process.
+        seed: Of the choice of sequences.
+        every_steps: Learn after so many steps of the policy.
+
+    Raises:
+        TypeError: A drafter that does not learn from states.
+        ValueError: A drafter that is frozen or learns online already, or a number out of range.
+
+    Example:
+        >>> head = EagleHead.from_pretrained("eagle").attach(model, default=True)
+        >>> online = OnlineDrafterTraining(head)
+        >>> GRPOTrainer(model, reward, config, train_dataset=data, callbacks=[online]).train()
+        >>> head.save_pretrained("eagle-of-the-policy")
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        drafter: OnlineMixin,
+        learning_rate: float = 1e-4,
+        rows: int = 8,
+        updates: int = 1,
+        capacity: int = 2**14,
+        seed: int = 0,
+        every_steps: int = 1,
+    ) -> None:
+        if not isinstance(every_steps, int) or every_steps < 1:
+            raise ValueError(f"every_steps={every_steps!r} must be a whole number of at least 1")
+        rank = _rank()
+        super().__init__(drafter, learning_rate, rows, updates, capacity, seed + rank)
+        self.every_steps = every_steps
+        self._args: TrainingArguments | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Belong to this trainer alone.
+
+        Raises:
+            RuntimeError: Another trainer has this callback.
+        """
+        if self._args is not None and self._args is not args:
+            raise RuntimeError(
+                f"this {type(self).__name__} belongs to another trainer (output_dir={self._args.output_dir!r}): two "
+                "policies cannot teach one drafter; make one for each"
+            )
+        self._args = args
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Go on from the folder of the checkpoint that the run is resumed from.
+
+        Raises:
+            FileNotFoundError: There is none, because the run was stopped before it was written, say.
+            RuntimeError: Another trainer has this callback.
+        """
+        self.on_init_end(args, state, control)
+        if state.global_step == 0:
+            return
+        given = args.resume_from_checkpoint
+        places = [Path(given)] if isinstance(given, str) and Path(given).is_dir() else []
+        places.append(_checkpoint(args, state))
+        folder = next((place for place in places if (place / _FOLDER).is_dir()), None)
+        if folder is None:
+            run = places[-1].parent
+            known = ", ".join(sorted(each.parent.name for each in run.glob(f"*/{_FOLDER}"))) or "none"
+            raise FileNotFoundError(
+                f"{places[0]} has no folder {_FOLDER}, so that the drafter could not go on as it was: resume from a "
+                f"checkpoint that has one (in {run}: {known})"
+            )
+        self.load(folder)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Learn."""
+        if state.global_step % self.every_steps == 0:
+            self.update()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Write the folder beside the checkpoint that the trainer has written."""
+        self.save(_checkpoint(args, state))
+
+    def save(self, folder: str | PathLike) -> None:
+        """Write drafter, optimizer and buffer to `folder/online_drafter`, which is there whole or not at all.
+
+        All processes must call it. `online_drafter/drafter` is a drafter for `from_pretrained`.
+        """
+        target, rank = Path(folder) / _FOLDER, _rank()
+        temporary = target.with_name(f".{_FOLDER}.tmp")
+        self.prepare()
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        _wait()
+        kept = self.buffer.state_dict() | {"generator": self.generator.get_state()}
+        save_file(kept, temporary / f"buffer-{rank}.safetensors")
+        counts = {"curve": self.curve, **{name: vars(self)[name] for name in _COUNTS}}
+        (temporary / f"counts-{rank}.json").write_text(json.dumps(counts), encoding="utf-8")
+        if rank == 0:
+            if self.part is self.drafter:  # else the policy's own checkpoint has it
+                cast(PreTrainedModel, self.part).save_pretrained(temporary / "drafter")
+            save_file(dict(self._optimized()), temporary / "optimizer.safetensors")
+        _wait()
+        if rank == 0:
+            shutil.rmtree(target, ignore_errors=True)
+            temporary.replace(target)
+        _wait()
+
+    def load(self, folder: str | PathLike) -> None:
+        """Take over what `save` wrote; a process that was not there then begins with an empty buffer.
+
+        Raises:
+            ValueError: The folder is of another drafter, or of a buffer of another capacity.
+        """
+        source, rank = Path(folder) / _FOLDER, _rank()
+        if self.part is self.drafter:
+            drafter = cast(PreTrainedModel, self.part)
+            stored = type(drafter).from_pretrained(source / "drafter").state_dict()
+            ours = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
+            if ours != {name: tensor.shape for name, tensor in stored.items()}:
+                raise ValueError(
+                    f"folder={str(folder)!r} holds another {type(drafter).__name__} than the one that learns"
+                )
+            drafter.load_state_dict(stored)
+        optimizer, tensors = self.prepare(), load_file(source / "optimizer.safetensors")
+        for number, master in enumerate(self.masters):
+            master.data.copy_(tensors[f"{number}.weight"])
+            moments = {name: tensors[f"{number}.{name}"] for name in _MOMENTS if f"{number}.{name}" in tensors}
+            if moments:
+                placed = {name: each if name == "step" else each.to(master) for name, each in moments.items()}
+                optimizer.state[master] = placed
+        self.publish()
+        if not (source / f"buffer-{rank}.safetensors").exists():
+            rank = 0
+        else:
+            kept = load_file(source / f"buffer-{rank}.safetensors")
+            self.generator.set_state(kept.pop("generator"))
+            self.buffer.load_state_dict(kept, self.parameters[0].device)
+        counts = json.loads((source / f"counts-{rank}.json").read_text(encoding="utf-8"))
+        self.curve = counts.pop("curve")
+        self.__dict__.update(counts)
+
+    def _optimized(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the optimizer's weights and moments by name."""
+        optimizer = self.prepare()
+        for number, master in enumerate(self.masters):
+            yield f"{number}.weight", master.detach().contiguous()
+            for name in _MOMENTS:
+                if name in optimizer.state[master]:
+                    yield f"{number}.{name}", optimizer.state[master][name].contiguous()
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+
+
+def _rank() -> int:
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _wait() -> None:
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import cast
 
 import torch
@@ -118,8 +119,13 @@ class OnlineLearner(Recorder):
         self._verified += sum(map(len, statistics.rows_accepted))
         self._decoding_seconds += seconds
         is_due = self.every is not None and self.tokens - self._learned_at >= self.every
-        if is_due and self._learning_seconds <= self.budget * self._decoding_seconds:
+        if not is_due or self._learning_seconds > self.budget * self._decoding_seconds:
+            return
+        try:
             self.update()
+        except ValueError as error:  # the call's text is there, and is not lost with what was to be learned from it
+            self.freeze()
+            warnings.warn(f"This {type(self.drafter).__name__} learns no more: {error}", UserWarning, stacklevel=2)
 
     def update(self) -> float | None:
         """Learn from some of the sequences that are kept.

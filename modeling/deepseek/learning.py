@@ -13,7 +13,7 @@ from ..heads.losses import depth_targets
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from .losses import chain_loss, depth_weights, teacher_forced
-from .main_model import OverMainModel, has_towers, last_map
+from .main_model import OverMainModel, has_towers, mapped_state
 
 
 class ModuleLearningMixin(OnlineMixin, OverMainModel):
@@ -55,7 +55,9 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
         learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
         with torch.no_grad():
             embeds = cast(nn.Module, self.main.get_input_embeddings())(ids)
-            hidden = last_map(self.main.get_decoder())(state) if self.reads_early else state
+            hidden = state
+            if self.reads_early:
+                hidden = mapped_state(self.main.get_decoder(), self.main.config, state)
         if self.mtp.embed_tokens is not None:
             embeds = self.mtp.embed_tokens(ids)
         targets = depth_targets(batch["labels"], self.window, mask, places)

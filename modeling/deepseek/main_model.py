@@ -149,6 +149,13 @@ def last_map(decoder: nn.Module, family: MTPFamily) -> nn.Module:
     return named.get("hyper_connection_mixer") or named.get("hc_head") or final_norm(decoder)
 
 
+def mapped_state(decoder: nn.Module, config: PreTrainedConfig, state: Tensor) -> Tensor:
+    """Return what the unembedding reads, [B, L, H], of a state before `last_map`."""
+    family, text = family_of(config), config.get_text_config()
+    last, streams = last_map(decoder, family), field(text, "hc_mult") if family.streams else None
+    return last(state) if streams is None else final_norm(decoder)(last(state.unflatten(-1, (streams, -1))))
+
+
 @contextmanager
 def _inputs_of(module: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield what collects the arguments of a module's next call in this thread: by name, positional ones as `args`."""

@@ -89,6 +89,8 @@ class MTPModule(GradientCheckpointingLayer):
         if device.type != "meta":  # accelerate's hooks move the inputs of offloaded weights
             inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
         self._check_dtype(hidden_states)
+        if earlier is None and not hidden_states.shape[1]:
+            return hidden_states  # not every family's norm takes nothing
         split = hidden_states.unflatten(-1, (self.streams, -1)) if self.streams > 1 else hidden_states
         parts = self.enorm(inputs_embeds), self.hnorm(split).view_as(hidden_states)
         merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
@@ -271,7 +273,11 @@ class Readout:
 
     def normed(self, states: Tensor) -> Tensor:
         """Return what the head reads of states [..., H] as they are handed on."""
-        return self.module.norm(states) if self.module is not None and self.module.early else states
+        if self.module is None or not self.module.early:
+            return states
+        if not states.numel():  # as in the module's forward
+            return states[..., : self.main.config.get_text_config().hidden_size]
+        return self.module.norm(states)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Return logits [..., V] of what the head reads."""

@@ -50,4 +50,4 @@ class StreamHead(nn.Module):
     def forward(self, streams: Tensor) -> Tensor:
         """Map [..., N H] to [..., H]."""
         mixed = self.hc_head(streams.reshape(1, -1, self.count, streams.shape[-1] // self.count))
-        return self.out_norm(mixed).view(*streams.shape[:-1], -1)
+        return self.out_norm(mixed).view(*streams.shape[:-1], mixed.shape[-1])

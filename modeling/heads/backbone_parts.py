@@ -207,6 +207,11 @@ class LayerSource:
         return type(final_norm(self._body))(self.config.hidden_size, eps=eps)
 
 
+def follow_experts(config: PreTrainedConfig, model: PreTrainedModel) -> None:
+    """Let layers that hold `config` compute their experts as a model does now (`set_experts_implementation`)."""
+    config._experts_implementation = model.config.get_text_config()._experts_implementation
+
+
 def layer_options(
     config: PreTrainedConfig,
     rotary: nn.Module | None,

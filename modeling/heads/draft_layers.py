@@ -22,7 +22,7 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration import MTPHeadConfig
-from .backbone_parts import BackboneParts, LayerSource, attention_kind, layer_options, read_config
+from .backbone_parts import BackboneParts, LayerSource, attention_kind, follow_experts, layer_options, read_config
 
 Weights = dict[str, Tensor]
 
@@ -124,6 +124,7 @@ class DraftLayers(LayerAdapters):
             ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
         """
         layers = list(cast(nn.ModuleList, backbone.get_decoder().layers))[-len(self.adapters) :]
+        follow_experts(self.config, backbone)
         return BoundLayers(self, self.weights(layers), backbone)
 
 

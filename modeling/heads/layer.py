@@ -27,6 +27,7 @@ from .backbone_parts import (
     LayerSource,
     attention_kind,
     copy_weights,
+    follow_experts,
     layer_options,
     read_config,
     required,
@@ -126,6 +127,7 @@ class LayerHead(nn.Module):
         """
         *below, last = states
         inputs, norm = self._inputs(below), backbone.norm
+        follow_experts(self.layers.config, backbone.model)
         normed = self.layers.run(inputs, norm, self.rotary, attention_mask, position_ids, cache)
         return torch.cat(normed if self.config.first == "own" else [last.to(normed[0].dtype), *normed], -1)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.backbones import backbone, prompts
-from tests.families import VOCABULARY, family_model
+from tests.families import VOCABULARY, family_model, random_ids
 from tests.internals import NewTokens, OnlineBuffer, OnlineLearner
 from tests.models import left_padded, tiny_model
 from tests.ptp_models import backbone as ptp_backbone
@@ -155,6 +155,18 @@ def test_own_traffic_teaches_within_its_budget():
     assert learner.tokens == 84 and learner.update() is not None
 
 
+def test_text_is_not_lost_where_the_drafter_can_learn_no_more():
+    model = backbone()
+    heads = MTPHeads.from_backbone(model, window=3)
+    ids = prompts(3)[2][None]
+    want = model.generate(ids, max_new_tokens=12)
+    learner = heads.learn_while_decoding(every=2, budget=1.0)
+    heads.requires_grad_(False)
+    with pytest.warns(UserWarning, match="requires_grad"):
+        found = model.generate(ids, max_new_tokens=12, assistant_model=heads)
+    assert torch.equal(found, want) and learner.is_frozen and not learner.curve
+
+
 def test_the_last_of_a_cascade_learns():
     model = backbone()
     heads = MTPHeads.from_backbone(model, window=3)
@@ -234,7 +246,7 @@ def test_of_a_model_that_drafts_for_itself_the_drafting_heads_alone_learn(head):
     assert moved and all(name.startswith(("mtp_head.", "draft_heads.")) for name in moved)
 
 
-@pytest.mark.parametrize("name", ["llama", "dots3_note_text", "qwen4_exp_text"])
+@pytest.mark.parametrize("name", ["llama", "dots3_note_text", "qwen4_exp_text", "deepseek_v4"])
 def test_of_sequential_modules_the_modules_alone_learn(name):
     """Also of those that read the state before the last norm, and of those with embeddings of their own."""
     model = family_model(name, num_nextn_predict_layers=2 if name == "llama" else 1)
@@ -243,7 +255,8 @@ def test_of_sequential_modules_the_modules_alone_learn(name):
     learner, texts = OnlineLearner(model, learning_rate=1e-2, rows=100), []
     for seed in range(2):
         torch.manual_seed(seed)
-        batch = left_padded(prompts(4, VOCABULARY, seed))
+        given = prompts(4, VOCABULARY, seed)
+        batch = left_padded(random_ids(4, 8, seed) if name == "deepseek_v4" else given)  # its states know of padding
         out = model.generate(**batch, max_new_tokens=12, do_sample=True, top_k=0, pad_token_id=0)
         texts += [ids[mask:] for ids, mask in zip(out, (1 - batch["attention_mask"]).sum(1))]
     rows = kept(learner)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -99,6 +100,13 @@ def official(files):
             name = name.replace(theirs, ours)
         found[name.removeprefix("model.")] = tensor
     return found
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp_text", "hy_v4"])
+def test_a_text_of_one_token_has_nothing_for_modules(name):
+    model = family_model(name)
+    alone = model(torch.tensor([[7]]))
+    assert alone.logits.shape == (1, 1, 96) and alone.mtp_logits[0].shape == (1, 0, 96)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.backbones import backbone as other_backbone
 from tests.training.test_evaluation_loss import llama
@@ -64,6 +65,20 @@ def test_drafts_are_exact_and_those_of_whole_sequences(kind):
     assert torch.equal(found.sequences, want)
     alone = [base.generate(given["input_ids"][1:2], **options, assistant_model=heads)]
     assert torch.equal(alone[0][0], want[1])
+
+
+@pytest.mark.parametrize("options", [{"draft_layers": 1}, {"head_type": "layer"}], ids=["draft layers", "layer heads"])
+def test_experts_are_computed_as_the_backbone_computes_its_own(options):
+    config = AutoConfig.for_model(
+        "gpt_oss", hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, eos_token_id=None,
+    )  # fmt: skip
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
+    heads = MTPHeads.from_backbone(base, window=3, **options).to(torch.float64)
+    given = {name: value % 64 if name == "input_ids" else value for name, value in prompts().items()}
+    options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)  # torch groups no products of float64
+    found = base.generate(**given, **options, assistant_model=heads)
+    assert torch.equal(found, base.generate(**given, **options))
 
 
 def test_what_is_drafted_follows_from_verified_tokens_alone():

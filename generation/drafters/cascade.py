@@ -25,6 +25,8 @@ class DrafterCascade(AttachableDrafter):
 
     Who drafts is decided before anything is drawn: all but the last must look their drafts up, so that these and how
     sure they are follow from the text alone. To draw first and to choose or merge afterwards would change the text.
+    What a look-up expects is corrected by what came of its drafts so far, in greedy calls or in sampled ones: sampled
+    text repeats itself less often than counts of it say.
     With `joins`, a look-up that is not sure adds its draft to the last one's: its tokens come first, and are taken out
     of what the last drafter's are verified by.
 
@@ -50,6 +52,7 @@ class DrafterCascade(AttachableDrafter):
         self._backbones = []
         self.drafters, self.least, self.joins = list(drafters), least, joins
         self.last = self.drafters[-1]
+        self.trusts = [[Trust() for _ in self.drafters[:-1]] for _ in (False, True)]  # of greedy and of sampled calls
         self.rules, self.drafts_trees = self.last.rules, self.last.drafts_trees
         self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
 
@@ -121,18 +124,42 @@ class DrafterCascade(AttachableDrafter):
             if session.lookahead or session.is_deterministic or not is_sure:
                 reason = "drafts in the verifying call" if is_sure else "does not say what it expects before it draws"
                 raise ValueError(f"drafters: {type(drafter).__name__} {reason}, and cannot be one of several so")
-        return CascadeSession(sessions, self.least, self.joins)
+        return CascadeSession(sessions, self.trusts[options.do_sample], self.least, self.joins)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
         """The last drafter's: it takes certain drafts, too."""
         return self.last.make_verifier(options, cast(CascadeSession, session).sessions[-1])
 
 
+class Trust:
+    """How many tokens of a look-up's drafts are accepted for each that it expects, of late.
+
+    Args:
+        start: Tokens that count as expected and accepted before anything is known.
+        kept: The share of what is known that remains after a cycle, so that a look-up that fails is tried again.
+    """
+
+    def __init__(self, start: float = 16.0, kept: float = 0.98) -> None:
+        self.start, self.kept = start, kept
+        self.expected = self.accepted = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Accepted by expected tokens."""
+        return (self.start + self.accepted) / (self.start + self.expected)
+
+    def note(self, expected: float = 0.0, accepted: float = 0.0) -> None:
+        """Count a cycle; one that it did not draft has neither."""
+        self.expected = self.kept * self.expected + expected
+        self.accepted = self.kept * self.accepted + accepted
+
+
 class CascadeSession(DraftSession):
     """The drafts of one call; see `DrafterCascade`. All sessions read the text, whoever drafted it."""
 
-    def __init__(self, sessions: list[Any], least: float, joins: bool = False) -> None:
-        self.sessions, self.least, self.joins = sessions, least, joins
+    def __init__(self, sessions: list[Any], trusts: list[Trust], least: float, joins: bool = False) -> None:
+        self.sessions, self.trusts, self.least, self.joins = sessions, trusts, least, joins
+        self.asked: int | None = None
         self.num_tokens = max(session.num_tokens for session in sessions)
         self.reads_cache = any(session.reads_cache for session in sessions)
         layers: list[int] = []
@@ -143,6 +170,7 @@ class CascadeSession(DraftSession):
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """See `DraftSession`."""
+        self.view = view
         for session in self.sessions:
             session.begin(outputs, view)
 
@@ -151,10 +179,11 @@ class CascadeSession(DraftSession):
         *sure, last = self.sessions
         found: DraftTree | None = None
         guess: DraftTree | None = None
-        for session in sure:
+        self.asked = None
+        for index, session in enumerate(sure):
             tree = session.propose(tokens, 0 if found is not None else min(length, session.num_tokens))
-            if found is None and length and session.expected >= self.least:
-                found = tree
+            if found is None and length and session.expected * self.trusts[index].factor >= self.least:
+                found, self.asked = tree, index
             elif self.joins and guess is None and tree.tokens.shape[1]:
                 guess = tree
         tree = last.propose(tokens, 0 if found is not None else min(length, last.num_tokens))
@@ -164,6 +193,12 @@ class CascadeSession(DraftSession):
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """See `DraftSession`."""
+        accepted = [count - 1 for count in self.view.new_tokens.counts if count]
+        for index, trust in enumerate(self.trusts):
+            if index == self.asked:
+                trust.note(self.sessions[index].expected, sum(accepted) / max(1, len(accepted)))
+            else:
+                trust.note()
         for session in self.sessions:
             session.advance(outputs, result)
 

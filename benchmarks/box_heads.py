@@ -48,23 +48,24 @@ FIGURES = ("steps", "nll", "token", "block", "per call", "per second")
 
 def cells(table: str) -> Iterator[dict[str, Any]]:
     """Options of heads, and `loss` if it is not likelihood."""
-    ranks = {"ff": 1, "cp": 4, "hmm": 4, "btree": 4}
+    ranks, block = {"ff": 1, "cp": 4, "hmm": 4, "btree": 4}, {"loss": "block"}
     if table == "rank":
-        yield from ({"head_type": "cp", "window": 8, "rank": rank} for rank in (1, 2, 4, 8, 16, 32))
+        yield from ({"head_type": "cp", "window": 8, "rank": rank} | block for rank in (1, 2, 4, 8, 16, 32))
     elif table == "families":
-        yield from ({"head_type": kind, "window": n, "rank": ranks[kind]} for n, kind in product((8, 16), FAMILIES))
+        for kind, n in product(FAMILIES, (8, 16)):
+            yield {"head_type": kind, "window": n, "rank": ranks[kind]} | block
     elif table == "start":
         for bias, shape in product((None, 0.0), ({}, {"homogeneous": True}, {"contextual": False})):
-            yield {"head_type": "hmm", "window": 8, "rank": 8, "identity_bias": bias} | shape
+            yield {"head_type": "hmm", "window": 8, "rank": 8, "identity_bias": bias} | shape | block
     elif table == "losses":
-        for loss, kind in product(("block", "kl"), FAMILIES):
-            yield {"head_type": kind, "window": 8, "rank": ranks[kind], "loss": loss}
+        for loss, kind in product(({}, block, {"loss": "kl"}), FAMILIES):
+            yield {"head_type": kind, "window": 8, "rank": ranks[kind]} | loss
     elif table == "released":
         for kind, rank in {"ff": 1, "cp": 2, "hmm": 4, "btree": 4}.items():
             yield {"head_type": kind, "window": 16, "rank": rank, "loss": "block", "start": "released"}
     else:
         for (kind, window), count in product((("ff", 8), ("btree", 16)), (0, 1, 2)):
-            yield {"head_type": kind, "window": window, "rank": ranks[kind], "draft_layers": count}
+            yield {"head_type": kind, "window": window, "rank": ranks[kind], "draft_layers": count} | block
 
 
 def own_text(folder: Path, rows: int) -> list[dict[str, torch.Tensor]]:

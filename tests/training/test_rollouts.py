@@ -103,6 +103,24 @@ def test_texts_that_were_drafted_are_learned_from_as_plain_ones(method, drafter,
     check_equal_logs(log, plain)
 
 
+class Told(NgramDrafter):
+    """Notes how many tokens it is asked for."""
+
+    lengths = []
+
+    def start(self, options):
+        self.lengths.append(options.num_tokens)
+        return super().start(options)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, 3), ({"num_assistant_tokens": 1}, 1)])
+def test_the_trainers_config_says_how_many_tokens_are_drafted(given, wanted, tmp_path, monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "told", lambda model: Told(longest=1, num_tokens=3))
+    monkeypatch.setattr(Told, "lengths", [])
+    rollouts("grpo", "told", tmp_path, generation_kwargs=given)
+    assert Told.lengths and set(Told.lengths) == {wanted}
+
+
 class Draws(TrainerCallback):
     """Draws texts in the middle of the training, of the policy as it is then, beside a drafter as it is then."""
 

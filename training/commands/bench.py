@@ -56,11 +56,12 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
         torch.set_num_threads(request.threads)
     protocol = protocol_of(request)
     prompts, broken = read_prompts(request.prompts, request.skip_broken)
-    _claim(request)
+    settings = _settings(request)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
     methods, refused = methods_of(request.methods, model)
+    replace_text(request.output / SETTINGS, settings)
     bench = Bench(methods, Writer(tokenizer, not request.raw), protocol, request.output)
     interrupted = None
     try:
@@ -86,14 +87,14 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     return measured
 
 
-def _claim(request: BenchRequest) -> None:
-    """Write the settings into the directory, or refuse one that other settings were measured into."""
+def _settings(request: BenchRequest) -> str:
+    """Return what the directory's file of settings says; refuse a directory that other settings were measured into."""
     file = request.output / SETTINGS
     digest = hashlib.sha256(request.prompts.read_bytes()).hexdigest()[:16]
     now = {name: vars(request)[name] for name in _SETTINGS} | {"prompts": digest, "version": __version__}
     if file.is_file():
         check_same(f"--output {request.output}", json.loads(file.read_text(encoding="utf-8")), now)
-    replace_text(file, json.dumps(now, indent=1) + "\n")
+    return json.dumps(now, indent=1) + "\n"
 
 
 def _run(bench: Bench, prompts: list[Prompt], console: Console) -> None:

@@ -163,6 +163,12 @@ def test_a_second_turn_is_asked_after_the_plain_answer():
     assert EvaByteTokenizer().decode(raw["input_ids"][0], skip_special_tokens=True) == "a\nANSWER\nb"
 
 
+def test_a_method_that_does_not_exist_claims_no_directory(folders, tmp_path, capsys):
+    assert run(folders, tmp_path / "out", "--methods", "ngrams") == 1
+    assert "choose of plain" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert run(folders, tmp_path / "out", "--methods", "ngram") == 0
+
+
 def bench_of(model, methods, mode=GREEDY, **options) -> Bench:
     protocol = Protocol([mode], new_tokens=12, **options)
     return Bench([plain_method(model), *methods], Writer(EvaByteTokenizer(), chats=False), protocol)

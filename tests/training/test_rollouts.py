@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 from tests.backbones import train_heads
 from tests.distributions import continuation_distribution, continuation_p_value
@@ -160,3 +161,28 @@ def test_rollouts_draft_and_write_the_same_texts(drafter, options, tmp_path):
     _, forwards, texts = rollouts("grpo", "plain", tmp_path, **options)
     _, fewer, same = rollouts("grpo", drafter, tmp_path, **options)
     assert [step[0] for step in same] == [step[0] for step in texts] and fewer < forwards
+
+
+def test_online_dpo_drafts_and_learns_from_the_same_texts(tmp_path):
+    """With gradient checkpointing this trainer forbids `generate` a cache, and text is decoded plainly."""
+    found = {}
+    for name in ("plain", "cascade"):
+        base, forwards = llama(num_hidden_layers=2), Counter()
+        if (made := DRAFTERS[name](base)) is not None:
+            made.attach(base, default=True)
+        base.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.update([torch.is_grad_enabled()]))
+        config = OnlineDPOConfig(
+            str(tmp_path), max_new_tokens=12, max_length=64, per_device_train_batch_size=4, max_steps=3, report_to=[],
+            use_cpu=True, save_strategy="no", bf16=False, logging_steps=1, learning_rate=1e-3,
+            gradient_checkpointing=False, generation_kwargs={"do_sample": False},
+        )  # fmt: skip
+        trainer = OnlineDPOTrainer(
+            base, reward_funcs=lambda completions, **_: [float(len(text) % 3) for text in completions], args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["a c d c d", "e f g"] * 4}), processing_class=tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        found[name] = forwards[False], [row for row in trainer.state.log_history if "logps/chosen" in row]
+    assert found["cascade"][0] < found["plain"][0]
+    for row, same in zip(found["cascade"][1], found["plain"][1], strict=True):
+        assert row["logps/chosen"] == pytest.approx(same["logps/chosen"], rel=1e-6)
+        assert row["objective/scores"] == same["objective/scores"]

@@ -48,6 +48,7 @@ CORE = {
     },
     "transformers.configuration_utils:PreTrainedConfig": {
         "_attn_implementation": "the attention that a model uses; kept where a config becomes part of another",
+        "_experts_implementation": "how a model computes its experts, which draft layers follow",
         "_auto_class": "hidden while a config is saved with its code",
     },
     "transformers.tokenization_python:PreTrainedTokenizer": {

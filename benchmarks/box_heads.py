@@ -5,10 +5,10 @@
 
 The box's backbone is frozen. It goes on with beginnings of Python's standard library, sampled at T = 1, and every head
 starts from the box's FF heads and learns from that text: where text is the target's own, likelihood estimates what
-acceptance needs, and the block loss is exact. `layers` compares draft LoRA after equal steps (`--steps`), everything
-else gets equal processor time; `released` goes on with the box's own heads. `token` and `block` are tokens per call at
-T = 1 of drafts of window - 1 bytes, expected along texts that the backbone has drawn behind held-out files; `nll` is
-the heads' loss per window on them, in nats.
+acceptance needs, and the block loss is exact. `losses` compares them, all other tables have the block loss. `layers`
+compares draft LoRA after equal steps (`--steps`), everything else gets equal processor time; `released` goes on with
+the box's own heads. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes, expected along
+texts that the backbone has drawn behind held-out files; `nll` is the heads' loss per window on them, in nats.
 
 With `--decode`, the heads that were kept write at T = 1, all of one table by turns with plain decoding, prompt by
 prompt: bytes per call, and bytes per second of the wall clock. Rows are added to the file; the command goes on where

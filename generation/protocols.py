@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from .trees.contract import DraftTree, VerificationResult
 
 
+def joined_layers(*wanted: HiddenLayers) -> HiddenLayers:
+    """Return the hidden states that any of several sessions asks for; None where none asks."""
+    lists = ([each] if isinstance(each, int) else each or [] for each in wanted)
+    return sorted({layer for layers in lists for layer in layers}) or None
+
+
 class CacheView(Protocol):
     """What sessions may know of the backbone's cache: its prompt, and after each cycle what was kept.
 

@@ -20,8 +20,8 @@ from ..modeling.heads.losses import IGNORE
 from ..modeling.masks import cached_range, to_device
 from .call.outputs import Speculation
 from .call.sequences import NewTokens, Sequences
-from .protocols import CacheView, DraftSession
-from .target.target import HiddenLayers, TargetOutput
+from .protocols import CacheView, DraftSession, joined_layers
+from .target.target import TargetOutput
 from .trees.contract import DraftTree, VerificationResult
 
 _PADDING = -1
@@ -198,9 +198,7 @@ class RecordingSession(DraftSession):
         self.finished, self.started = finished, time.perf_counter()
         self.num_tokens, self.reads_cache = session.num_tokens, session.reads_cache
         self.supports_confidence_threshold = session.supports_confidence_threshold
-        own = session.hidden_layers
-        own = [] if own is None else [own] if isinstance(own, int) else own
-        self.hidden_layers: HiddenLayers = sorted({*own, *layers})
+        self.hidden_layers = joined_layers(session.hidden_layers, self.layers)
         self.prompt: Tensor | None = None
 
     def begin(self, outputs: Any, view: CacheView) -> None:

@@ -12,9 +12,9 @@ from ..attach import AttachableDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.outputs import Speculation
 from ..call.sequences import Sequences
-from ..protocols import CacheView, DraftSession
+from ..protocols import CacheView, DraftSession, joined_layers
 from ..target.backbones import takes_dense_masks
-from ..target.target import HiddenLayers, TargetOutput, is_recurrent
+from ..target.target import TargetOutput, is_recurrent
 from ..trees.building import joined_chains
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Verifier
@@ -162,11 +162,7 @@ class CascadeSession(DraftSession):
         self.asked: int | None = None
         self.num_tokens = max(session.num_tokens for session in sessions)
         self.reads_cache = any(session.reads_cache for session in sessions)
-        layers: list[int] = []
-        for session in sessions:
-            own = session.hidden_layers
-            layers += [] if own is None else [own] if isinstance(own, int) else own
-        self.hidden_layers: HiddenLayers = sorted(set(layers)) or None
+        self.hidden_layers = joined_layers(*(session.hidden_layers for session in sessions))
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """See `DraftSession`."""

@@ -264,13 +264,18 @@ class ParallelSession(DraftSession):
         certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
         return draft, certain if self.config.predicts_tokens else torch.where(exists[..., None], probs, certain)
 
-    def _pick(self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens [...] from probabilities [..., v], and the distributions that they were picked from."""
+    def _pick(
+        self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [...] from probabilities [..., v], and the distributions that they were picked from.
+
+        `warps` are applied instead of those of slots.
+        """
         allowed = None if masks is None else masks.allowed(probs.shape, probs.device)
         if self.config.predicts_tokens or not self.options.do_sample:
             token = (probs if allowed is None else probs.masked_fill(~allowed, -1)).argmax(-1)
         else:
-            probs = self.warps.warp(probs, allowed)
+            probs = (warps or self.warps).warp(probs, allowed)
             token = pick(uniforms, probs)
         if masks is not None:
             masks.extend(token)

@@ -10,9 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.masks import cached_arange, cached_range
-from ...modeling.sampling import pick
 from ..call.constraints import DraftMasks
 from ..call.options import CallOptions, DraftOptions
+from ..call.processing import Processing
 from ..call.sequences import Sequences
 from ..parallel import ParallelDrafter, make_uniforms
 from ..protocols import CacheView
@@ -150,15 +150,8 @@ class SeparateSession(ParallelSession):
         exists = torch.ones_like(drawn, dtype=torch.bool)
         if self.is_one_hot:
             return self._drafts(slots, drawn, exists, masks=masks)
-        distribution = self.vocabulary.fitted(first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1))
-        allowed = None if masks is None else masks.allowed(distribution.shape, distribution.device)
-        if self.options.do_sample:
-            distribution = self.options.processing.warp(distribution, allowed)
-            token = pick(drawn[:, 0], distribution)
-        else:
-            token = (distribution if allowed is None else distribution.masked_fill(~allowed, -1)).argmax(-1)
-        if masks is not None:
-            masks.extend(token)
+        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)
+        token, distribution = self._pick(distribution, drawn[:, 0], masks, self.options.processing)
         probs = distribution[:, None] if self.gives_probs else None
         if slots.shape[1] == 0:
             return token[:, None], probs
@@ -166,9 +159,11 @@ class SeparateSession(ParallelSession):
         probs = probs if probs is None else torch.cat([probs.to(others.dtype), others], dim=1)
         return torch.cat([token[:, None], tokens], dim=1), probs
 
-    def _pick(self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None) -> tuple[Tensor, Tensor]:
+    def _pick(
+        self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See `ParallelSession`; over the ids of the model that verifies."""
-        return super()._pick(self.vocabulary.fitted(probs), uniforms, masks)
+        return super()._pick(self.vocabulary.fitted(probs), uniforms, masks, warps)
 
     def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""

@@ -2,12 +2,17 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.internals import read_settings
+from tokenahead import EagleHead
 from tokenahead.training import TrainingStrategy
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -56,3 +61,32 @@ def test_scripts_train(name, folders, data, tmp_path, monkeypatch):
         monkeypatch.setattr(module.EvaByteForMTPC, "from_pretrained", lambda path, mtp_head: make(path, mtp_head=small))
     module.main(*words, str(out))
     assert json.loads((out / "config.json").read_text())
+
+
+@pytest.mark.parametrize("task", ["length", "sums"])
+def test_rollouts_of_grpo_are_drafted_by_a_head_that_learns(task, folders, tmp_path, monkeypatch):
+    module, policy, head = script("grpo"), tmp_path / "policy", tmp_path / "head"
+    backbone = AutoModelForCausalLM.from_pretrained(folders / "llama")
+    EagleHead.from_backbone(backbone, version=1).save_pretrained(head)
+    sums = SimpleNamespace(create_dataset=lambda *args, **given: [{"question": "2 + 3 =", "answer": "5"}] * 4)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", sums)
+    original = module.GRPOConfig
+    quick = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 4, "max_completion_length": 8}
+    monkeypatch.setattr(module, "GRPOConfig", lambda folder, **given: original(folder, **(given | quick)))
+    module.main(str(folders / "llama"), str(head), task, str(policy))
+    before, after = (load_file(folder / "model.safetensors") for folder in (head, policy / "head"))
+    assert any(not before[name].equal(after[name].to(before[name].dtype)) for name in before)
+    assert (policy / "adapter_model.safetensors").is_file()
+
+
+def test_rewards_of_grpo_are_graded():
+    module = script("grpo")
+
+    def said(*answers):
+        return [[{"content": answer}] for answer in answers]
+
+    assert module.near_the_sum(said("It is 12.", "no", "7 + 4 = 11"), answer=["11"] * 3) == [0.5, 0.0, 1.0]
+    assert module.is_list(said("1. a\n- b\n\nc", "")) == [2 / 3, 0.0]
+    assert module.near_200_characters(said("x" * 150, "x" * 300)) == [-0.25, -0.5]
+    with pytest.raises(ValueError, match="task"):
+        module.prompts("poem")

@@ -22,6 +22,8 @@ _LLAMA_FIELDS = (
     *("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "head_dim", "attention_bias"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
+_ARCHITECTURES = {(1, "sglang"): "LlamaForCausalLMEagle"}
+_ARCHITECTURES |= {(3, layout): "LlamaForCausalLMEagle3" for layout in ("specforge", "vllm", "sglang")}
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -45,7 +47,8 @@ def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
         values["loss_options"] = config.loss_options
     if layout == "speculators":
         return _speculators_config(config, values) | options
-    values |= {"architectures": [_architecture(config, layout)], "model_type": "llama"}
+    values |= {"architectures": [_ARCHITECTURES.get((config.version, layout), "LlamaForCausalLM")]}
+    values |= {"model_type": "llama"}
     if config.version == 1:
         return values | {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
     values |= {"draft_vocab_size": config.draft_vocab_size} | options
@@ -62,12 +65,6 @@ def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
     if config.norm_before_fc:
         nested["norm_before_fc"] = True
     return values | {"eagle_config": nested}
-
-
-def _architecture(config: EagleHeadConfig, layout: str) -> str:
-    if config.version == 3:
-        return "LlamaForCausalLM" if layout == "official" else "LlamaForCausalLMEagle3"
-    return "LlamaForCausalLMEagle" if layout == "sglang" else "LlamaForCausalLM"
 
 
 def _rope_fields(config: EagleHeadConfig) -> dict[str, Any]:
@@ -118,25 +115,16 @@ def folder_tensors(
     # vLLM refuses a map where all tokens are drafted; the others need it
     size = config.draft_vocab_size or config.vocab_size
     if layout not in ("official", "vllm") or size < config.vocab_size:
-        state |= _vocabulary(config, state)
+        offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
+        ids = offsets + torch.arange(size)
+        state |= {"d2t": offsets, "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
     if layout == "speculators":
         return state
     return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}
 
 
-def _vocabulary(config: EagleHeadConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    size = config.draft_vocab_size or config.vocab_size
-    offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
-    ids = offsets + torch.arange(len(offsets))
-    return {"d2t": offsets, "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
-
-
 def check_layout(config: EagleHeadConfig, layout: str) -> None:
-    """Refuse a layout whose reader cannot load the head.
-
-    Raises:
-        ValueError: An unknown layout, or an option that its reader does not support.
-    """
+    """Refuse an unknown layout, or one whose reader does not support an option of the head."""
     at_once = config.mask_token_id is not None and layout != "vllm"
     readers = {
         "official": _official(config),

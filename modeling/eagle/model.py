@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
+from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import output_embeddings, weight_of
-from ..heads.learning import FrozenBackboneMixin, States, counted_positions, run_backbone
+from ..heads.learning import FrozenBackboneMixin, States, counted_positions
 from ..heads.losses import IGNORE, check_targets
 from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
 from ..loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..tensor_files import read_tensors, refuse_unknown, weight_files
 from ..wrapped_models import OfBackboneMixin, has_own_cache, unwrap
-from .batch import TrainingBatch
 from .conversion import (
     backbone_config,
     check_kind,
@@ -34,7 +35,7 @@ from .conversion import (
     warn_of_another_kind,
 )
 from .export import check_layout, write_layout
-from .losses import counts_per_step, eagle_loss, pooled_loss
+from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ class EagleHead(
     drafts_trees = True
     attends = True
     loss_unit = "step"
-    """Name of an entry of `head_losses` in the log: `loss_step_1`, ..."""
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
@@ -97,10 +97,10 @@ class EagleHead(
         Raises:
             ValueError: `draft_ids` out of range or not distinct, or an option that contradicts the backbone.
         """
-        if draft_ids is not None:
-            draft_ids = torch.as_tensor(draft_ids).sort().values.cpu()
-            draft_vocab_size = len(draft_ids)
         backbone = unwrap(backbone)
+        if draft_ids is not None:
+            draft_ids = DraftVocabulary(draft_ids, backbone.config.get_text_config().vocab_size, "draft_ids").ids
+            draft_vocab_size = len(draft_ids)
         head = cls(backbone_config(backbone, version=version, draft_vocab_size=draft_vocab_size, **options))
         if draft_ids is not None:
             head.set_draft_ids(draft_ids)
@@ -115,12 +115,7 @@ class EagleHead(
         """Do nothing: the loss always recomputes its steps in backward."""
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone that does not fit the head.
-
-        Raises:
-            ValueError: Another hidden size, vocabulary or number of layers, or a backbone with its own cache class or
-                of a kind that no head fits.
-        """
+        """Refuse a backbone with another hidden size, vocabulary or number of layers, or that no head fits."""
         check_kind(backbone)
         text, kind = backbone.config.get_text_config(), type(backbone).__name__
         self.check_sizes(backbone, hidden_size=self.config.target_hidden_size, vocab_size=self.config.vocab_size)
@@ -137,17 +132,13 @@ class EagleHead(
         warn_of_another_kind(self.config, backbone)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate and complete `draft_tree`.
-
-        Raises:
-            ValueError: A tree that cannot be, or one of rows that run at once.
-        """
+        """Validate and complete `draft_tree`; a head whose rows run at once takes none."""
         if self.config.mask_token_id is not None:
             raise ValueError(f"draft_tree={options.draft_tree!r}: a P-EAGLE head drafts chains only; leave it out")
         return super().prepare_tree(options, config)
 
     def longest_draft(self) -> int | None:
-        """Return None, any number: a head continues from its own output."""
+        """Return None (any length): a head continues from its own output."""
         return None
 
     def default_draft(self) -> int:
@@ -184,11 +175,11 @@ class EagleHead(
             ValueError: No EAGLE head, missing or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft
                 vocabulary out of range, a pickle of more than tensors.
         """
-        name, given = pretrained_model_name_or_path, kwargs.pop("config", None)
+        name, passed = pretrained_model_name_or_path, kwargs.pop("config", None)
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        if isinstance(given, PreTrainedConfig):
-            raw = given.to_dict()
+        if isinstance(passed, PreTrainedConfig):
+            raw = passed.to_dict()
         else:
             check_is_there(name)
             raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
@@ -289,12 +280,9 @@ class EagleHead(
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> EagleOutput:
-        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, D] each; see `forward`.
+        """Return the loss on the backbone's states that `learning_layers` names, [B, L, D] each; see `forward`.
 
         Row t of step i has a target where token t + 2 + i exists, is not padding, and its label is not -100.
-
-        Raises:
-            ValueError: Labels that are not token ids, or `loss_options` that contradict the head.
         """
         labels = _labels(labels, shift_labels)
         if labels is None:
@@ -303,18 +291,17 @@ class EagleHead(
             raise ValueError("mask_token_id: steps of this loss follow each other; P-EAGLE heads learn elsewhere")
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(Tensor, states[-1]))
-        found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
-        found.logits = logits
-        return found
+        output = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
+        output.logits = logits
+        return output
 
     def _run_backbone(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, logits_to_keep: int = 1
-    ) -> Any:
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *_: int | Tensor
+    ) -> CausalLMOutputWithPast:
         """Return the backbone's outputs, with the logits of the last position alone."""
         if position_ids is None and attention_mask is not None:
             position_ids = counted_positions(input_ids[..., None], attention_mask)
-        with torch.no_grad():
-            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, self.learning_layers)
+        return super()._run_backbone(input_ids, attention_mask, position_ids)
 
 
 def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:

@@ -113,7 +113,7 @@ class MTPHeads(
         if leaf is None and kind in takers("leaf"):
             leaf = "shared"
         if draft_ids is not None:
-            draft_ids = DraftVocabulary(draft_ids, text.vocab_size).ids
+            draft_ids = DraftVocabulary(draft_ids, text.vocab_size, "draft_ids").ids
             options["draft_vocab_size"] = len(draft_ids)
         config = MTPHeadConfig(
             window=window,

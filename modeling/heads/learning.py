@@ -88,7 +88,6 @@ class FrozenBackboneMixin(OnlineMixin):
     backbone: PreTrainedModel
     check_backbone: Callable[[PreTrainedModel], None]
     learn: Callable[..., CausalLMOutputWithPast]
-    _run_backbone: Callable[..., Any]
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -137,14 +136,26 @@ class FrozenBackboneMixin(OnlineMixin):
         if cached_states is not None:
             states, logits = split_states(cached_states, self.learning_layers), None
         else:
-            kept = int(self.training) if logits_to_keep is None else logits_to_keep
-            outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
+            logits_to_keep = int(self.training) if logits_to_keep is None else logits_to_keep
+            outputs = self._run_backbone(input_ids, attention_mask, position_ids, logits_to_keep)
             states, logits = outputs.hidden_states, outputs.logits
-        given = input_ids, attention_mask, position_ids, labels, num_items_in_batch
-        found = self.learn(states, logits, *given, **kwargs)
+        inputs = input_ids, attention_mask, position_ids, labels, num_items_in_batch
+        output = self.learn(states, logits, *inputs, **kwargs)
         if kwargs.get("output_hidden_states") and cached_states is None:
-            found.hidden_states = cast(tuple, states)
-        return found
+            output.hidden_states = cast(tuple, states)
+        return output
+
+    def _run_backbone(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor = 1,
+    ) -> CausalLMOutputWithPast:
+        """Return the backbone's outputs, with the states that the drafter reads."""
+        layers = self.learning_layers
+        with torch.no_grad():
+            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
 
 
 class WindowHeadMixin(DepthCountsMixin):
@@ -241,18 +252,6 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
         needs_last = self.draft_layers is None or self.config.loss_target == "teacher"
         return [index for index in layers if index != -1 or needs_last]
 
-    def _run_backbone(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        logits_to_keep: int | Tensor = 1,
-    ) -> Any:
-        """Return the backbone's outputs, with the states that the heads read."""
-        layers = self.hidden_layers
-        with torch.no_grad():
-            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
-
     def learn(
         self,
         states: States,
@@ -298,7 +297,7 @@ def run_backbone(
     position_ids: Tensor | None,
     layers: list[int],
     logits_to_keep: int | Tensor = 1,
-) -> Any:
+) -> CausalLMOutputWithPast:
     """Return the backbone's outputs for whole sequences, with the hidden states that `layers` names."""
     return backbone(
         input_ids,

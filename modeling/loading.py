@@ -83,11 +83,7 @@ class SavingMixin(TravellingMixin):
         return None
 
     def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
-        """As `TravellingMixin.code_for`; no code where there is a reason against it.
-
-        Raises:
-            ValueError: Code is asked for in spite of the reason.
-        """
+        """As `TravellingMixin.code_for`; no code where there is a reason against it."""
         reason = self.without_code()
         if reason is None:
             return super().code_for(remote_code)
@@ -131,11 +127,7 @@ HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only"
 
 
 def check_is_there(name: str | PathLike) -> None:
-    """Refuse a path that does not exist, of which the Hub would only say that it is no repository.
-
-    Raises:
-        FileNotFoundError: A path that is no directory.
-    """
+    """Refuse a path that does not exist, of which the Hub would only say that it is no repository."""
     path = str(name)
     is_path = path.startswith((".", "~")) or Path(path).is_absolute() or path.count("/") > 1
     if is_path and not Path(path).exists():
@@ -186,9 +178,6 @@ class StrictLoadingMixin(SavingMixin):
             name: Directory or Hub repository; None loads nothing.
             config: The argument `config`; where it is a configuration, the directory's own is not read.
             **hub: `revision`, `token`, ...
-
-        Raises:
-            ValueError: The directory holds another architecture.
         """
         if name is None or isinstance(config, PreTrainedConfig):
             return

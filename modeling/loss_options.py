@@ -30,9 +30,6 @@ def check_values(options: Any, choices: Mapping[str, Collection[Any]], ranges: M
         options: The dataclass.
         choices: Per field, its values.
         ranges: Per field, an interval, such as `"[0, 1)"`.
-
-    Raises:
-        ValueError: A value out of range.
     """
     defaults = vars(type(options))
     given = {name: value for name, value in vars(options).items() if (value, defaults.get(name, 0)) != (None, None)}
@@ -73,11 +70,7 @@ class LossOptions:
         return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
     def check(self) -> None:
-        """Validate the shared options.
-
-        Raises:
-            ValueError: A value out of range.
-        """
+        """Validate the shared options."""
         check_values(self, {"divergence": LOSSES, "places": PLACES}, {"label_weight": "[0, 1]"})
         if self.places != "all" and self.divergence != "block":
             raise ValueError(f"places={self.places!r} is an option of divergence='block'")
@@ -143,11 +136,7 @@ class EagleLossOptions(LossOptions):
     noise: float = 0.0
 
     def resolved(self, version: int) -> ResolvedEagleOptions:
-        """Return the same options with the defaults of a version filled in.
-
-        Raises:
-            ValueError: A value out of range, or an objective of the other version.
-        """
+        """Return the same options with the defaults of a version filled in."""
         objective = self.objective or OBJECTIVES[version][0]
         if objective not in OBJECTIVES[version]:
             allowed = " or ".join(map(repr, OBJECTIVES[version]))
@@ -228,11 +217,7 @@ class OwnLossMixin:
         super().__setattr__(name, value)
 
     def check_own_loss(self, fused_lm_head: bool = False, **kwargs: Any) -> None:
-        """Say or refuse, given the keywords of a forward, that a trainer takes a loss of its own.
-
-        Raises:
-            RuntimeError: A loss of TRL's, from which nothing learns.
-        """
+        """Say or refuse, given the keywords of a forward, that a trainer takes a loss of its own."""
         if fused_lm_head:
             name = type(self).__name__
             if self.silent_part is None:

@@ -17,11 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 def check_attention(config: PreTrainedConfig, rows: str) -> None:
-    """Refuse an implementation of attention that takes no dense masks, which `rows` need (for the message).
-
-    Raises:
-        ValueError: It is neither eager nor sdpa.
-    """
+    """Refuse an implementation of attention that takes no dense masks, which `rows` need (for the message)."""
     used = config.get_text_config()._attn_implementation
     if used not in ("eager", "sdpa"):
         raise ValueError(f"{config.model_type}: {rows} need attn_implementation='sdpa' or 'eager', not {used!r}")

@@ -92,11 +92,7 @@ It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. 
 
 
 def check_choice(remote_code: str | None) -> None:
-    """Refuse what `remote_code` cannot be.
-
-    Raises:
-        ValueError: It is named.
-    """
+    """Refuse what `remote_code` cannot be."""
     if remote_code not in _CHOICES:
         raise ValueError(f"remote_code={remote_code!r}: choose 'auto', 'bundle', 'package' or None")
 
@@ -153,11 +149,7 @@ class TravellingMixin:
         return "bundle" if remote_code == "auto" and carries else remote_code
 
     def add_code(self, folder: Path, remote_code: str | None) -> None:
-        """Write the code of a saved directory, and into its config where that lies; there and nowhere else.
-
-        Raises:
-            ValueError: An unknown choice, or a class that the code cannot be had for.
-        """
+        """Write the code of a saved directory, and into its config where that lies; there and nowhere else."""
         auto_map, files = self.code_for(remote_code)
         path = folder / self._config_file
         if not path.is_file():  # adapters of peft were saved alone, or another process writes
@@ -177,9 +169,6 @@ class TravellingMixin:
         """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
 
         `"auto"` is no code where this library is installed; what was loaded from such code hands it on.
-
-        Raises:
-            ValueError: An unknown choice, or a class that the code cannot be had for.
         """
         check_choice(remote_code)
         kind = type(self)

@@ -40,10 +40,6 @@ def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tens
     """Return the tensors of all files whose names begin with `prefix`, which is removed.
 
     Files are `.safetensors`, `.npz` (numpy), or anything else that `torch.load` reads with `weights_only=True`.
-
-    Raises:
-        ValueError: A damaged file, or a pickle of more than tensors.
-        FileNotFoundError: A file is missing.
     """
     found: Tensors = {}
     for file in map(Path, files):
@@ -59,9 +55,6 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
     """Return the paths of a checkpoint's weight files: one file, or the shards of its index, fetched from the Hub.
 
     With `pickles`, `pytorch_model.bin` is accepted where there are no safetensors.
-
-    Raises:
-        ValueError: There are none.
     """
     optional = {"_raise_exceptions_for_missing_entries": False, **hub}
     for pair in (_SAFE, _PICKLED) if pickles else (_SAFE,):
@@ -75,11 +68,7 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
 
 
 def tensor_dtypes(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> dict[str, str]:
-    """Return the names of all tensors of a checkpoint and their safetensors dtypes (`F32`, `BF16`, `F8_E4M3`).
-
-    Raises:
-        ValueError: No safetensors files, or a damaged one.
-    """
+    """Return the names of all tensors of a checkpoint and their safetensors dtypes (`F32`, `BF16`, `F8_E4M3`)."""
     found = {}
     for file in weight_files(name, variant, **hub):
         with naming(file), safe_open(file, framework="pt") as tensors:
@@ -89,12 +78,7 @@ def tensor_dtypes(name: str | PathLike[str], variant: str | None = None, **hub: 
 
 @contextmanager
 def naming(file: str | PathLike[str]) -> Iterator[None]:
-    """Turn errors of reading a file into one that names the file and says what is wrong.
-
-    Raises:
-        ValueError: It is damaged, or a pickle of more than tensors.
-        FileNotFoundError: There is none.
-    """
+    """Turn errors of reading a file into one that names the file and says what is wrong."""
     try:
         yield
     except FileNotFoundError:
@@ -106,11 +90,7 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
 
 
 def read_pickle(file: str | PathLike[str]) -> Tensors:
-    """Return the tensors of a pickle, or of its `state_dict`, by name.
-
-    Raises:
-        ValueError: It holds something else.
-    """
+    """Return the tensors of a pickle, or of its `state_dict`, by name."""
     loaded = torch.load(file, map_location="cpu", weights_only=True)
     loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
@@ -146,9 +126,6 @@ def renamed(
         owner: What holds the tensors, for the message.
         back: From this library's names.
         **fields: Fields that the new names have, and the old ones may lack.
-
-    Raises:
-        ValueError: A name that no pair matches, so that no tensor is skipped silently.
     """
     found = {}
     for name in tensors:
@@ -160,11 +137,7 @@ def renamed(
 
 
 def refuse_unknown(folder: str | PathLike[str], names: Iterable[str]) -> None:
-    """Refuse tensors that a layout does not know, so that none is skipped silently.
-
-    Raises:
-        ValueError: There are such tensors.
-    """
+    """Refuse tensors that a layout does not know, so that none is skipped silently."""
     if names := sorted(names):
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise ValueError(f"{folder}: {len(names)} tensors are not known in this layout: {shown}")

@@ -25,11 +25,7 @@ def uncompiled(model: Any) -> Any:
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """Return the model within a PeftModel, within a compiled one, or the model itself.
-
-    Raises:
-        TypeError: There is none: no module with a configuration.
-    """
+    """Return the model within a PeftModel, within a compiled one, or the model itself."""
     within = uncompiled(model)
     if hasattr(within, "peft_config") and callable(getattr(within, "get_base_model", None)):
         within = uncompiled(within.get_base_model())
@@ -177,9 +173,6 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
     parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both. With
     `ignore_adapters`, a model with adapters of peft is copied, too (`merged_copy` removes them).
-
-    Raises:
-        ValueError: A model that peft has wrapped, or whose weights are offloaded: new parts are made from its tensors.
     """
     if hasattr(model, "peft_config") and not ignore_adapters:
         raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
@@ -230,11 +223,7 @@ class OfBackboneMixin:
         """Ignore the value."""
 
     def check_sizes(self, backbone: PreTrainedModel, **made: Any) -> None:
-        """Refuse a backbone, some field of whose configuration is not what the drafter was `made` for.
-
-        Raises:
-            ValueError: There is such a field.
-        """
+        """Refuse a backbone, some field of whose configuration is not what the drafter was `made` for."""
         own, other = type(self).__name__, type(backbone).__name__
         for name, wanted in made.items():
             if (found := field(backbone.config.get_text_config(), name)) != wanted:
@@ -245,11 +234,7 @@ class OfBackboneMixin:
         raise RuntimeError(f"{type(self).__name__} cannot assist this model: call attach(backbone) first")
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Refuse: a drafter that was made for one vocabulary fits no other.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse: a drafter that was made for one vocabulary fits no other."""
         made = f"{type(self).__name__} for vocab_size={self.config.vocab_size}"
         raise ValueError(f"a {made} cannot be resized: resize its backbone, and make a new one")
 
@@ -304,10 +289,6 @@ def merged_copy(model: Any) -> PreTrainedModel:
     """Return a copy that computes what a model with its active adapters does, without adapters.
 
     The model, a PeftModel or a compiled one is unchanged; the copy shares all tensors but those that adapters change.
-
-    Raises:
-        TypeError: No model of transformers.
-        ValueError: Adapters that cannot be merged: learned prompts, copies of whole modules, quantised layers.
     """
     wrapped, within = uncompiled(model), unwrap(model)
     if not carries_adapters(wrapped):

@@ -31,10 +31,6 @@ def check_checkpoint(
     """Check the names and dtypes of a checkpoint's tensors.
 
     Return the configuration to load with, and whether modules repeat the main model's embeddings and head.
-
-    Raises:
-        ValueError: No modules, another number than the configuration says, float8 weights without scales, a damaged
-            file.
     """
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
     dtypes = tensor_dtypes(name, variant, **hub)
@@ -116,9 +112,6 @@ def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -
         codes: float8.
         scales: [ceil(M / block[0]), ceil(N / block[1])], or one number; uint8 ones are exponents biased by 127.
         block: Rows and columns that share a scale; the last blocks may be smaller.
-
-    Raises:
-        ValueError: Scales of another shape.
     """
     factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
     if factors.numel() == 1:

@@ -186,11 +186,7 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a main model.
-
-    Raises:
-        ValueError: It has none by that name.
-    """
+    """Return the decoder layers of a main model."""
     body = model.get_decoder()
     if not isinstance(layers := dict(body.named_children()).get("layers"), nn.ModuleList):
         raise ValueError(f"model_type={model.config.model_type!r} has no `layers` in {type(body).__name__}")
@@ -297,9 +293,6 @@ def load(
     """Return a main model, its modules (none with `inference_only`) and transformers' loading report.
 
     `name` is a directory or Hub repository, or None with `state_dict` among the options of `from_pretrained`.
-
-    Raises:
-        ValueError: Missing tensors, wrong shapes, a damaged file.
     """
     family, layers, stored = family_of(config), num_layers(config), count_modules(config)
     count = 0 if inference_only else stored

@@ -67,9 +67,6 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
 
         It has the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
         experts one by one, with copies of embeddings and head where the model was loaded with them.
-
-        Raises:
-            ValueError: A quantised main model.
         """
         if vars(self.main).get("hf_quantizer") is not None:
             raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
@@ -113,9 +110,6 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         """Load this model's own names, or those of a saved checkpoint, which a resuming Trainer reads file by file.
 
         Experts may be spread over several files. With `strict=False` they are collected until all are there.
-
-        Raises:
-            ValueError: An incomplete checkpoint.
         """
         if all(name.startswith(("main.", "mtp.")) and not _is_official(name) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)

@@ -34,11 +34,7 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
 
     @property
     def drafting_part(self) -> nn.Module:
-        """See `OnlineMixin`; the modules.
-
-        Raises:
-            ValueError: There are none, or they draft beside images, which ids do not say.
-        """
+        """See `OnlineMixin`; the modules."""
         if not self.num_modules or has_towers(self.main.config):
             kind = self.main.config.model_type
             raise ValueError(

@@ -65,9 +65,6 @@ def chain_loss(
         options: How the loss is computed.
         counts: `num_items_in_batch`, see `counts_of_update`.
         vocabulary: The tokens that modules draft, with a head that learns nothing from them.
-
-    Raises:
-        ValueError: A target that is not a token id, or counts for another number of depths.
     """
 
     heads = [heads] * len(states) if isinstance(heads, Readout) else heads
@@ -188,9 +185,6 @@ def teacher_forced(
         position_ids: [B or 1, L], or as `rotary_positions` reads them.
         attention_mask: [B, L], 0 for padding.
         depths: Number of depths; those beyond D reuse the last module.
-
-    Raises:
-        ValueError: More depths than modules, with attention that takes no explicit mask.
     """
     length, states = hidden_states.shape[1], [hidden_states]
     once = depths if depths <= modules.count else modules.count - 1

@@ -43,11 +43,7 @@ class OverMainModel(nn.Module):
         return self.mtp.embed_tokens or cast(nn.Module, self.main.get_input_embeddings())
 
     def module_inputs(self, found: MainOutput, input_ids: Tensor | None) -> Tensor:
-        """Return what modules read of tokens, [B, L, H].
-
-        Raises:
-            ValueError: Embeddings were given in the place of ids, and modules have their own.
-        """
+        """Return what modules read of tokens, [B, L, H]."""
         if self.mtp.embed_tokens is None:
             return found.inputs_embeds
         if input_ids is None:
@@ -56,11 +52,7 @@ class OverMainModel(nn.Module):
         return self.mtp.embed_tokens(input_ids)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the main model's embeddings and its head, which all parts share.
-
-        Raises:
-            ValueError: Modules have heads or embeddings of their own.
-        """
+        """Resize the main model's embeddings and its head, which all parts share."""
         family, kind = family_of(self.main.config), self.main.config.model_type
         if (family.own_heads or family.own_embeddings) and self.mtp.count:
             own = "heads" if family.own_heads else "embeddings"

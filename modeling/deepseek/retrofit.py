@@ -39,12 +39,7 @@ _SHARES = {"embedding": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (0.5, 0.5)}
 def retrofit(
     model_or_path: PreTrainedModel | str | PathLike, num_modules: int, eh_init: str, **options: Any
 ) -> tuple[PreTrainedConfig, tuple[PreTrainedModel, MTPModules]]:
-    """Return a configuration, a main model and new modules for it: see `DeepSeekMTP.from_backbone`.
-
-    Raises:
-        TypeError: Options of `from_pretrained` together with a loaded model, or no model.
-        ValueError: An unsupported model, a model with its own modules or adapters, or an option out of range.
-    """
+    """Return a configuration, a main model and new modules for it: see `DeepSeekMTP.from_backbone`."""
     loads = isinstance(model_or_path, (str, PathLike))
     if options and not loads:
         raise TypeError(f"DeepSeekMTP.from_backbone with a model has no option {', '.join(map(repr, options))}")
@@ -79,11 +74,7 @@ def retrofit(
 
 
 def _twin(config: PreTrainedConfig) -> int:
-    """Return the index of the main model's last layer of the modules' kind.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the index of the main model's last layer of the modules' kind."""
     wanted = {name: module_kinds(config, name, 1)[0] for name in PER_LAYER if field(config, name)}
     for index in reversed(range(num_layers(config)) if family_of(config).has_twin else ()):
         if all(field(config, name)[index] == kind for name, kind in wanted.items()):
@@ -143,11 +134,7 @@ def _unit_norm(main: PreTrainedModel, norm: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module) -> None:
-    """Compare the backbone's own calls with ours, without and with left padding; the first block copies `layer`.
-
-    Raises:
-        ValueError: Logits or the layer's output differ.
-    """
+    """Compare the backbone's own calls with ours, without and with left padding; the first block copies `layer`."""
     if any(weight.device.type == "meta" for weight in main.parameters()):
         return  # offloaded weights cannot be compared
     was_training = main.training

@@ -159,9 +159,6 @@ def foreign_head(
     """Return configuration and tensors of a checkpoint from another library, from its config.json and its tensors.
 
     `overrides` are fields of the configuration that replace the checkpoint's, where they are not None.
-
-    Raises:
-        ValueError: No EAGLE head, ambiguous auxiliary layers, an invalid draft vocabulary.
     """
     state = own_names(state)
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}

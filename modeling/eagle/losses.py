@@ -119,9 +119,6 @@ def eagle_loss(
         batch: The batch.
         options: How the loss is computed.
         num_items: Rows with targets per step over all micro-batches, [steps] or one number; None: those of the batch.
-
-    Raises:
-        ValueError: `num_items` of another length.
     """
     if not batch.num_rows:
         nothing = features.new_zeros(options.steps)

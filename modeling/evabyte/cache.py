@@ -106,11 +106,7 @@ class SequenceLengths:
             self._mirror = mirror[0] + (kept.on_device - fed), mirror[1]
 
     def crop(self, removed: list[int]) -> None:
-        """Roll back `removed[r]` tokens of sequence r.
-
-        Raises:
-            ValueError: A negative count, more tokens than the sequence has, or tokens whose raw keys were folded away.
-        """
+        """Roll back `removed[r]` tokens of sequence r."""
         for index, (n, start, count) in enumerate(zip(self.lengths, self.starts, removed)):
             if count < 0:
                 raise ValueError(f"crop: sequence {index} would grow by {-count}; pass 0 or a negative number")

@@ -31,9 +31,6 @@ class EvaDraftLayers(LayerAdapters):
 
     Args:
         config: Of the model; `mtp_head.draft_layers` is k.
-
-    Raises:
-        ValueError: More layers than the backbone has.
     """
 
     def __init__(self, config: EvaByteConfig) -> None:
@@ -45,11 +42,7 @@ class EvaDraftLayers(LayerAdapters):
         super().__init__(shells, config.mtp_head)
 
     def bind(self, body: EvaByteModel) -> Callable[..., Tensor]:
-        """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`.
-
-        Raises:
-            ValueError: See `LayerAdapters.weights`.
-        """
+        """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`."""
         weights = self.weights(list(body.layers)[-len(self.adapters) :])
         return partial(body.continue_from, layers=[partial(self.run, slot, own) for slot, own in enumerate(weights)])
 
@@ -212,9 +205,6 @@ class SplitHeads(ConversionOps):
         """Return the new weights by name.
 
         One weight alone is joined with nothing if there are no draft heads, or if the own head is tied.
-
-        Raises:
-            ValueError: One of the two is missing, as in a shard of an offloaded model.
         """
         config: Any = model.config
         parts = {name: weights[0] for name, weights in input_dict.items()}

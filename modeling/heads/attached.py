@@ -153,11 +153,7 @@ class MTPHeads(
         return None if self.family.is_built_in else known
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone that the heads were not made for.
-
-        Raises:
-            ValueError: Another hidden size or vocabulary.
-        """
+        """Refuse a backbone that the heads were not made for."""
         self.check_sizes(backbone, hidden_size=self.config.hidden_size)
         if self.config.vocab_size is not None:
             self.check_sizes(backbone, vocab_size=self.config.vocab_size)

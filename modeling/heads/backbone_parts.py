@@ -63,22 +63,14 @@ class BackboneParts:
 
 
 def required(backbone: BackboneParts | None) -> BackboneParts:
-    """Return the parts.
-
-    Raises:
-        RuntimeError: There are none.
-    """
+    """Return the parts."""
     if backbone is None:
         raise RuntimeError("these heads borrow parts of their backbone: call attach(backbone) first")
     return backbone
 
 
 def output_embeddings(model: PreTrainedModel) -> nn.Linear:
-    """Return the unembedding of a causal language model: a linear map, or a quantised one that is called alike.
-
-    Raises:
-        ValueError: It has none.
-    """
+    """Return the unembedding of a causal language model: a linear map, or a quantised one that is called alike."""
     unembedding = model.get_output_embeddings()
     if unembedding is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings")
@@ -163,9 +155,6 @@ class LayerSource:
         config: The same, as its layers hold it.
         layers: All layers, on the meta device.
         cache_name: The argument by which a layer takes its cache.
-
-    Raises:
-        ValueError: An architecture whose layers cannot stand alone.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -178,11 +167,7 @@ class LayerSource:
         self.cache_name = "layer_past" if "layer_past" in wanted else "past_key_values"
 
     def new_layers(self, count: int) -> list[nn.Module]:
-        """Return `count` new layers like the last one, whose slots in a cache are 0, 1, ...
-
-        Raises:
-            ValueError: Layers that need more than their config.
-        """
+        """Return `count` new layers like the last one, whose slots in a cache are 0, 1, ..."""
         last = len(self.layers) - 1
         try:
             layers = [type(self.layers[-1])(self.config, last) for _ in range(count)]
@@ -292,11 +277,7 @@ def layer_kind(config: PreTrainedConfig, index: int) -> str:
 
 
 def attention_kind(config: PreTrainedConfig, index: int) -> str:
-    """Return `layer_kind` of a layer that can be run by itself.
-
-    Raises:
-        ValueError: It keeps a recurrent state, or attends by the index of another layer.
-    """
+    """Return `layer_kind` of a layer that can be run by itself."""
     kind = layer_kind(config, index)
     if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
         raise _refusal(config, f"its layer {index} is of layer_types {kind!r}, and not of plain attention")
@@ -328,11 +309,7 @@ def set_cache_slots(layers: Iterable[nn.Module]) -> None:
 
 
 def read_config(values: dict[str, Any] | None) -> PreTrainedConfig:
-    """Return the config of a model from the fields of its `config.json`.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the config of a model from the fields of its `config.json`."""
     if values is None:
         raise ValueError("backbone_config is missing: MTPHeads.from_backbone fills it")
     values = dict(values)
@@ -340,11 +317,7 @@ def read_config(values: dict[str, Any] | None) -> PreTrainedConfig:
 
 
 def check_layers(config: PreTrainedConfig, body: nn.Module) -> None:
-    """Refuse a model whose layers cannot stand alone.
-
-    Raises:
-        ValueError: The reason.
-    """
+    """Refuse a model whose layers cannot stand alone."""
     reason = REFUSED.get(config.model_type)
     if reason is None:
         layers = getattr(body, "layers", None)
@@ -355,11 +328,7 @@ def check_layers(config: PreTrainedConfig, body: nn.Module) -> None:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Return the norm after the last layer.
-
-    Raises:
-        ValueError: An architecture that calls it by another name.
-    """
+    """Return the norm after the last layer."""
     for name, module in body.named_children():
         if name in _NORMS:
             return module

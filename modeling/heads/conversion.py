@@ -108,11 +108,7 @@ class OfficialLayoutsMixin:
             torch.save(named, folder / chosen.tensors_file)
 
     def check_embedding(self, backbone: PreTrainedModel) -> None:
-        """Hydra's directories repeat the embedding of their backbone, which tells a wrong one.
-
-        Raises:
-            ValueError: Another embedding.
-        """
+        """Hydra's directories repeat the embedding of their backbone, which tells a wrong one."""
         expected = self._expected_embedding
         weight = cast(Tensor, backbone.get_input_embeddings().weight)
         if expected is None or weight.is_meta:
@@ -122,11 +118,7 @@ class OfficialLayoutsMixin:
 
 
 def _layout_of(folder: Path) -> HeadLayout:
-    """Find the layout of a directory.
-
-    Raises:
-        ValueError: No known layout.
-    """
+    """Find the layout of a directory."""
     fields = read_json(folder / "config.json")
     if fields.get("model_type") == MTPHeadConfig.model_type:
         raise ValueError(f"{folder} is in this library's own layout: load it with MTPHeads.from_pretrained")

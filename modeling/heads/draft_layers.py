@@ -67,11 +67,7 @@ class LayerAdapters(nn.Module):
         )
 
     def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
-        """Return, by layer, the weights of the backbone's `layers` with what the adapters add at the moment.
-
-        Raises:
-            ValueError: Weights that are no plain matrices (quantised, offloaded, wrapped by peft).
-        """
+        """Return, by layer, the weights of the backbone's `layers` with what the adapters add at the moment."""
         return [self._weights(layer, slot) for slot, layer in enumerate(layers)]
 
     def _weights(self, layer: nn.Module, slot: int) -> Weights:
@@ -103,9 +99,6 @@ class DraftLayers(LayerAdapters):
 
     Args:
         config: Head options: `backbone_config`, `draft_layers`, `draft_lora_rank`, `draft_lora_alpha`.
-
-    Raises:
-        ValueError: More layers than the backbone has, or an architecture whose layers cannot stand alone.
     """
 
     def __init__(self, config: MTPHeadConfig) -> None:
@@ -118,11 +111,7 @@ class DraftLayers(LayerAdapters):
         self.rotary = source.rotary()
 
     def bind(self, backbone: PreTrainedModel) -> BoundLayers:
-        """Return the layers as they stand now, for a step of training or a call of `generate`.
-
-        Raises:
-            ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
-        """
+        """Return the layers as they stand now, for a step of training or a call of `generate`."""
         layers = list(cast(nn.ModuleList, backbone.get_decoder().layers))[-len(self.adapters) :]
         follow_experts(self.config, backbone)
         return BoundLayers(self, self.weights(layers), backbone)

@@ -93,11 +93,7 @@ class SharedHead(nn.Module):
     def forward(
         self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
     ) -> Tensor:
-        """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`.
-
-        Raises:
-            RuntimeError: No backbone was given whose unembedding could be used.
-        """
+        """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`."""
         maps = self.maps[start:num_heads]
         return required(backbone).unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
@@ -127,11 +123,7 @@ def vllm_fields(config: MTPHeadConfig, **values: Any) -> dict[str, Any]:
 
 
 def check_vllm_unembedding(backbone: PreTrainedModel) -> Tensor:
-    """Return the backbone's unembedding [V, d], for vLLM's heads.
-
-    Raises:
-        ValueError: It has a bias.
-    """
+    """Return the backbone's unembedding [V, d], for vLLM's heads."""
     unembedding = output_embeddings(backbone)
     if unembedding.bias is not None:
         raise ValueError(f"layout='vllm' has no bias, which the unembedding of {type(backbone).__name__} has")

@@ -184,11 +184,7 @@ def _names(arch: str, blocks: int) -> Names:
 
 
 def _read(folder: Path) -> Directory:
-    """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name.
-
-    Raises:
-        ValueError: An architecture without released weights, or unknown tensors.
-    """
+    """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name."""
     values, tensors = read_json(folder / "config.json"), read_tensors(sorted(folder.glob("hydra_lm_head.*"))[-1:])
     arch = values.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):

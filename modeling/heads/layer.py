@@ -171,11 +171,7 @@ def _hidden_layers(config: MTPHeadConfig) -> list[int]:
 
 
 def _read(folder: Path) -> Directory:
-    """Return the options of the heads and their tensors.
-
-    Raises:
-        ValueError: A model without further heads.
-    """
+    """Return the options of the heads and their tensors."""
     config, tensors, count = _read_model(folder)
     if count < 2:
         raise ValueError(f"{folder}: n_future_tokens={count}: no heads; MTPHeads.backbone_from_official loads it")

@@ -42,11 +42,7 @@ class OnlineMixin:
 
     @property
     def drafting_part(self) -> nn.Module:
-        """The module that learns.
-
-        Raises:
-            ValueError: There is none apart from the policy's own.
-        """
+        """The module that learns."""
         return cast(nn.Module, self)
 
     @property
@@ -55,11 +51,7 @@ class OnlineMixin:
         return cast(PreTrainedModel, self)
 
     def check_policy(self) -> None:
-        """Refuse a policy that has other sizes than the drafter.
-
-        Raises:
-            ValueError: It has.
-        """
+        """Refuse a policy that has other sizes than the drafter."""
 
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the loss on rows that calls have kept (`collate`), whose gradients of the drafting part are taken."""
@@ -321,11 +313,7 @@ def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def split_states(cached: Tensor, layers: list[int]) -> dict[int, Tensor]:
-    """Return cached states [B, L, S, d] by the indices of their layers.
-
-    Raises:
-        ValueError: Another number of layers.
-    """
+    """Return cached states [B, L, S, d] by the indices of their layers."""
     if cached.dim() != 4 or cached.shape[2] != len(layers):
         wanted = f"[B, L, {len(layers)}, d], the hidden states {layers}"
         raise ValueError(f"cached_states has shape {tuple(cached.shape)}, but this drafter needs {wanted}")

@@ -38,9 +38,6 @@ def depth_targets(
 
     Returns:
         [B, L, n] int64, -100 where there is no target.
-
-    Raises:
-        ValueError: Labels of another number of depths, or neither labels nor shift_labels.
     """
     if shift_labels is not None:
         return _targets_of_shifted(shift_labels, window, attention_mask, position_ids)
@@ -70,9 +67,6 @@ def check_targets(targets: Tensor, vocab_size: int, name: str = "labels") -> Ten
 
     On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
     looks up the logits of targets asserts the same.
-
-    Raises:
-        ValueError: A target that is neither.
     """
     if targets.device.type == "cpu":
         ignored = (targets == IGNORE) & (name != "input_ids")
@@ -181,9 +175,6 @@ def counts_of_update(own: Tensor, given: Tensor | int | None, first: Tensor | No
 
     Returns:
         [n].
-
-    Raises:
-        ValueError: Another number of depths.
     """
     if given is None:
         return own
@@ -236,9 +227,6 @@ def head_loss(
 
     Returns:
         The loss, and what is shown of it, detached.
-
-    Raises:
-        ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
     """
     num_columns = cast(int, head.vocab_size)
     vocab_size = num_columns if vocabulary is None else vocabulary.vocab_size

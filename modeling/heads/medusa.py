@@ -41,11 +41,7 @@ class MedusaHead(BlockHead):
     def forward(
         self, hidden_states: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """`leaf_logits` [..., n, 1, V] of last hidden states [..., d], or those of the positions start .. stop - 1.
-
-        Raises:
-            RuntimeError: No backbone was given.
-        """
+        """`leaf_logits` [..., n, 1, V] of last hidden states [..., d], or those of the positions start .. stop - 1."""
         positions = range(len(self.blocks) + 1)[start:stop]
         logits = [self._logits(position, hidden_states, backbone) for position in positions]
         return {"leaf_logits": torch.stack([exact(part) for part in logits], -2).unsqueeze(-2)}

@@ -57,11 +57,7 @@ class Teacher:
     def of(
         cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, window: int
     ) -> Teacher:
-        """Return a teacher for windows of n tokens after each of the last hidden states [B, L, d].
-
-        Raises:
-            ValueError: There is no backbone to teach.
-        """
+        """Return a teacher for windows of n tokens after each of the last hidden states [B, L, d]."""
         if last_states is None or backbone is None:
             raise ValueError("loss_target='teacher' needs the backbone's last hidden states, and none were given")
         states = last_states.detach()
@@ -297,9 +293,6 @@ class BlockTarget:
             tokens: [B, L, n] int64, the window after every position.
             scored: [B, L, n] bool, where something is scored.
             drafted: [B, L, n] bool, where such a token may be drafted, too.
-
-        Raises:
-            ValueError: There is no verifier.
         """
         if last_states is None or backbone is None:
             raise ValueError("loss_divergence='block' needs the backbone's last hidden states, and none were given")

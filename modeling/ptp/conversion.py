@@ -18,12 +18,7 @@ _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
 
 
 def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, Tensor]]:
-    """Return the configuration and the tensors, in this library's names.
-
-    Raises:
-        ValueError: An embedding of uniforms that this library does not have, or a pickle of more than tensors.
-        FileNotFoundError: No weights in the directory.
-    """
+    """Return the configuration and the tensors, in this library's names."""
     folder = Path(folder)
     values = read_json(folder / "config.json")
     config = _config(folder, values)

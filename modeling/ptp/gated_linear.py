@@ -38,11 +38,7 @@ class GatedLinear(Linear):
             self.siblings.forget()
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Make the adapter, once.
-
-        Raises:
-            ValueError: Another adapter, which could not be told from this one.
-        """
+        """Make the adapter, once."""
         if self.lora_A:
             raise ValueError("PTPForCausalLM has gated adapters and takes no others: merge them before from_backbone")
         super().update_layer(*args, **kwargs)

@@ -44,11 +44,7 @@ class Gate:
         return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
 
     def rows(self, x: Tensor) -> Tensor:
-        """Return a view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
-
-        Raises:
-            ValueError: A layer that sees only some rows (those that were routed to an expert, say).
-        """
+        """Return a view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d]."""
         if x.dim() == 3 and x.shape[1] == self.length:
             return x
         if x.dim() != 2 or x.shape[0] % self.length:
@@ -178,12 +174,7 @@ class Siblings:
 
 
 def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
-    """Give all linear layers of a model but `skip` gated adapters, float32 (float64 for layers of float64), in place.
-
-    Raises:
-        ValueError: The model has no linear layers to adapt.
-        ImportError: peft is not installed.
-    """
+    """Give all linear layers of a model but `skip` gated adapters, float32 (float64 for layers of float64), in place."""
     from peft import LoraConfig, inject_adapter_in_model
 
     from .gated_linear import GatedLinear

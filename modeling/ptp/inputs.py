@@ -20,11 +20,7 @@ from .embedding import GREEDY
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse a model by its configuration.
-
-    Raises:
-        ValueError: Sliding windows, or layers of other kinds than full attention.
-    """
+    """Refuse a model by its configuration."""
     kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
     slides = window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}
     name, needed = config.model_type, "auxiliary rows need a backbone with full attention in every layer"
@@ -40,11 +36,7 @@ def check_logits(config: PreTrainedConfig) -> None:
 
 
 def check_model(backbone: PreTrainedModel) -> None:
-    """Refuse a model by its class.
-
-    Raises:
-        ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
-    """
+    """Refuse a model by its class."""
     name, takes = backbone.config.model_type, signature(backbone.get_decoder().forward).parameters
     reasons = [
         (has_own_cache(backbone), "its attention has a cache of its own and takes no dense masks"),

@@ -120,11 +120,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         return {}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone that the student was not made for.
-
-        Raises:
-            ValueError: Another kind of model, or another size.
-        """
+        """Refuse a backbone that the student was not made for."""
         made = self.config.get_text_config().get_text_config()
         self.check_sizes(backbone, **{name: field(made, name) for name in _SAME})
 

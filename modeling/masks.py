@@ -23,7 +23,7 @@ def check_attention(config: PreTrainedConfig, rows: str) -> None:
         raise ValueError(f"{config.model_type}: {rows} need attn_implementation='sdpa' or 'eager', not {used!r}")
 
 
-def given_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> Tensor:
+def model_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> Tensor:
     """Return what positions see of columns, [B, F, W] bool, as a model takes it, [B, 1, F, W].
 
     Only "sdpa" reads truth values; elsewhere the mask is added to the scores, where True would mean 1. Without a dtype

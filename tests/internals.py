@@ -167,7 +167,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.modules": ("Readout",),
     "tokenahead.modeling.evabyte.geometry": ("Rows",),
-    "tokenahead.modeling.masks": ("given_mask", "grouped_attention", "selected_positions"),
+    "tokenahead.modeling.masks": ("model_mask", "grouped_attention", "selected_positions"),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",

@@ -29,7 +29,7 @@ from ...generation.attach import AttachableDrafter
 from ..draft_vocabulary import DraftIdsMixin
 from ..heads.backbone_parts import BackboneParts, dtype_of, frozen
 from ..heads.learning import States
-from ..masks import given_mask
+from ..masks import model_mask
 from .conversion import resolved_aux_layers
 
 
@@ -242,7 +242,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
         if mask is not None and mask.dim() == 4:
-            return given_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
+            return model_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
         return create_causal_mask(
             config=self.config,
             inputs_embeds=embeddings,

@@ -23,7 +23,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, c
 
 from ...configuration.fields import field, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
-from ..masks import given_mask
+from ..masks import model_mask
 from ..wrapped_models import call_frozen, is_unit, weights_there
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def layer_options(
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
-        attention_mask = given_mask(attention_mask[:, 0], config, states.dtype)
+        attention_mask = model_mask(attention_mask[:, 0], config, states.dtype)
     if masks_padding_alone(config):
         mask = _own_tokens(states, attention_mask)
     else:

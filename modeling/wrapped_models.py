@@ -68,7 +68,7 @@ def checkpoints_activations(model: nn.Module) -> bool:
 
 
 @contextmanager
-def caches_kept(model: nn.Module) -> Iterator[None]:
+def checkpointing_paused(model: nn.Module) -> Iterator[None]:
     """Pause activation checkpointing inside `model` where there are no gradients.
 
     Layers of transformers drop their cache while they checkpoint, whether or not there will be a backward pass: a model

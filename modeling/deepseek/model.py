@@ -20,7 +20,7 @@ from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
 from ..masks import selected_positions
 from ..outputs import DeepSeekMTPOutput, states_asked_for
-from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
+from ..wrapped_models import AroundBackboneMixin, PicklableMixin, checkpointing_paused
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized
 from .export import OfficialCheckpointModel, official_device_map, own_device_map
@@ -321,7 +321,7 @@ class DeepSeekMTP(
             "use_cache": use_cache,
             "output_hidden_states": states_asked_for(output_hidden_states, self.config),
         }
-        with caches_kept(self):
+        with checkpointing_paused(self):
             found = run_main(self.main, input_ids, inputs_embeds, position_ids, inputs)
         outputs, position_ids = found.outputs, found.position_ids
         places = None if position_ids is None else text_positions(position_ids)

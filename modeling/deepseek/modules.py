@@ -32,7 +32,7 @@ from ..heads.backbone_parts import (
     rotated,
     set_cache_slots,
 )
-from ..wrapped_models import caches_kept, call
+from ..wrapped_models import call, checkpointing_paused
 
 
 class MTPModule(GradientCheckpointingLayer):
@@ -218,7 +218,7 @@ class MTPModules(nn.Module):
         """
         index = min(k, self.count) - 1
         options = prepared or self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
-        with caches_kept(self):
+        with checkpointing_paused(self):
             return self[index](hidden_states, inputs_embeds, **options)
 
     def options(

@@ -20,7 +20,13 @@ from ..loading import StrictLoadingMixin
 from ..loss_options import OwnLossMixin
 from ..masks import additive_mask, selected_positions
 from ..outputs import PTPOutput, states_asked_for
-from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
+from ..wrapped_models import (
+    AroundBackboneMixin,
+    PicklableMixin,
+    checkpointing_paused,
+    checkpoints_activations,
+    merged_copy,
+)
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
 from .inputs import check_config, check_logits, check_model, check_positions, check_uniforms, has_slots
@@ -264,7 +270,7 @@ class PTPForCausalLM(
         check_positions(self.config, position_ids)
         if self.backbone.training and checkpoints_activations(self.backbone):
             keep_gates(self.backbone)
-        with caches_kept(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
+        with checkpointing_paused(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
             outputs = self.backbone.get_decoder()(
                 inputs_embeds=embeds,
                 attention_mask=_as_mask(attention_mask, embeds),

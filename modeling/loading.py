@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import __version__
-from .remote_code import TRAVELS, TravellingMixin, check_choice, is_ours, whole_folder
+from .remote_code import TRAVELS, TravellingMixin, check_choice, is_ours, whole_directory
 from .wrapped_models import fingerprint
 
 LIBRARY = "tokenahead"
@@ -24,7 +24,7 @@ _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision"
 class SavingMixin(TravellingMixin):
     """`save_pretrained` and `push_to_hub` of a model or drafter.
 
-    A subclass that writes its tensors in its own way overrides `_write_folder`.
+    A subclass that writes its tensors in its own way overrides `_write_directory`.
     """
 
     def save_pretrained(
@@ -70,8 +70,8 @@ class SavingMixin(TravellingMixin):
             config.backbone_fingerprint = found or vars(config).get("backbone_fingerprint")
         if is_ours(type(config)):  # Auto classes mark a class that came with a directory: its code is added here
             config._auto_class = None
-        with nullcontext(target) if spread else whole_folder(target, kwargs.get("variant")) as folder:
-            self._write_folder(folder, is_main_process, state_dict, **kwargs)
+        with nullcontext(target) if spread else whole_directory(target, kwargs.get("variant")) as folder:
+            self._write_directory(folder, is_main_process, state_dict, **kwargs)
             if is_main_process:
                 self.add_code(folder, remote_code)
         if push_to_hub and is_main_process:
@@ -92,7 +92,7 @@ class SavingMixin(TravellingMixin):
             raise ValueError(f"remote_code={remote_code!r}: {reason}; leave remote_code out")
         return {}, {}
 
-    def _write_folder(
+    def _write_directory(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write everything but code into a directory."""

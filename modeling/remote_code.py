@@ -26,7 +26,7 @@ from .. import __version__
 
 
 @contextmanager
-def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
+def whole_directory(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
     """Yield a directory to write into, whose files move to `target` once all of them are complete.
 
     An exception, Ctrl-C or a full disk leaves `target` unchanged, or absent.
@@ -74,7 +74,7 @@ def _is_weights(name: str, variant: str | None) -> bool:
 
 logger = logging.get_logger(__name__)
 
-CODE_FOLDER = "tokenahead_code"
+CODE_DIRECTORY = "tokenahead_code"
 """Where a saved directory has its code."""
 TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 """Whether this very file came with a model."""
@@ -180,8 +180,8 @@ class TravellingMixin:
         config = type(getattr(self, "config", None))
         names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(self.remote_classes)
         entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
-        written = {f"{CODE_FOLDER}/{name}": text for name, text in (files | {"README.md": _README}).items()}
-        return {name: f"{CODE_FOLDER}/{entry}.{found}" for name, found in names.items()}, written
+        written = {f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()}
+        return {name: f"{CODE_DIRECTORY}/{entry}.{found}" for name, found in names.items()}, written
 
 
 class TravellingTokenizerMixin(TravellingMixin):
@@ -218,7 +218,7 @@ class TravellingTokenizerMixin(TravellingMixin):
         """
         target = Path(save_directory)
         hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
-        with whole_folder(target) as folder:
+        with whole_directory(target) as folder:
             names = super().save_pretrained(folder, *args, **kwargs)
             self.add_code(folder, self._pushed_code if remote_code == "auto" else remote_code)
         if push_to_hub:

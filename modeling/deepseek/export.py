@@ -60,7 +60,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         if is_main_process and self.draft_vocabulary is None:
             (Path(save_directory) / FILE).unlink(missing_ok=True)
 
-    def _write_folder(
+    def _write_directory(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write one ordinary checkpoint that transformers, vLLM and SGLang read.

@@ -201,7 +201,7 @@ class EagleHead(
         head.config.name_or_path = str(name)
         return (head, info) if wants_info else head
 
-    def _write_folder(
+    def _write_directory(
         self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write a checkpoint in the layout that the head was loaded from; a new head's is ours."""
@@ -209,7 +209,7 @@ class EagleHead(
         if self.config.layout == "tokenahead":
             if self.config.base_model_type is None and self.is_attached:
                 self.config.base_model_type = self.backbone.config.get_text_config().model_type
-            super()._write_folder(folder, is_main_process, state_dict, **kwargs)
+            super()._write_directory(folder, is_main_process, state_dict, **kwargs)
         elif is_main_process:
             write_layout(self, folder, self.config.layout, state_dict)
 

@@ -30,14 +30,14 @@ _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
     """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
     embeddings = cast(Any, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
-    tensors = folder_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
+    tensors = layout_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(written, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    write_json(folder / CONFIG_NAME, folder_config(head.config, layout, head.dtype))
+    write_json(folder / CONFIG_NAME, layout_config(head.config, layout, head.dtype))
 
 
-def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:
+def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of config.json in a layout, for tensors of `dtype`."""
     values = config.to_dict()
     options = {name: values[name] for name in _OPTIONS_OF_3}
@@ -101,7 +101,7 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
     return values | ({"loss_options": config.loss_options} if config.loss_options else {})
 
 
-def folder_tensors(
+def layout_tensors(
     config: EagleHeadConfig, layout: str, state: dict[str, Tensor], embeddings: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return a head's tensors under the layout's names; `embeddings` are the backbone's, which some layouts repeat."""

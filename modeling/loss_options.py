@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import LOSSES, PLACES
+from .heads.teacher import LOSSES, WEIGHTINGS
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
@@ -71,7 +71,7 @@ class LossOptions:
 
     def check(self) -> None:
         """Validate the shared options."""
-        check_values(self, {"divergence": LOSSES, "places": PLACES}, {"label_weight": "[0, 1]"})
+        check_values(self, {"divergence": LOSSES, "places": WEIGHTINGS}, {"label_weight": "[0, 1]"})
         if self.places != "all" and self.divergence != "block":
             raise ValueError(f"places={self.places!r} is an option of divergence='block'")
 

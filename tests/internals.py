@@ -183,7 +183,7 @@ _NAMES = {
         "accepted_along",
         "call_weights",
         "cycle_starts",
-        "place_weights",
+        "position_weights",
         "DIVERGENCES",
         "acceptance",
         "divergence",

@@ -164,7 +164,7 @@ def log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.minimum(log_p, log_q).logsumexp(-1)
 
 
-PLACES = ("all", "calls")
+WEIGHTINGS = ("all", "calls")
 """Which places count how much: all alike, or by what a rejection there costs."""
 
 
@@ -217,11 +217,11 @@ def call_weights(accepted: Tensor, places: Tensor) -> Tensor:
     return cycle_starts(accepted, places)[..., None] * (after[..., :-1] - after[..., 1:])
 
 
-def place_weights(kind: str, accepted: Tensor, places: Tensor) -> Tensor:
+def position_weights(kind: str, accepted: Tensor, places: Tensor) -> Tensor:
     """Return the weights of m_k, [B, L, m], like `accepted`: 0 where no cycle begins.
 
     Args:
-        kind: One of `PLACES`.
+        kind: One of `WEIGHTINGS`.
         accepted: [B, L, m]; read for `"calls"` alone, on the processor.
         places: [B, L] bool, see `cycle_starts`.
     """
@@ -250,12 +250,12 @@ def block_terms(
         log_p: [B, L, m].
         drafted: [B, L, m] bool.
         places: [B, L] bool, see `cycle_starts`.
-        kind: One of `PLACES`.
+        kind: One of `WEIGHTINGS`.
         label_weight: Share of the likelihood of drafted tokens that is mixed in.
     """
     drafted = drafted & places[..., None]
     accepted = accepted_along(log_q, log_p, drafted)
-    terms = -(1 - label_weight) * place_weights(kind, accepted.detach(), places) * accepted
+    terms = -(1 - label_weight) * position_weights(kind, accepted.detach(), places) * accepted
     if label_weight:
         terms = terms - label_weight * torch.where(drafted, log_q, 0.0)
     return terms, accepted.detach()
@@ -317,4 +317,4 @@ class BlockTarget:
     def by_calls(self, accepted: Tensor) -> None:
         """Weigh places by what a rejection there costs, from m_k at all of them, [B, L, n - 1]."""
         log_p, drafted, weights = self.arguments
-        self.arguments = log_p, drafted, place_weights("calls", accepted, weights[..., 0].bool())
+        self.arguments = log_p, drafted, position_weights("calls", accepted, weights[..., 0].bool())

@@ -16,15 +16,15 @@ FEATURES = ("bits", "arithmetic", "threshold", "scalar", "interpolate")
 _LAST = 1 - 2**-24  # the last float32 below 1
 
 
-def place(token: Tensor, probs: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def uniform_for(token: Tensor, probs: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Return a float32 uniform that picks a token [...], at the share z [...] of its interval in probs [..., v].
 
-    Also returned is where it is valid, see `place_between`.
+    Also returned is where it is valid, see `uniform_between`.
     """
-    return place_between(*interval(token, probs), z)
+    return uniform_between(*interval(token, probs), z)
 
 
-def place_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def uniform_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Return a float32 in [low, high), at the share z.
 
     Rounding low + z (high - low) to float32 may leave the interval; the result is clamped to the floats inside it.

@@ -223,7 +223,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.uniforms": (
         "best_of",
-        "place",
+        "uniform_for",
         "beta_shares",
         "uniform_features",
     ),

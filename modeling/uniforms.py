@@ -17,10 +17,7 @@ _LAST = 1 - 2**-24  # the last float32 below 1
 
 
 def uniform_for(token: Tensor, probs: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a float32 uniform that picks a token [...], at the share z [...] of its interval in probs [..., v].
-
-    Also returned is where it is valid, see `uniform_between`.
-    """
+    """Return `uniform_between` of the interval that picks a token [...] in probs [..., v], at its share z [...]."""
     return uniform_between(*interval(token, probs), z)
 
 
@@ -46,10 +43,7 @@ def uniform_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tenso
 
 
 def beta_shares(like: Tensor, concentration: float, generator: torch.Generator | None = None) -> Tensor:
-    """Return the shares z ~ Beta(b, b) of intervals, [...] float64: b < 1 favours their borders, 1 is uniform.
-
-    `like` [...] gives shape and device.
-    """
+    """Return shares z ~ Beta(b, b) of intervals, like `like` [...], in float64: b < 1 favours borders, 1 is uniform."""
     if concentration == 1:
         return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float64)
     shape = torch.full(like.shape, concentration, dtype=torch.float64, device=like.device)

@@ -31,22 +31,22 @@ def unwrap(model: Any) -> PreTrainedModel:
         within = uncompiled(within.get_base_model())
     if isinstance(within, nn.Module) and hasattr(within, "config"):
         return cast(PreTrainedModel, within)
-    raise TypeError(f"a {type(within).__name__} is no model of transformers; give a PreTrainedModel or a PeftModel")
+    raise TypeError(f"a {type(within).__name__} is no model of transformers; pass a PreTrainedModel or a PeftModel")
 
 
 def has_own_cache(model: PreTrainedModel) -> bool:
-    """Return whether a model has caches of a kind of its own (`own_cache`), and not those of transformers."""
+    """Return whether a model has caches of its own class (`own_cache`), and not those of transformers."""
     make = getattr(model, "own_cache", None)
     return make is not None and make() is not None
 
 
 def fingerprint(model: PreTrainedModel) -> str | None:
-    """Return the shapes and a hash of the unembedding and the last norm, by which a drafter knows its backbone again.
+    """Return the shapes and a hash of the unembedding and the last norm, by which a drafter identifies its backbone.
 
     At most 1,024 rows of each are read, as bfloat16, so that a model has one fingerprint in float32 and bfloat16. None:
-    there are no such weights to read, because they are quantised, sharded, offloaded or in float16.
+    these weights cannot be read, because they are quantised, sharded, offloaded or in float16.
     """
-    if not isinstance(model, PreTrainedModel):  # something that stands in for one has no names to read by
+    if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None
     unembedding, parts = model.get_output_embeddings(), [*cast(Any, model).get_decoder().children()]
     norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
@@ -75,19 +75,19 @@ def checkpointing_paused(model: nn.Module) -> Iterator[None]:
     that is left in train mode would decode every token without its past.
     """
     idle = model.training and not torch.is_grad_enabled()
-    attributes = [vars(module) for module in model.modules()] if idle else []
-    paused = [own for own in attributes if own.get("gradient_checkpointing")]
+    states = [vars(module) for module in model.modules()] if idle else []
+    paused = [state for state in states if state.get("gradient_checkpointing")]
     try:
-        for own in paused:
-            own["gradient_checkpointing"] = False
+        for state in paused:
+            state["gradient_checkpointing"] = False
         yield
     finally:
-        for own in paused:
-            own["gradient_checkpointing"] = True
+        for state in paused:
+            state["gradient_checkpointing"] = True
 
 
 @contextmanager
-def weights_there(module: nn.Module) -> Iterator[None]:
+def weights_fetched(module: nn.Module) -> Iterator[None]:
     """Let accelerate's hook fetch the weights that a module holds itself, where they are offloaded."""
     hook = vars(module).get("_hf_hook")
     if hook is not None:
@@ -100,13 +100,13 @@ def weights_there(module: nn.Module) -> Iterator[None]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all parts below."""
+    """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all submodules."""
     state = dict(model.state_dict())
     for prefix, module in model.named_modules():
         if "_hf_hook" in vars(module):
-            with weights_there(module):
-                there = module.state_dict(prefix=f"{prefix}." if prefix else "")
-                state |= {name: tensor for name, tensor in there.items() if not tensor.is_meta}
+            with weights_fetched(module):
+                fetched = module.state_dict(prefix=f"{prefix}." if prefix else "")
+                state |= {name: tensor for name, tensor in fetched.items() if not tensor.is_meta}
     return state
 
 
@@ -131,7 +131,7 @@ def readable(model: PreTrainedModel) -> Iterator[None]:
     parts = dict.fromkeys([model, model.base_model, model.get_input_embeddings(), model.get_output_embeddings()])
     units = [part for part in parts if isinstance(part, FSDPModule)]
     gather(units)
-    handle = model.register_forward_hook(lambda *_: gather(units)) if units else None  # behind the hook that shards
+    handle = model.register_forward_hook(lambda *_: gather(units)) if units else None  # after the hook that shards
     try:
         yield
     finally:
@@ -144,9 +144,9 @@ def readable(model: PreTrainedModel) -> Iterator[None]:
 def call(module: nn.Module, *args: Any) -> Any:
     """Return `module(*args)`; of an FSDP2 unit without its hooks.
 
-    A loss in chunks goes backward through the unembedding while the model's forward is still running. The hooks of such
-    a unit would take that for the end of its own backward, give its weight back and leave the gradient that comes later
-    unreduced. So the unit is gathered first, and then its `forward` is called, which has no hooks.
+    A loss in chunks runs backward through the unembedding while the model's forward is still running. The hooks of such
+    a unit would take that for the end of its own backward, free its weight and leave later gradients unreduced. So the
+    unit is gathered first, and then its `forward` is called, which has no hooks.
     """
     if not is_unit(module):
         return module(*args)
@@ -157,11 +157,18 @@ def call(module: nn.Module, *args: Any) -> Any:
 def call_frozen(unit: nn.Module, *args: Any) -> Tensor:
     """Return `call` of a unit; gradients reach the arguments but no parameter."""
     gather([unit])
-    learning = [parameter for parameter in unit.parameters() if parameter.requires_grad]
-    for parameter in learning:
-        parameter.requires_grad_(False)
-    try:
+    with parameters_frozen(unit):
         return unit.forward(*args)
+
+
+@contextmanager
+def parameters_frozen(module: nn.Module) -> Iterator[None]:
+    """Let no parameter of a module require a gradient."""
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        yield
     finally:
         for parameter in learning:
             parameter.requires_grad_(True)
@@ -186,7 +193,7 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
 def drop_collectors(model: nn.Module) -> None:
     """Remove the local functions that transformers leaves on a model's layers, which cannot be pickled.
 
-    They collect hidden states, and are added again by the next call that requests some.
+    They collect hidden states, and the next call that requests some adds them again.
     """
     for module in model.modules():
         hooks = module._forward_hooks
@@ -223,11 +230,11 @@ class OfBackboneMixin:
         """Ignore the value."""
 
     def check_sizes(self, backbone: PreTrainedModel, **made: Any) -> None:
-        """Refuse a backbone, some field of whose configuration is not what the drafter was `made` for."""
-        own, other = type(self).__name__, type(backbone).__name__
+        """Refuse a backbone whose configuration has a field with another value than the drafter was `made` for."""
+        drafter, other = type(self).__name__, type(backbone).__name__
         for name, wanted in made.items():
-            if (found := field(backbone.config.get_text_config(), name)) != wanted:
-                raise ValueError(f"{name}: this {own} was made for {wanted!r}, but {other} has {found!r}")
+            if (actual := field(backbone.config.get_text_config(), name)) != wanted:
+                raise ValueError(f"{name}: this {drafter} was made for {wanted!r}, but {other} has {actual!r}")
 
     def _supports_logits_to_keep(self) -> bool:
         """Refuse to be run by transformers itself, with a model that the drafter is not attached to."""
@@ -235,8 +242,8 @@ class OfBackboneMixin:
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Refuse: a drafter that was made for one vocabulary fits no other."""
-        made = f"{type(self).__name__} for vocab_size={self.config.vocab_size}"
-        raise ValueError(f"a {made} cannot be resized: resize its backbone, and make a new one")
+        drafter = f"{type(self).__name__} for vocab_size={self.config.vocab_size}"
+        raise ValueError(f"a {drafter} cannot be resized: resize its backbone, and make a new one")
 
 
 class AroundBackboneMixin:
@@ -279,7 +286,7 @@ def carries_adapters(model: nn.Module) -> bool:
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the layers that peft has adapted (each a `BaseTunerLayer`), with their names."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where it was never imported, nobody can have adapted any
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # without an import nothing can be adapted
     if tuners is None:
         return []
     return [(name, module) for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)]
@@ -294,7 +301,7 @@ def merged_copy(model: Any) -> PreTrainedModel:
     if not carries_adapters(wrapped):
         return sharing_copy(within)
     if wrapped is not within and any(config.is_prompt_learning for config in wrapped.peft_config.values()):
-        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
+        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; pass the model within")
     _check_layers(within)
     copied = sharing_copy(within, ignore_adapters=True)
     for name, layer in adapted_layers(copied):
@@ -305,7 +312,7 @@ def merged_copy(model: Any) -> PreTrainedModel:
 
 
 def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
-    """Return marks that change when the adapters of a model are trained, switched, merged or removed."""
+    """Return values that change when the adapters of a model are trained, switched, merged or removed."""
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
         + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
@@ -320,7 +327,7 @@ def _check_layers(model: nn.Module) -> None:
             name = name.removesuffix(".modules_to_save")
             raise ValueError(f"{name} is in modules_to_save of peft: merge_and_unload() the PeftModel first")
         if type(layer).__name__ == "GatedLinear":
-            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: give the model that it was made from")
+            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: pass the model that it was made from")
     for name, layer in adapted_layers(model):
         base, weight = layer.get_base_layer(), layer.weight
         if not weight.is_floating_point():

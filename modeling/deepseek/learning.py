@@ -12,6 +12,7 @@ from ..heads.learning import STATES, OnlineMixin
 from ..heads.losses import depth_targets
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
+from ..wrapped_models import parameters_frozen
 from .losses import chain_loss, depth_weights, teacher_forced
 from .main_model import OverMainModel, has_towers, mapped_state
 
@@ -47,8 +48,6 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
         """See `OnlineMixin`; no gradient reaches the main model."""
         ids, mask, places = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
         state = batch[STATES][:, :, 0]
-        head = cast(nn.Module, self.main.get_output_embeddings())
-        learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
         with torch.no_grad():
             embeds = cast(nn.Module, self.main.get_input_embeddings())(ids)
             hidden = state
@@ -58,13 +57,8 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
             embeds = self.mtp.embed_tokens(ids)
         targets = depth_targets(batch["labels"], self.window, mask, places)
         chain = [hidden, *self.chain(state, embeds, mask, places, self.window - 1)[1:]]
-        for parameter in learning:
-            parameter.requires_grad_(False)
-        try:
+        with parameters_frozen(cast(nn.Module, self.main.get_output_embeddings())):
             return cast(Tensor, self.chain_loss(chain, targets).loss)
-        finally:
-            for parameter in learning:
-                parameter.requires_grad_(True)
 
     def chain(
         self,

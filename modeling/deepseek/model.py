@@ -19,7 +19,7 @@ from ..heads.losses import depth_targets
 from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
 from ..masks import selected_positions
-from ..outputs import DeepSeekMTPOutput, states_asked_for
+from ..outputs import DeepSeekMTPOutput, requested_states
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, checkpointing_paused
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized
@@ -319,7 +319,7 @@ class DeepSeekMTP(
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "use_cache": use_cache,
-            "output_hidden_states": states_asked_for(output_hidden_states, self.config),
+            "output_hidden_states": requested_states(output_hidden_states, self.config),
         }
         with checkpointing_paused(self):
             found = run_main(self.main, input_ids, inputs_embeds, position_ids, inputs)

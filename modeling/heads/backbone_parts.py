@@ -24,7 +24,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, c
 from ...configuration.fields import field, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
 from ..masks import model_mask
-from ..wrapped_models import call_frozen, is_unit, weights_there
+from ..wrapped_models import call_frozen, is_unit, weights_fetched
 
 if TYPE_CHECKING:
     from ..draft_vocabulary import DraftVocabulary
@@ -136,7 +136,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
             if own.bias is not None:
                 own.bias.copy_(given(own.weight.new_zeros(1, own.in_features))[0])
             continue
-        with weights_there(given):
+        with weights_fetched(given):
             stored = dict(given.named_parameters(recurse=False))
             for part, weight in own.named_parameters(recurse=False):
                 weight.copy_(stored[part])

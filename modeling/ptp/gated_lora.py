@@ -174,7 +174,7 @@ class Siblings:
 
 
 def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
-    """Give all linear layers of a model but `skip` gated adapters, in float32 (float64 for float64 layers), in place."""
+    """Give all linear layers of a model but `skip` gated adapters, float32 (float64 in float64 layers), in place."""
     from peft import LoraConfig, inject_adapter_in_model
 
     from .gated_linear import GatedLinear

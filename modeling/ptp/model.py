@@ -19,7 +19,7 @@ from ..heads.window_distribution import FactorisedDistribution, SequentialDistri
 from ..loading import StrictLoadingMixin
 from ..loss_options import OwnLossMixin
 from ..masks import additive_mask, selected_positions
-from ..outputs import PTPOutput, states_asked_for
+from ..outputs import PTPOutput, requested_states
 from ..wrapped_models import (
     AroundBackboneMixin,
     PicklableMixin,
@@ -277,7 +277,7 @@ class PTPForCausalLM(
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
-                output_hidden_states=states_asked_for(output_hidden_states, self.config, self.backbone.config),
+                output_hidden_states=requested_states(output_hidden_states, self.config, self.backbone.config),
                 **kwargs,
             )
         hidden, head = outputs.last_hidden_state, self.get_output_embeddings()

@@ -166,7 +166,7 @@ _NAMES = {
         "teacher_forced",
     ),
     "tokenahead.modeling.deepseek.modules": ("Readout",),
-    "tokenahead.modeling.evabyte.geometry": ("Rows",),
+    "tokenahead.modeling.evabyte.geometry": ("SequenceMap",),
     "tokenahead.modeling.masks": ("model_mask", "grouped_attention", "selected_positions"),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",

@@ -62,12 +62,12 @@ class DraftLayersMixin:
     distribution_of_features: Callable[[Tensor], WindowDistribution]
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
-        """Put draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
+        """Add draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
 
         Args:
-            count: k, so many of the backbone's last layers; 0 removes them, and the backbone remains frozen until
+            count: k, the number of the backbone's last layers; 0 removes them, and the backbone remains frozen until
                 `train_only` is called.
-            rank: Of their adapters.
+            rank: Rank of their adapters.
             alpha: Scale times rank; None: twice the rank.
 
         Raises:
@@ -172,10 +172,7 @@ class OwnAndDraftHeads(nn.Module):
 
 
 def split_heads(weight: Tensor, vocab_size: int, num_drafts: int) -> dict[str, Tensor]:
-    """Return the weights of the own head and of the draft heads from those of all heads [N V, D], by name.
-
-    A weight of the own head alone is returned as it is.
-    """
+    """Return the weights of the own head and of any draft heads from those of all heads [N V, D], by name."""
     if not num_drafts or len(weight) == vocab_size:
         return {OWN: weight}
     return {OWN: weight[:vocab_size].clone(), DRAFTS: weight[vocab_size:].clone()}
@@ -213,7 +210,7 @@ class SplitHeads(ConversionOps):
         if len(parts) == 2:
             return {OWN: torch.cat([parts[OWN], parts[DRAFTS]])}
         if config.num_pred_heads > 1 and not (DRAFTS in parts and config.tie_word_embeddings):
-            raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which lie in another shard")
+            raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which are in another shard")
         return parts
 
     @property

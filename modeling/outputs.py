@@ -88,7 +88,7 @@ class EagleOutput(CausalLMOutputWithPast):
 
 @dataclass
 class PTPOutput(CausalLMOutputWithPast):
-    """Output of a causal language model with auxiliary rows.
+    """Output of a causal language model with auxiliary positions.
 
     Attributes:
         read: Result of the function `read` on the last hidden states; `logits` are None then.

@@ -88,7 +88,7 @@ class EvaBlock:
         return self.on_device()
 
     def count_from(self, summaries: int, offsets: int, length: int) -> Tensor:
-        """Return s, s + 1, .. [R or 1, length], s = `summaries` * (a sequence's summaries) + `offsets` * (raw tokens)."""
+        """Return s, s + 1, .. [R or 1, length], s = `summaries` * (its summaries) + `offsets` * (its raw tokens)."""
         if self.is_uniform:
             start = summaries * self.summaries[0] + offsets * self.offsets[0]
             return cached_range(start, length, self.device)[None]
@@ -224,7 +224,7 @@ class SequenceMap:
 
     @classmethod
     def from_documents(cls, mask: Tensor, position_ids: Tensor) -> SequenceMap:
-        """Return a map with one sequence per document, which starts where the batch's do or `position_ids` [B, L] is 0."""
+        """Return a map of documents, which start where the batch's sequences do or `position_ids` [B, L] is 0."""
         batch, length = mask.shape
         starts = mask & ((position_ids.expand(batch, length) == 0) | (mask.cumsum(1) == 1))
         real = mask.flatten().nonzero()[:, 0]

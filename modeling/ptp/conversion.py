@@ -17,23 +17,23 @@ _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate",
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
 
 
-def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, Tensor]]:
+def read_official(directory: str | PathLike) -> tuple[PTPConfig, dict[str, Tensor]]:
     """Return the configuration and the tensors, in this library's names."""
-    folder = Path(folder)
-    values = read_json(folder / "config.json")
-    config = _config(folder, values)
-    found = dict(_renamed(_PREFIXES.sub("", name), tensor) for name, tensor in _tensors(folder).items())
-    for layer in [name.split(".lora_")[0] for name in found if ".lora_A." in name]:
+    directory = Path(directory)
+    values = read_json(directory / "config.json")
+    config = _config(directory, values)
+    tensors = dict(_renamed(_PREFIXES.sub("", name), tensor) for name, tensor in _tensors(directory).items())
+    for layer in [name.split(".lora_")[0] for name in tensors if ".lora_A." in name]:
         for part in ("weight", "bias"):
-            if (tensor := found.pop(f"{layer}.{part}", None)) is not None:
-                found[f"{layer}.base_layer.{part}"] = tensor
-    return config, found
+            if (tensor := tensors.pop(f"{layer}.{part}", None)) is not None:
+                tensors[f"{layer}.base_layer.{part}"] = tensor
+    return config, tensors
 
 
-def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
+def _config(directory: Path, values: dict[str, Any]) -> PTPConfig:
     kind = values["aux_embedding"]
     if kind not in _EMBEDDINGS:
-        raise ValueError(f"{folder}: aux_embedding={kind!r} is not supported; {', '.join(_EMBEDDINGS)} are")
+        raise ValueError(f"{directory}: aux_embedding={kind!r} is not supported; {', '.join(_EMBEDDINGS)} are")
     features, bias = _EMBEDDINGS[kind]
     llama = dict(values["llama"])
     rope = {"rope_theta": llama.pop("rope_theta"), "rope_type": llama.pop("rope_type", "default")}
@@ -49,12 +49,12 @@ def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
     )
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(directory: Path) -> dict[str, Tensor]:
     """Return all tensors of a directory; pickles are read with `weights_only=True`."""
     for patterns in (["*.safetensors"], ["weights.npz"], ["*.ckpt", "*.pt", "*.bin"]):
-        if files := sorted(file for pattern in patterns for file in folder.glob(pattern)):
+        if files := sorted(file for pattern in patterns for file in directory.glob(pattern)):
             return read_tensors(files[:1])
-    raise FileNotFoundError(f"{folder}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
+    raise FileNotFoundError(f"{directory}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
 
 
 def _renamed(name: str, tensor: Tensor) -> tuple[str, Tensor]:

@@ -11,7 +11,7 @@ from .gated_lora import Siblings, current_gate, with_adapter
 
 
 class GatedLinear(Linear):
-    """W x everywhere, and s B (A x) added on auxiliary rows.
+    """W x everywhere, and s B (A x) added at auxiliary positions.
 
     Attributes:
         siblings: The adapters that read the same input, this one among them.

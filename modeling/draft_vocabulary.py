@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from .heads.backbone_parts import frozen
 from .wrapped_models import is_unit
 
+TokenIds = Sequence[int] | Tensor
 FILE = "draft_vocabulary.json"
 """A file of the checkpoint with a list of token ids, which engines and transformers ignore."""
 
@@ -37,7 +38,7 @@ class DraftVocabulary:
         ValueError: No ids, ids out of range, or a repeated id.
     """
 
-    def __init__(self, ids: Sequence[int] | Tensor, vocab_size: int, name: str = "draft_vocabulary") -> None:
+    def __init__(self, ids: TokenIds, vocab_size: int, name: str = "draft_vocabulary") -> None:
         self.ids = torch.as_tensor(ids).detach().to("cpu", torch.long).flatten().sort().values
         if not len(self.ids):
             raise ValueError(f"{name} is empty; give at least one token id, or None")
@@ -53,7 +54,7 @@ class DraftVocabulary:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state without rows gathered from a head: copies gather their own."""
         return self.__dict__ | {"_rows": None, "_on_device": {}}
 
@@ -117,7 +118,7 @@ class DraftIdsMixin:
     """The draft vocabulary of a drafter with tensors of that size, as a buffer `d2t`."""
 
     draft_size: int
-    config: Any
+    config: PreTrainedConfig
     device: torch.device
     named_buffers: Callable[..., Iterable[tuple[str, Tensor]]]
     register_buffer: Callable[..., None]

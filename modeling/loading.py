@@ -171,7 +171,9 @@ class StrictLoadingMixin(SavingMixin):
         return (model, info) if wants_info else model
 
     @classmethod
-    def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
+    def check_model_type(
+        cls, name: str | PathLike | None, config: str | PathLike | PreTrainedConfig | None = None, **hub: Any
+    ) -> None:
         """Check the architecture in a directory's config.json.
 
         Args:

@@ -135,7 +135,7 @@ class TravellingMixin:
     _config_file: str = CONFIG_NAME
 
     @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
         """As in transformers, for classes of users; this library's own save their code without that.
 
         Auto classes call it on what they load with trust; transformers would then copy code by its own rule as well.
@@ -161,7 +161,7 @@ class TravellingMixin:
             files[path.name] = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
         write_code(folder, files)
 
-    def _written_map(self, auto_map: dict[str, str]) -> dict[str, Any]:
+    def _written_map(self, auto_map: dict[str, str]) -> Mapping[str, object]:
         """Return the `auto_map` as the directory's config holds it."""
         return auto_map
 
@@ -190,7 +190,7 @@ class TravellingTokenizerMixin(TravellingMixin):
     _config_file = "tokenizer_config.json"
     _pushed_code: str | None = "auto"
 
-    def _written_map(self, auto_map: dict[str, str]) -> dict[str, Any]:
+    def _written_map(self, auto_map: dict[str, str]) -> Mapping[str, object]:
         return {name: (found, None) for name, found in auto_map.items()}
 
     def save_pretrained(

@@ -20,18 +20,20 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 Tensors = dict[str, Tensor]
 """Tensors by name."""
+Fields = dict[str, Any]
+"""Fields of a JSON file."""
 Value = TypeVar("Value")
 Names = Sequence[tuple[str, str]]
 """Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> Fields:
     """Return the fields of a JSON file; none where there is no such file."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def write_json(file: Path, values: Mapping[str, Any]) -> None:
+def write_json(file: Path, values: Mapping[str, object]) -> None:
     """Write fields as JSON."""
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 

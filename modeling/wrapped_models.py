@@ -5,28 +5,29 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..configuration.fields import field
 
+Model = TypeVar("Model")
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def uncompiled(model: Any) -> Any:
+def uncompiled(model: Model) -> Model:
     """Return the model that `torch.compile` has wrapped, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
-def unwrap(model: Any) -> PreTrainedModel:
+def unwrap(model: object) -> PreTrainedModel:
     """Return the model within a PeftModel, within a compiled one, or the model itself."""
-    within = uncompiled(model)
+    within: Any = uncompiled(model)
     if hasattr(within, "peft_config") and callable(getattr(within, "get_base_model", None)):
         within = uncompiled(within.get_base_model())
     if isinstance(within, nn.Module) and hasattr(within, "config"):
@@ -48,7 +49,7 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     """
     if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None
-    unembedding, parts = model.get_output_embeddings(), [*cast(Any, model).get_decoder().children()]
+    unembedding, parts = model.get_output_embeddings(), [*model.get_decoder().children()]
     norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
     weight = getattr(unembedding, "weight", None)
     weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]
@@ -141,7 +142,7 @@ def readable(model: PreTrainedModel) -> Iterator[None]:
             unit.reshard()
 
 
-def call(module: nn.Module, *args: Any) -> Any:
+def call(module: nn.Module, *args: object) -> Any:
     """Return `module(*args)`; of an FSDP2 unit without its hooks.
 
     A loss in chunks runs backward through the unembedding while the model's forward is still running. The hooks of such
@@ -154,7 +155,7 @@ def call(module: nn.Module, *args: Any) -> Any:
     return module.forward(*args)
 
 
-def call_frozen(unit: nn.Module, *args: Any) -> Tensor:
+def call_frozen(unit: nn.Module, *args: object) -> Tensor:
     """Return `call` of a unit; gradients reach the arguments but no parameter."""
     gather([unit])
     with parameters_frozen(unit):
@@ -205,7 +206,7 @@ def drop_collectors(model: nn.Module) -> None:
 class PicklableMixin(nn.Module):
     """A model around one of transformers that can be pickled after hidden states were collected."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return all attributes, after those functions are removed."""
         drop_collectors(self)
         return vars(self)
@@ -215,7 +216,7 @@ class OfBackboneMixin:
     """What drafters and wrappers of a backbone share: its generation config, and no embeddings of their own."""
 
     backbone: PreTrainedModel
-    config: Any
+    config: PreTrainedConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -229,7 +230,7 @@ class OfBackboneMixin:
     def generation_config(self, value: GenerationConfig | None) -> None:
         """Ignore the value."""
 
-    def check_sizes(self, backbone: PreTrainedModel, **made: Any) -> None:
+    def check_sizes(self, backbone: PreTrainedModel, **made: object) -> None:
         """Refuse a backbone whose configuration has a field with another value than the drafter was `made` for."""
         drafter, other = type(self).__name__, type(backbone).__name__
         for name, wanted in made.items():
@@ -240,7 +241,7 @@ class OfBackboneMixin:
         """Refuse to be run by transformers itself, with a model that the drafter is not attached to."""
         raise RuntimeError(f"{type(self).__name__} cannot assist this model: call attach(backbone) first")
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
         """Refuse: a drafter that was made for one vocabulary fits no other."""
         drafter = f"{type(self).__name__} for vocab_size={self.config.vocab_size}"
         raise ValueError(f"a {drafter} cannot be resized: resize its backbone, and make a new one")
@@ -311,7 +312,7 @@ def merged_copy(model: Any) -> PreTrainedModel:
     return copied
 
 
-def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
+def adapter_marks(model: nn.Module) -> tuple[Hashable, ...]:
     """Return values that change when the adapters of a model are trained, switched, merged or removed."""
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from os import PathLike
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _BLOCK = (128, 128)
 
 
 def check_checkpoint(
-    name: Any, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
+    name: str | PathLike, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
 ) -> tuple[PreTrainedConfig, bool]:
     """Check the names and dtypes of a checkpoint's tensors.
 
@@ -61,7 +62,7 @@ def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
     return count
 
 
-def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -> None:
+def _check_scales(name: str | PathLike, dtypes: dict[str, str], config: PreTrainedConfig) -> None:
     """Refuse float8 codes without scales: they would load as weights that are hundreds of times too large."""
     codes = [key for key, dtype in dtypes.items() if dtype.startswith(("F8_E4M3", "F8_E5M2"))]
     codes = [key for key in codes if key.endswith(".weight")]
@@ -86,12 +87,12 @@ def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTr
     return config
 
 
-def is_to_be_dequantized(config: PreTrainedConfig, given: Any = None) -> bool:
-    """Return whether float8 weights are dequantised at loading: on request (`given`), or without a GPU for float8."""
+def is_to_be_dequantized(config: PreTrainedConfig, requested: object = None) -> bool:
+    """Return whether float8 weights are dequantised at loading: where `requested`, or without a GPU for float8."""
     if _option(field(config, "quantization_config"), "quant_method") != "fp8":
         return False
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    return not capable or bool(_option(given, "dequantize"))
+    return not capable or bool(_option(requested, "dequantize"))
 
 
 def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -125,5 +126,5 @@ def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -
     return codes.float() * factors
 
 
-def _option(quantization: Any, name: str) -> Any:
-    return quantization.get(name) if isinstance(quantization, dict) else field(quantization, name)
+def _option(quantization: object, name: str) -> Any:
+    return quantization.get(name) if isinstance(quantization, dict) else getattr(quantization, name, None)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import suppress
+from os import PathLike
 from typing import Any, cast
 
 import torch
@@ -62,6 +64,10 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
 _OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}  # bundled code registers nothing with the Auto classes
 
 
+DeviceMap = dict[str, int | str | torch.device]
+"""Devices by prefixes of names, as accelerate has them."""
+
+
 class StackBody(nn.Module):
     """Several layers of the model in sequence (Nemotron-H: attention, then experts)."""
 
@@ -69,7 +75,7 @@ class StackBody(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(layers)
 
-    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **options: object) -> Tensor:
         """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a layer."""
         for layer in self.parts:
             hidden_states = layer(hidden_states, **options)
@@ -90,7 +96,7 @@ class LatentBody(nn.Module):
         self.input_layernorm: nn.Module = norm(size, eps=eps)
         self.post_attention_layernorm: nn.Module = norm(size, eps=eps)
 
-    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **options: object) -> Tensor:
         """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a decoder layer."""
         attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         hidden_states = hidden_states + attended
@@ -103,7 +109,7 @@ def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
         return LatentBody(layers[-1], config)
     own = copy.deepcopy(config)
     own.layers_block_type = config.mtp_layers_block_type
-    make: Any = type(layers[-1])
+    make: Callable[..., nn.Module] = type(layers[-1])
     parts = [make(own, layer_idx=index) for index in range(len(own.layers_block_type))]
     for module in (module for part in parts for module in part.modules()):
         if vars(module).get("config") is own:
@@ -119,7 +125,7 @@ def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return _OWN_CLASSES.get(config.model_type) or cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[Any]:
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[object]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     kind, text = dict(family_of(config).block).get(name), config.get_text_config()
     of_layers = field(text, name)
@@ -148,7 +154,7 @@ def extended_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     return config
 
 
-def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, object]]:
     """Return the fields of single layers that differ from the configuration's own."""
     return {int(index): dict(own) for index, own in config.to_dict()["per_layer_config"].items()}
 
@@ -204,7 +210,7 @@ def _attach_parts(layer: nn.Module, decoder: nn.Module, config: PreTrainedConfig
     if family.streams:
         head: dict[str, nn.Module] = {"mixer": fresh_norm(last)}
         if (streams := field(config, "hc_mult")) is None:  # all streams have one norm
-            make: Any = type(last.get_submodule("hc_norm"))
+            make: Callable[..., nn.Module] = type(last.get_submodule("hc_norm"))
             norms = [make(width, eps=config.rms_norm_eps) for width in (size, config.hc_count * size)]
         else:
             *norms, behind = (fresh_norm(final_norm(decoder)) for _ in range(3))
@@ -267,7 +273,7 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
 
 
 def _module_of(layer: nn.Module, family: MTPFamily, streams: int) -> MTPModule:
-    parts: dict[str, Any] = {name: layer.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj")}
+    parts: dict[str, nn.Module] = {name: layer.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj")}
     norm = layer.get_submodule(family.last_part) if family.norm_before_head else nn.Identity()
     head = layer.get_submodule("shared_head.output") if family.own_heads else None
     table = layer.get_submodule("embed_tokens") if family.own_embeddings else None
@@ -288,7 +294,7 @@ def build(config: PreTrainedConfig) -> tuple[PreTrainedModel, MTPModules]:
 
 
 def load(
-    name: Any, config: PreTrainedConfig, inference_only: bool, **options: Any
+    name: str | PathLike | None, config: PreTrainedConfig, inference_only: bool, **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
     """Return a main model, its modules (none with `inference_only`) and transformers' loading report.
 
@@ -311,7 +317,7 @@ def load(
     return *split(model, count), report
 
 
-def _spread(devices: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def _spread(devices: DeviceMap, model: nn.Module) -> DeviceMap:
     """Return a device map without entries within others, which accelerate cannot offload: children replace them."""
     found = dict(devices)
     for name, module in model.named_modules():
@@ -343,7 +349,7 @@ def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> lis
 
 
 def load_dequantized(
-    name: Any, config: PreTrainedConfig, inference_only: bool, hub: dict[str, Any], **options: Any
+    name: str | PathLike, config: PreTrainedConfig, inference_only: bool, hub: dict[str, Any], **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
     """Load as `load` does, from float8 weights that are multiplied by their scales first; `hub` has `revision`, ..."""
     wanted = options.pop("dtype", None)

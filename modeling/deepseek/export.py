@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
-from ..draft_vocabulary import FILE, DraftVocabulary
+from ..draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
 from ..tensor_files import Names, renamed
 from ..wrapped_models import whole_state
-from .conversion import load
+from .conversion import DeviceMap, load
 from .modules import MTPModules
 
 _PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj."}
@@ -35,7 +35,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
     draft_vocabulary: DraftVocabulary | None = None
     _loaded_so_far: dict[str, Tensor] | None = None
 
-    def set_draft_vocabulary(self, ids: Any) -> None:
+    def set_draft_vocabulary(self, ids: TokenIds | None) -> None:
         """Restrict drafts of the modules to some tokens; drafting then computes only their logits.
 
         Output does not change, because the main model uses its whole vocabulary. The ids are saved with the weights.
@@ -148,7 +148,7 @@ def _names(config: PreTrainedConfig, count: int) -> Names:
     return [(theirs + "{rest}", ours + "{rest}") for theirs, ours in (*pairs, ("", "main."), ("", ""))]
 
 
-def own_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+def own_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
     """Rename the device map of an extended main model to the names of a `DeepSeekMTP`."""
     if "" in devices:
         return devices
@@ -157,7 +157,7 @@ def own_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[st
     return {name.strip("."): device for name, device in found.items()}
 
 
-def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
     """Revert `own_device_map`; entries that have the checkpoint's names already are unchanged.
 
     Args:

@@ -23,7 +23,7 @@ from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import BackboneParts, text_positions
 from ..heads.chunks import Part, chunked_sums, term_rows
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from ..heads.teacher import ACCEPTANCES, ahead, block_terms, taught_terms, text_log_probs
+from ..heads.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, taught_terms
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
 from .modules import MTPModules, Readout
@@ -157,7 +157,7 @@ def _block_slopes(
     log_q = torch.stack([whole(part.view(target.shape)) for part, (_, target) in zip(found, pairs)], -1)
     is_drafted = torch.stack([whole(target != IGNORE) for _, target in pairs], -1)
     first = targets[0]
-    log_p = text_log_probs(BackboneParts(heads[0].main), states[0], first.clamp(min=0))
+    log_p = sequence_log_probs(BackboneParts(heads[0].main), states[0], first.clamp(min=0))
     places = (first != IGNORE) & nn.functional.pad(first != IGNORE, (-1, 1))
     with torch.enable_grad():
         log_q.requires_grad_()

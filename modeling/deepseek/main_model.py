@@ -59,7 +59,7 @@ class OverMainModel(nn.Module):
             raise ValueError(f"modules of model_type={kind!r} have {own} of their own, which cannot be resized")
         return cast(Any, super()).resize_token_embeddings(*args, **kwargs)
 
-    def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def get_decoder(self, *args: object, **kwargs: object) -> nn.Module:
         """Return the main model without its head, and without towers of other modalities."""
         return self.main.get_decoder()
 
@@ -77,7 +77,7 @@ class OverMainModel(nn.Module):
             return None
         return cast(Any, self.main)._prepare_position_ids_for_generation(*args, **kwargs)
 
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+    def _validate_model_kwargs(self, model_kwargs: dict[str, object]) -> None:
         """Refuse keyword arguments that neither the main model (with its pixels) nor this one takes."""
         own = inspect.signature(self.forward).parameters
         others = {name: value for name, value in model_kwargs.items() if name not in own}
@@ -154,7 +154,7 @@ def _inputs_of(module: nn.Module) -> Iterator[dict[str, Any]]:
     seen: dict[str, Any] = {}
     own = get_ident()
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def note(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> None:
         if get_ident() == own and kwargs is not None:
             seen.update(kwargs, args=args)
 

@@ -7,13 +7,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
-from ..draft_vocabulary import DraftVocabulary, stored_ids
+from ..draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..heads.backbone_parts import text_positions
 from ..heads.losses import depth_targets
 from ..loading import HUB_OPTIONS
@@ -120,7 +120,7 @@ class DeepSeekMTP(
         pretrained_model_name_or_path: str | PathLike | None,
         *,
         inference_only: bool = False,
-        draft_vocabulary: Any = None,
+        draft_vocabulary: TokenIds | None = None,
         **kwargs: Any,
     ) -> DeepSeekMTP:
         """Load a directory or a Hub repository.
@@ -166,7 +166,7 @@ class DeepSeekMTP(
         model_or_path: PreTrainedModel | str | PathLike,
         num_modules: int = 1,
         eh_init: str = "embedding",
-        draft_vocabulary: Any = None,
+        draft_vocabulary: TokenIds | None = None,
         **kwargs: Any,
     ) -> DeepSeekMTP:
         """Return a model with new modules, which are copies of the backbone's last layer.
@@ -267,7 +267,7 @@ class DeepSeekMTP(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,

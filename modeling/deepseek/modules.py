@@ -71,7 +71,7 @@ class MTPModule(GradientCheckpointingLayer):
         self.embedding_first, self.slot, self.kind = embedding_first, 0, "full_attention"
 
     def forward(
-        self, hidden_states: Tensor, inputs_embeds: Tensor, earlier: tuple[Tensor, ...] | None = None, **options: Any
+        self, hidden_states: Tensor, inputs_embeds: Tensor, earlier: tuple[Tensor, ...] | None = None, **options: object
     ) -> Tensor | tuple[Tensor, ...]:
         """Run one depth.
 
@@ -115,7 +115,7 @@ class MTPModule(GradientCheckpointingLayer):
         if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
             raise ValueError(f"modules of {dtype} read {states.dtype}: use mtp.to(...), or train with bf16=True")
 
-    def run(self, states: Tensor, **options: Any) -> Tensor:
+    def run(self, states: Tensor, **options: object) -> Tensor:
         """Run the block alone, [B, R, H] to [B, R, H]; streams stand side by side, [B, R, N H]."""
         output = self.block(states.unflatten(-1, (self.streams, -1)) if self.streams else states, **options)
         output = output[0] if isinstance(output, tuple) else output  # layers of some families also return their index

@@ -7,6 +7,7 @@ layer, scaled embeddings, residuals and logits, layers that need more than their
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -165,7 +166,7 @@ def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding
     _compare(main, "its layer, called apart, gives other states", copied, seen["output"], mask)
 
 
-def _remember(seen: dict[str, Tensor]) -> Any:
+def _remember(seen: dict[str, Tensor]) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen["input"] = args[0] if args else kwargs["hidden_states"]
         seen["output"] = output[0] if isinstance(output, tuple) else output

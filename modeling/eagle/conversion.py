@@ -20,6 +20,7 @@ from transformers.utils import logging
 from ...configuration import EagleHeadConfig
 from ...configuration.fields import check_options, field
 from ..draft_vocabulary import DraftVocabulary
+from ..tensor_files import Fields
 
 logger = logging.get_logger(__name__)
 _FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
@@ -115,7 +116,7 @@ def _small_aux_layers(num_layers: int) -> list[int]:
     return wanted
 
 
-def _rope(text: PreTrainedConfig) -> dict[str, Any]:
+def _rope(text: PreTrainedConfig) -> Fields:
     """Return the backbone's rope where all layers share it, over whole heads; else a default one with its base."""
     rope = field(text, "rope_parameters") or {}
     nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
@@ -154,7 +155,7 @@ def _own_name(name: str) -> str:
 
 
 def foreign_head(
-    name: object, raw: dict[str, Any], state: dict[str, Tensor], **overrides: object
+    name: object, raw: Fields, state: dict[str, Tensor], **overrides: object
 ) -> tuple[EagleHeadConfig, dict[str, Tensor]]:
     """Return configuration and tensors of a checkpoint from another library, from its config.json and its tensors.
 
@@ -182,7 +183,7 @@ def foreign_head(
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
 
 
-def _mask_token(name: object, raw: dict[str, Any]) -> int:
+def _mask_token(name: object, raw: Fields) -> int:
     """Return the token of P-EAGLE's rows, by the names that vLLM reads."""
     for key in MASK_TOKENS:
         if raw.get(key) is not None:
@@ -190,7 +191,7 @@ def _mask_token(name: object, raw: dict[str, Any]) -> int:
     raise ValueError(f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}")
 
 
-def _version(name: object, raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> int:
+def _version(name: object, raw: Fields, shapes: dict[str, tuple[int, ...]]) -> int:
     speculator = raw.get("speculators_model_type")
     if speculator not in (None, "eagle3"):
         raise ValueError(f"{name}: speculators_model_type={speculator!r} is not supported; only 'eagle3' is")
@@ -202,13 +203,13 @@ def _version(name: object, raw: dict[str, Any], shapes: dict[str, tuple[int, ...
     return 1
 
 
-def _layout(raw: dict[str, Any]) -> str:
+def _layout(raw: Fields) -> str:
     if "speculators_model_type" in raw:
         return "speculators"
     return "specforge" if raw.get("architectures") == ["LlamaForCausalLMEagle3"] else "official"
 
 
-def _llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
+def _llama_fields(raw: Fields) -> Fields:
     """Return the fields of the layers; speculators and vLLM nest them."""
     values = dict(raw)
     for nested in ("transformer_layer_config", "model"):
@@ -220,7 +221,7 @@ def _llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
     return taken | _of_verifier((raw.get("speculators_config") or {}).get("verifier") or {})
 
 
-def _of_verifier(verifier: dict[str, Any]) -> dict[str, Any]:
+def _of_verifier(verifier: Fields) -> Fields:
     """Return speculators' fields of the backbone: its name and its kind."""
     classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     kinds = [(kind, name) for kind, name in classes if name in (verifier.get("architectures") or ())]
@@ -230,7 +231,7 @@ def _of_verifier(verifier: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def _read_off(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], version: int) -> dict[str, Any]:
+def _read_off(raw: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return options that the tensors show; many configs lack them."""
     layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
     values = {
@@ -249,7 +250,7 @@ def _read_off(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], version: 
     return values
 
 
-def _aux_layers(name: object, raw: dict[str, Any]) -> list[int] | None:
+def _aux_layers(name: object, raw: Fields) -> list[int] | None:
     """Return indices into transformers' hidden states.
 
     At the top level, which vLLM and speculators read, ids are such indices. In `eagle_config` they are SpecForge's and
@@ -263,7 +264,7 @@ def _aux_layers(name: object, raw: dict[str, Any]) -> list[int] | None:
     return nested if top is None else list(top)
 
 
-def _check_fc(name: object, values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_fc(name: object, values: Fields, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse an `fc` whose columns are not those of the named states."""
     columns = shapes["fc.weight"][1] if "fc.weight" in shapes else 0
     width = values.get("target_hidden_size") or values["hidden_size"]

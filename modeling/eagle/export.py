@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
 from ...configuration.fields import refuse
-from ..tensor_files import write_json
+from ..tensor_files import Fields, write_json
 from .conversion import AUX_IDS, MASK_TOKENS
 from .modules import EagleNetwork
 
@@ -29,7 +29,7 @@ _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
     """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
-    embeddings = cast(Any, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
+    embeddings = cast(nn.Embedding, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
     tensors = layout_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
     folder.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -37,7 +37,7 @@ def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str,
     write_json(folder / CONFIG_NAME, layout_config(head.config, layout, head.dtype))
 
 
-def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:
+def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> Fields:
     """Return the fields of config.json in a layout, for tensors of `dtype`."""
     values = config.to_dict()
     options = {name: values[name] for name in _OPTIONS_OF_3}
@@ -54,7 +54,7 @@ def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
     values |= {"draft_vocab_size": config.draft_vocab_size} | options
     if config.target_hidden_size != config.hidden_size:
         values["target_hidden_size"] = config.target_hidden_size
-    nested: dict[str, Any] = {"use_aux_hidden_state": config.use_aux_hidden_state}
+    nested: Fields = {"use_aux_hidden_state": config.use_aux_hidden_state}
     if config.aux_layers is not None:
         values |= {AUX_IDS: config.aux_layers, "num_aux_hidden_states": config.num_aux}
         if config.aux_layers[0] != 1:  # which would be ambiguous here
@@ -67,14 +67,14 @@ def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
     return values | {"eagle_config": nested}
 
 
-def _rope_fields(config: EagleHeadConfig) -> dict[str, Any]:
+def _rope_fields(config: EagleHeadConfig) -> Fields:
     """Return flat fields, which every reader supports; old ones call `rope_type` `type`."""
-    rope = dict(cast(dict[str, Any], config.rope_parameters))
+    rope = dict(cast(Fields, config.rope_parameters))
     theta, kind = rope.pop("rope_theta"), rope["rope_type"]
     return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": rope | {"type": kind}})
 
 
-def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[str, Any]:
+def _speculators_config(config: EagleHeadConfig, layer: Fields) -> Fields:
     layer = {key: value for key, value in layer.items() if key not in ("loss_options", "torch_dtype")}
     layer |= {"model_type": "qwen3" if config.qk_norm else "llama", "mlp_bias": False}
     verifiers = [kind for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == config.base_model_type]
@@ -143,7 +143,7 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
 
 
 def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    values, rope = config.to_dict(), cast(dict[str, Any], config.rope_parameters)
+    values, rope = config.to_dict(), cast(Fields, config.rope_parameters)
     used = [name for name in _OPTIONS_OF_3 if values[name]]
     narrow, kind = config.hidden_size != (config.head_dim or 0) * config.num_attention_heads, rope["rope_type"]
     return [

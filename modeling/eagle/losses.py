@@ -25,7 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..heads.backbone_parts import BackboneParts
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
-from ..heads.teacher import acceptance, block_terms, divergence, of_logits, text_log_probs
+from ..heads.teacher import acceptance, block_terms, divergence, of_logits, sequence_log_probs
 from ..loss_options import ResolvedEagleOptions
 from ..outputs import EagleOutput
 from .modules import EagleNetwork
@@ -176,7 +176,7 @@ class _Unrolled:
         values = torch.cat([first[None], torch.cat(later, dim=-1)]) if later else first[None]  # [steps, 2, B, rows]
         log_q, others = values.unbind(1)
         following = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE)
-        log_p = text_log_probs(BackboneParts(self.head.backbone), batch.states, following.clamp(min=0))
+        log_p = sequence_log_probs(BackboneParts(self.head.backbone), batch.states, following.clamp(min=0))
         log_p = torch.stack([batch.ahead(log_p, 0, rows, 1 + step) for step in steps], -1)
         targets = torch.stack([batch.ahead(batch.labels, 0, rows, 2 + step) for step in steps], -1)
         counted = torch.stack(self.counted, -1)

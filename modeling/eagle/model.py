@@ -88,7 +88,7 @@ class EagleHead(
         """Return a new head that is attached to `backbone`.
 
         Args:
-            backbone: Any causal language model of transformers; a PeftModel is unwrapped.
+            backbone: A causal language model of transformers; a PeftModel is unwrapped.
             version: 1 or 3.
             draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` is given.
             draft_ids: [Vd] distinct token ids, usually the most frequent tokens of outputs.
@@ -111,7 +111,7 @@ class EagleHead(
                 head.lm_head.weight.copy_(unembedding[head.draft_ids.to(unembedding.device)])
         return head
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
         """Do nothing: the loss always recomputes its steps in backward."""
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
@@ -278,7 +278,7 @@ class EagleHead(
         labels: Tensor | None,
         counts: Tensor | int | None,
         shift_labels: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> EagleOutput:
         """Return the loss on the backbone's states that `learning_layers` names, [B, L, D] each; see `forward`.
 

@@ -236,7 +236,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
         if type(table) is nn.Embedding:
             return frozen(table, ids)
-        return nn.functional.embedding(ids, cast(Any, table).weight.detach())
+        return nn.functional.embedding(ids, cast(nn.Embedding, table).weight.detach())
 
     def _mask(
         self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None

@@ -8,7 +8,7 @@ adds how drafts are made and verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -232,7 +232,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         draft_tree: DraftTree | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> BaseModelOutputWithPast:
         """Run the layers.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from ..heads.window_distribution import WindowDistribution
 from ..masks import to_device
 from ..wrapped_models import call
 from .backbone import EvaByteDecoderLayer, EvaByteModel
+
+Model = TypeVar("Model", bound="DraftLayersMixin")
 
 
 class EvaDraftLayers(LayerAdapters):
@@ -61,7 +63,7 @@ class DraftLayersMixin:
     train_only: Callable[[str], None]
     distribution_of_features: Callable[[Tensor], WindowDistribution]
 
-    def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
+    def add_draft_layers(self: Model, count: int, rank: int = 8, alpha: float | None = None) -> Model:
         """Add draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
 
         Args:
@@ -178,9 +180,9 @@ def split_heads(weight: Tensor, vocab_size: int, num_drafts: int) -> dict[str, T
     return {OWN: weight[:vocab_size].clone(), DRAFTS: weight[vocab_size:].clone()}
 
 
-def split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+def split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
     """Split the weight of a checkpoint in `state_dict`, before `load_state_dict` of a model reads it."""
-    config: Any = model.config
+    config = cast(EvaByteConfig, model.config)
     if (weight := state_dict.get(prefix + OWN)) is not None and len(weight) > config.vocab_size:
         parts = split_heads(weight, config.vocab_size, config.num_pred_heads - 1)
         state_dict |= {prefix + name: part for name, part in parts.items()}
@@ -197,13 +199,13 @@ class SplitHeads(ConversionOps):
         self.joins = joins
 
     def convert(
-        self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
+        self, input_dict: dict[str, list[Tensor]], *args: object, model: PreTrainedModel, **kwargs: object
     ) -> dict[str, Tensor]:
         """Return the new weights by name.
 
         One weight alone is joined with nothing if there are no draft heads, or if the own head is tied.
         """
-        config: Any = model.config
+        config = cast(EvaByteConfig, model.config)
         parts = {name: weights[0] for name, weights in input_dict.items()}
         if not self.joins:
             return split_heads(parts[OWN], config.vocab_size, config.num_pred_heads - 1)

@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..remote_code import TravellingTokenizerMixin
 
+Template = str | dict[str, str] | list[dict[str, str]] | None
 BYTE_OFFSET = 64
 """The id of byte 0."""
 
@@ -111,7 +112,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         unk_token: str | AddedToken = "<unk>",
         sep_token: str | AddedToken = "<sep>",
         pad_token: str | AddedToken = "<pad>",
-        chat_template: str | dict[str, str] | list[dict[str, str]] | None = None,
+        chat_template: Template = None,
         **kwargs: Any,
     ) -> None:
         named = {
@@ -150,11 +151,11 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         longest_first = sorted(added, key=len, reverse=True)
         self._literals = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
-    def tokenize(self, text: str, **kwargs: Any) -> list[str]:
+    def tokenize(self, text: str, **kwargs: object) -> list[str]:
         """Cut text into token strings, without `<bos>`.
 
         Args:
-            text: Any text that UTF-8 can encode.
+            text: Text that UTF-8 can encode.
             **kwargs: `split_special_tokens` (bool) reads the literals of special tokens as bytes.
 
         Returns:
@@ -170,7 +171,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
             tokens.extend([piece] if index % 2 else self._tokenize(piece))  # odd pieces are what the pattern caught
         return tokens
 
-    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+    def _tokenize(self, text: str, **kwargs: object) -> list[str]:
         return list(text.encode("utf-8").decode("latin-1"))
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
@@ -288,7 +289,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
             encoded = {name: values[0] for name, values in encoded.items()}
         return BatchEncoding(encoded, tensor_type=return_tensors)
 
-    def _ids_and_marks(self, text: str, spans: list[tuple[int, int]], **options: Any) -> tuple[list[int], list[int]]:
+    def _ids_and_marks(self, text: str, spans: list[tuple[int, int]], **options: object) -> tuple[list[int], list[int]]:
         """Return the ids of a rendered chat and, for each, `_ASSISTANT` or `_OTHERS`; spans are the assistant's."""
         cuts = [0, *(cut for span in spans for cut in span), len(text)]
         ids: list[int] = []
@@ -317,7 +318,7 @@ def _check_named_tokens(named: Mapping[str, str | AddedToken | None], known: set
             raise ValueError(f"{name}={str(token)!r} is not in the vocabulary; take one of the 64 special tokens")
 
 
-def _marked_template(template: str | dict[str, str] | list[dict[str, str]] | None) -> Any:
+def _marked_template(template: Template) -> Template:
     """Return our template in place of none or of the official unmarked one, else `template`."""
     if template is None:
         return CHAT_TEMPLATE

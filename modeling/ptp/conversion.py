@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
 
 from ...configuration.ptp import PTPConfig
-from ..tensor_files import read_json, read_tensors
+from ..tensor_files import Fields, read_json, read_tensors
 
 _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
@@ -30,7 +29,7 @@ def read_official(directory: str | PathLike) -> tuple[PTPConfig, dict[str, Tenso
     return config, tensors
 
 
-def _config(directory: Path, values: dict[str, Any]) -> PTPConfig:
+def _config(directory: Path, values: Fields) -> PTPConfig:
     kind = values["aux_embedding"]
     if kind not in _EMBEDDINGS:
         raise ValueError(f"{directory}: aux_embedding={kind!r} is not supported; {', '.join(_EMBEDDINGS)} are")

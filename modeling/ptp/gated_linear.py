@@ -19,7 +19,7 @@ class GatedLinear(Linear):
 
     siblings: Siblings | None = None
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Map [..., in] to [..., out]."""
         result, gate = self.base_layer(x), current_gate()
         return result if gate is None else with_adapter(self, gate, x, result)

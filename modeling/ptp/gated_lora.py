@@ -77,14 +77,14 @@ def opened(gate: Gate | None) -> Iterator[None]:
 class GatePreserver:
     """A checkpointing function whose recomputed layers find the gate of their forward, also in another thread."""
 
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+    def __init__(self, checkpoint: Callable[..., object]) -> None:
         self.checkpoint = checkpoint
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, function: Callable[..., object], *args: object) -> object:
         """Call `function` under the gate that is open now, and again under it."""
         gate = current_gate()
 
-        def gated(*inputs: Any) -> Any:
+        def gated(*inputs: object) -> object:
             with opened(None if gate is None else Gate(gate.start, gate.length)):
                 return function(*inputs)
 
@@ -112,7 +112,7 @@ class Siblings:
         self.layers = layers
         self._packed: tuple[tuple, list[Tensor], Tensor, list[Tensor]] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave packed weights out of copies and pickles."""
         return {"layers": self.layers, "_packed": None}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.fields import check_options
@@ -216,14 +216,14 @@ class PTPForCausalLM(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         uniforms: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         logits_to_keep: int | Tensor = 0,
         inputs_embeds: Tensor | None = None,
-        read: Callable[[Tensor, nn.Module], Any] | None = None,
+        read: Callable[[Tensor, nn.Module], object] | None = None,
         masks: Tensor | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
@@ -323,7 +323,9 @@ class PTPForCausalLM(
         """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
-    def _positions(self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, past_key_values: Any) -> Tensor:
+    def _positions(
+        self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, past_key_values: Cache | None
+    ) -> Tensor:
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         order = torch.arange(embeds.shape[1], device=embeds.device)
         if self.config.variant == "one_hot":  # slot 0 shares the position of the last token

@@ -15,6 +15,7 @@ from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.parallel import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
+from ..outputs import PTPOutput
 from ..wrapped_models import OfBackboneMixin, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
@@ -116,7 +117,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         model.train_only("drafter")
         return model.train(self.training)
 
-    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+    def sampling_defaults(self, sources: tuple[object, ...]) -> dict[str, Any]:
         """transformers' own: an assistant does not change the distribution of its target."""
         return {}
 
@@ -135,11 +136,11 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         """Drop the model around the backbone's tensors."""
         self._models = []
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> PTPOutput:
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
         return self.whole(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy or a pickle, without the backbone and the model made of it."""
         return super().__getstate__() | {"_models": []}
 

@@ -2,8 +2,8 @@
 
 Code travels with what is saved, so that a directory loads where this library is not installed.
 
-In the package, the code is that which `model_cards.bundle` flattens; a model that was itself loaded from such code
-hands on the files beside this one. Knows no model, and imports no torch.
+In the package, `model_cards.bundle` flattens the code; a model that was itself loaded from such code saves the files
+next to this one. Knows no model, and imports no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def whole_directory(target: str | PathLike, variant: str | None = None) -> Itera
     target = Path(target)
     if target.is_file():
         raise NotADirectoryError(f"{target} is a file; name a directory to save to")
-    # inside of a directory that exists: it may be a mount point, or in a directory where we may not write
+    # within an existing directory: it may be a mount point, or its parent may not be writable
     parent = target if target.is_dir() else target.parent
     parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".tokenahead-saving.", dir=parent, ignore_cleanup_errors=True) as temporary:
@@ -75,16 +75,16 @@ def _is_weights(name: str, variant: str | None) -> bool:
 logger = logging.get_logger(__name__)
 
 CODE_DIRECTORY = "tokenahead_code"
-"""Where a saved directory has its code."""
+"""The directory of code in a saved one."""
 TRAVELS = __name__.rpartition(".")[2] != "remote_code"
-"""Whether this very file came with a model."""
+"""Whether this file came with a model."""
 TRANSFORMERS = "5.23"
-"""The version of transformers that the code is written for: it leans on private methods of `generate`."""
+"""The version of transformers for which the code is written: it uses private methods of `generate`."""
 _CHOICES = ("auto", "bundle", "package", None)
 _README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the directory above is loaded, by the
 Auto classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
 
-    AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+    AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
 It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. Where tokenahead is installed
 (from a clone or a wheel), that is used in place of this code.
@@ -92,7 +92,7 @@ It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. 
 
 
 def check_choice(remote_code: str | None) -> None:
-    """Refuse what `remote_code` cannot be."""
+    """Refuse an unknown `remote_code`."""
     if remote_code not in _CHOICES:
         raise ValueError(f"remote_code={remote_code!r}: choose 'auto', 'bundle', 'package' or None")
 
@@ -126,8 +126,8 @@ class TravellingMixin:
     To be placed before the base class of transformers.
 
     Attributes:
-        remote_classes: By Auto class: which name of its module it gives, `{"AutoModel": "MTPHeads"}`.
-        travels_when_pushed: Whether a push carries the code unless something else is asked for.
+        remote_classes: By Auto class, the class of this module that it loads, `{"AutoModel": "MTPHeads"}`.
+        travels_when_pushed: Whether a push carries the code by default.
     """
 
     remote_classes: Mapping[str, str] = {}
@@ -136,9 +136,9 @@ class TravellingMixin:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """As in transformers, for classes of users; this library's own save their code without that.
+        """Register classes of users as transformers does; this library's own save their code without that.
 
-        Auto classes call it on what they load with trust; transformers would then copy code by its own rule as well.
+        Auto classes call it on what they load with trust; transformers would then also copy code in its own way.
         """
         if not is_ours(cls):
             super().register_for_auto_class(auto_class)
@@ -148,10 +148,10 @@ class TravellingMixin:
         carries = self.travels_when_pushed and is_ours(type(self))
         return "bundle" if remote_code == "auto" and carries else remote_code
 
-    def add_code(self, folder: Path, remote_code: str | None) -> None:
-        """Write the code of a saved directory, and into its config where that lies; there and nowhere else."""
+    def add_code(self, directory: Path, remote_code: str | None) -> None:
+        """Write the code of a saved directory, and `auto_map` into its config."""
         auto_map, files = self.code_for(remote_code)
-        path = folder / self._config_file
+        path = directory / self._config_file
         if not path.is_file():  # adapters of peft were saved alone, or another process writes
             return
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ class TravellingMixin:
         if is_stale or files:
             fields |= {"auto_map": self._written_map(auto_map)} if files else {}
             files[path.name] = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-        write_code(folder, files)
+        write_code(directory, files)
 
     def _written_map(self, auto_map: dict[str, str]) -> Mapping[str, object]:
         """Return the `auto_map` as the directory's config holds it."""
@@ -168,7 +168,7 @@ class TravellingMixin:
     def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
         """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
 
-        `"auto"` is no code where this library is installed; what was loaded from such code hands it on.
+        `"auto"` is no code where this library is installed; what was loaded from such code saves it again.
         """
         check_choice(remote_code)
         kind = type(self)
@@ -181,17 +181,17 @@ class TravellingMixin:
         names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(self.remote_classes)
         entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
         written = {f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()}
-        return {name: f"{CODE_DIRECTORY}/{entry}.{found}" for name, found in names.items()}, written
+        return {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}, written
 
 
 class TravellingTokenizerMixin(TravellingMixin):
-    """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere if asked for."""
+    """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere on request."""
 
     _config_file = "tokenizer_config.json"
     _pushed_code: str | None = "auto"
 
     def _written_map(self, auto_map: dict[str, str]) -> Mapping[str, object]:
-        return {name: (found, None) for name, found in auto_map.items()}
+        return {name: (class_, None) for name, class_ in auto_map.items()}
 
     def save_pretrained(
         self,
@@ -218,13 +218,13 @@ class TravellingTokenizerMixin(TravellingMixin):
         """
         target = Path(save_directory)
         hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
-        with whole_directory(target) as folder:
-            names = super().save_pretrained(folder, *args, **kwargs)
-            self.add_code(folder, self._pushed_code if remote_code == "auto" else remote_code)
+        with whole_directory(target) as directory:
+            names = super().save_pretrained(directory, *args, **kwargs)
+            self.add_code(directory, self._pushed_code if remote_code == "auto" else remote_code)
         if push_to_hub:
             name = hub.pop("repo_id", target.absolute().name)
             self.push_to_hub(name, remote_code=remote_code, token=kwargs.get("token"), **hub)
-        return tuple(str(target / Path(name).relative_to(folder)) for name in names)
+        return tuple(str(target / Path(name).relative_to(directory)) for name in names)
 
     def push_to_hub(self, repo_id: str, *args: Any, remote_code: str | None = "auto", **kwargs: Any) -> Any:
         """Upload as every tokenizer of transformers does, with its code unless `remote_code` says otherwise."""
@@ -235,10 +235,10 @@ class TravellingTokenizerMixin(TravellingMixin):
             self._pushed_code = "auto"
 
 
-def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Write source text by path; a file with the same text stays, another one is replaced (it may be a link)."""
+def write_code(directory: Path, files: Mapping[str, str]) -> None:
+    """Write source text by path; a file with another text is replaced (it may be a link)."""
     for name, text in files.items():
-        path, data = folder / name, text.encode()
+        path, data = directory / name, text.encode()
         if not path.is_file() or path.read_bytes() != data:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Uniforms that pick a given token, their features as networks read them, and the choice among vectors of them.
+"""Uniforms that pick a token, their features as networks read them, and the choice among vectors of them.
 
 `sampling` defines what a uniform picks; `pick` and `interval` are importable from here too. Imports no model.
 """

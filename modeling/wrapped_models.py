@@ -49,7 +49,7 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     """
     if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None
-    unembedding, parts = model.get_output_embeddings(), [*model.get_decoder().children()]
+    unembedding, parts = model.get_output_embeddings(), [*cast(Any, model).get_decoder().children()]
     norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
     weight = getattr(unembedding, "weight", None)
     weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]

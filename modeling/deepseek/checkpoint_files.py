@@ -38,17 +38,17 @@ def check_checkpoint(
     _check_scales(name, dtypes, config)
     if inference_only:
         return config, False
-    found = _count_stored(dtypes, family, layers)
-    if not found:
+    stored = _count_stored(dtypes, family, layers)
+    if not stored:
         example = family.prefixes(layers, 0)[0]
         raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
     if wanted is None:  # as in official files of some families
         config = copy.deepcopy(config)
-        set_modules(config, found)
-    elif found != wanted:
-        raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {found} modules")
+        set_modules(config, stored)
+    elif stored != wanted:
+        raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {stored} modules")
     copies = {
-        copy_: family.file_name(f"{family.stem}.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies
+        copy_: family.file_name(f"{family.stem}.layers.{layers}.{copy_}", layers, stored) for copy_ in family.copies
     }
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
@@ -119,8 +119,8 @@ def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -
         return codes.float() * factors.reshape(())
     wanted = tuple(-(-size // step) for size, step in zip(codes.shape, block))
     if tuple(factors.shape) != wanted:
-        shape, found = tuple(codes.shape), tuple(factors.shape)
-        raise ValueError(f"a float8 weight {shape} in blocks of {tuple(block)} needs scales {wanted}, not {found}")
+        shape, actual = tuple(codes.shape), tuple(factors.shape)
+        raise ValueError(f"a float8 weight {shape} in blocks of {tuple(block)} needs scales {wanted}, not {actual}")
     for dim, step in enumerate(block):
         factors = factors.repeat_interleave(step, dim).narrow(dim, 0, codes.shape[dim])
     return codes.float() * factors

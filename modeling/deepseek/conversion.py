@@ -213,8 +213,8 @@ def _attach_parts(layer: nn.Module, decoder: nn.Module, config: PreTrainedConfig
             make: Callable[..., nn.Module] = type(last.get_submodule("hc_norm"))
             norms = [make(width, eps=config.rms_norm_eps) for width in (size, config.hc_count * size)]
         else:
-            *norms, behind = (fresh_norm(final_norm(decoder)) for _ in range(3))
-            head = {"mixer": StreamHead(head["mixer"], behind, streams)}
+            *norms, out_norm = (fresh_norm(final_norm(decoder)) for _ in range(3))
+            head = {"mixer": StreamHead(head["mixer"], out_norm, streams)}
         layer.enorm, layer.hnorm = norms
         layer.eh_proj = StreamProjection(size)
     else:
@@ -319,13 +319,13 @@ def load(
 
 def _spread(devices: DeviceMap, model: nn.Module) -> DeviceMap:
     """Return a device map without entries within others, which accelerate cannot offload: children replace them."""
-    found = dict(devices)
+    result = dict(devices)
     for name, module in model.named_modules():
         inside = f"{name}." if name else ""
-        if name in found and any(other.startswith(inside) for other in found if other != name):
-            device = found.pop(name)
-            found = {inside + child: device for child, _ in module.named_children()} | found
-    return found
+        if name in result and any(other.startswith(inside) for other in result if other != name):
+            device = result.pop(name)
+            result = {inside + child: device for child, _ in module.named_children()} | result
+    return result
 
 
 def _align(model: PreTrainedModel, bytes_: int = 64, largest: int = 2**18) -> None:

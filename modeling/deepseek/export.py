@@ -61,7 +61,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
             (Path(save_directory) / FILE).unlink(missing_ok=True)
 
     def _write_directory(
-        self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write one ordinary checkpoint that transformers, vLLM and SGLang read.
 
@@ -71,9 +71,9 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         if vars(self.main).get("hf_quantizer") is not None:
             raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
         state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
-        self._save_main(folder, state, is_main_process, **kwargs)
+        self._save_main(directory, state, is_main_process, **kwargs)
         if is_main_process and self.draft_vocabulary is not None:
-            self.draft_vocabulary.save(folder)
+            self.draft_vocabulary.save(directory)
 
     def _official_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         layers, family = num_layers(self.config), family_of(self.config)
@@ -90,7 +90,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
                 }
         return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
 
-    def _save_main(self, folder: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
+    def _save_main(self, directory: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
         """Let the main model save all tensors as its own; changes of the configuration are undone afterwards."""
         config, options = self.main.config, self.loss_options.changed()
         before = {name: field(config, name) for name in ("dtype", "architectures", _OURS)}
@@ -101,7 +101,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         else:
             vars(config).pop("mtp_loss", None)
         try:
-            self.main.save_pretrained(folder, is_main_process=is_main_process, state_dict=state, **kwargs)
+            self.main.save_pretrained(directory, is_main_process=is_main_process, state_dict=state, **kwargs)
         finally:
             for name, value in before.items():
                 setattr(config, name, value)
@@ -153,8 +153,8 @@ def own_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
     if "" in devices:
         return devices
     names = _names(config, count_modules(config))
-    found = renamed({f"{name}.": device for name, device in devices.items()}, names, "device_map")
-    return {name.strip("."): device for name, device in found.items()}
+    result = renamed({f"{name}.": device for name, device in devices.items()}, names, "device_map")
+    return {name.strip("."): device for name, device in result.items()}
 
 
 def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
@@ -162,7 +162,7 @@ def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceM
 
     Args:
         devices: Devices by prefixes of names, as accelerate infers them from a `DeepSeekMTP`, or as in
-            `hf_device_map`. `"main"` and `"mtp"` stand for all parts without an entry of their own.
+            `hf_device_map`. `"main"` and `"mtp"` are for all parts without an entry of their own.
         config: The main model's configuration.
     """
     count = count_modules(config)
@@ -170,5 +170,5 @@ def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceM
     if "mtp" in devices:
         each = {f"mtp.{k}": devices["mtp"] for k in range(count)} | each
     names = _names(config, count)
-    found = renamed({f"{name}.": device for name, device in each.items()}, names, "device_map", back=True)
-    return {name.strip("."): device for name, device in found.items()}
+    result = renamed({f"{name}.": device for name, device in each.items()}, names, "device_map", back=True)
+    return {name.strip("."): device for name, device in result.items()}

@@ -1,4 +1,4 @@
-"""How the modules of a `DeepSeekMTP` learn: along with the main model, or alone from states that calls have kept."""
+"""How the modules of a `DeepSeekMTP` learn: along with the main model, or alone from recorded states."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
 
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """See `OnlineMixin`; no gradient reaches the main model."""
-        ids, mask, places = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
+        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
         state = batch[STATES][:, :, 0]
         with torch.no_grad():
             embeds = cast(nn.Module, self.main.get_input_embeddings())(ids)
@@ -55,8 +55,8 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
                 hidden = mapped_state(self.main.get_decoder(), self.main.config, state)
         if self.mtp.embed_tokens is not None:
             embeds = self.mtp.embed_tokens(ids)
-        targets = depth_targets(batch["labels"], self.window, mask, places)
-        chain = [hidden, *self.chain(state, embeds, mask, places, self.window - 1)[1:]]
+        targets = depth_targets(batch["labels"], self.window, mask, positions)
+        chain = [hidden, *self.chain(state, embeds, mask, positions, self.window - 1)[1:]]
         with parameters_frozen(cast(nn.Module, self.main.get_output_embeddings())):
             return cast(Tensor, self.chain_loss(chain, targets).loss)
 

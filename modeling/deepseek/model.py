@@ -171,7 +171,7 @@ class DeepSeekMTP(
     ) -> DeepSeekMTP:
         """Return a model with new modules, which are copies of the backbone's last layer.
 
-        The given model is unchanged: `main` is a copy of it that shares its tensors, so that only training of `main`
+        The model is unchanged: `main` is a copy of it that shares its tensors, so that only training of `main`
         (`train_only("all")`) changes it.
 
         Args:
@@ -322,17 +322,17 @@ class DeepSeekMTP(
             "output_hidden_states": requested_states(output_hidden_states, self.config),
         }
         with checkpointing_paused(self):
-            found = run_main(self.main, input_ids, inputs_embeds, position_ids, inputs)
-        outputs, position_ids = found.outputs, found.position_ids
-        places = None if position_ids is None else text_positions(position_ids)
+            main_output = run_main(self.main, input_ids, inputs_embeds, position_ids, inputs)
+        outputs, position_ids = main_output.outputs, main_output.position_ids
+        positions = None if position_ids is None else text_positions(position_ids)
         hidden = outputs.last_hidden_state
         chain, loss, shown, logits, mtp_logits = [hidden], None, {}, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
-            embeds = self.module_inputs(found, input_ids)
-            chain[1:] = self.chain(found.state, embeds, attention_mask, position_ids, depths)[1:]
+            embeds = self.module_inputs(main_output, input_ids)
+            chain[1:] = self.chain(main_output.state, embeds, attention_mask, position_ids, depths)[1:]
         if has_labels:
-            targets = depth_targets(labels, self.window, attention_mask, places, shift_labels)
+            targets = depth_targets(labels, self.window, attention_mask, positions, shift_labels)
             result = self.chain_loss(chain, targets, num_items_in_batch)
             loss, shown = result.loss, dict(result)
         aux_loss = router_loss(self.main, outputs, attention_mask)
@@ -345,11 +345,11 @@ class DeepSeekMTP(
         return DeepSeekMTPOutput(
             logits=logits,
             past_key_values=outputs.past_key_values,
-            hidden_states=with_state(outputs.hidden_states, found),
+            hidden_states=with_state(outputs.hidden_states, main_output),
             attentions=outputs.attentions,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
-            **(prompt_parts(self.config, found) if use_cache else {}),
+            **(prompt_parts(self.config, main_output) if use_cache else {}),
             **(shown | {"loss": loss}),
         )
 

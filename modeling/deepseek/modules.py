@@ -116,7 +116,7 @@ class MTPModule(GradientCheckpointingLayer):
             raise ValueError(f"modules of {dtype} read {states.dtype}: use mtp.to(...), or train with bf16=True")
 
     def run(self, states: Tensor, **options: object) -> Tensor:
-        """Run the block alone, [B, R, H] to [B, R, H]; streams stand side by side, [B, R, N H]."""
+        """Run the block alone, [B, R, H] to [B, R, H]; streams lie side by side, [B, R, N H]."""
         output = self.block(states.unflatten(-1, (self.streams, -1)) if self.streams else states, **options)
         output = output[0] if isinstance(output, tuple) else output  # layers of some families also return their index
         return output.flatten(-2) if self.streams else output

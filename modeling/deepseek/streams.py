@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class OneStream(nn.Module):
-    """What stands for a hyper-connection in a layer with one stream, to which what the layer makes is added.
+    """A substitute for a hyper-connection in a layer with one stream, to which the layer's output is added.
 
     Args:
         mixes: The layer also multiplies its streams with a matrix.
@@ -18,9 +18,9 @@ class OneStream(nn.Module):
         self.mixes = mixes
 
     def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
-        """Return weights [B, R, 1] of what is added, all 1, and the stream [B, R, H] of streams [B, R, 1, H].
+        """Return weights [B, R, 1] of the output, all 1, and the stream [B, R, H] of streams [B, R, 1, H].
 
-        Between them stands the matrix [B, R, 1, 1], 1, where streams are mixed.
+        Between them is the matrix [B, R, 1, 1], 1, where streams are mixed.
         """
         ones = streams.new_ones(streams.shape[:-1])
         return (ones, ones[..., None], streams.squeeze(-2)) if self.mixes else (ones, streams.squeeze(-2))
@@ -41,7 +41,7 @@ class StreamProjection(nn.Module):
 
 
 class StreamHead(nn.Module):
-    """What the head reads of N streams: a mixer makes one of them (`DeepseekV4HyperHead`), a norm follows."""
+    """The head's input from N streams: a mixer makes one of them (`DeepseekV4HyperHead`), a norm follows."""
 
     def __init__(self, mixer: nn.Module, norm: nn.Module, count: int) -> None:
         super().__init__()

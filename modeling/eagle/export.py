@@ -27,14 +27,14 @@ _ARCHITECTURES |= {(3, layout): "LlamaForCausalLMEagle3" for layout in ("specfor
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
+def write_layout(head: EagleNetwork, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
     """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
     embeddings = cast(nn.Embedding, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
     tensors = layout_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
-    folder.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(written, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    write_json(folder / CONFIG_NAME, layout_config(head.config, layout, head.dtype))
+    save_file(written, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    write_json(directory / CONFIG_NAME, layout_config(head.config, layout, head.dtype))
 
 
 def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> Fields:

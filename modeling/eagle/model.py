@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
@@ -90,7 +89,7 @@ class EagleHead(
         Args:
             backbone: A causal language model of transformers; a PeftModel is unwrapped.
             version: 1 or 3.
-            draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` is given.
+            draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` is set.
             draft_ids: [Vd] distinct token ids, usually the most frequent tokens of outputs.
             **options: Further fields of `EagleHeadConfig`; sizes and rope default to the backbone's.
 
@@ -202,16 +201,16 @@ class EagleHead(
         return (head, info) if wants_info else head
 
     def _write_directory(
-        self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write a checkpoint in the layout that the head was loaded from; a new head's is ours."""
         self.config.loss_options = self.loss_options.changed() or None
         if self.config.layout == "tokenahead":
             if self.config.base_model_type is None and self.is_attached:
                 self.config.base_model_type = self.backbone.config.get_text_config().model_type
-            super()._write_directory(folder, is_main_process, state_dict, **kwargs)
+            super()._write_directory(directory, is_main_process, state_dict, **kwargs)
         elif is_main_process:
-            write_layout(self, folder, self.config.layout, state_dict)
+            write_layout(self, directory, self.config.layout, state_dict)
 
     def without_code(self) -> str | None:
         """Return why no code can be saved in layouts of other libraries."""
@@ -297,7 +296,7 @@ class EagleHead(
 
     def _run_backbone(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *_: int | Tensor
-    ) -> CausalLMOutputWithPast:
+    ) -> Any:
         """Return the backbone's outputs, with the logits of the last position alone."""
         if position_ids is None and attention_mask is not None:
             position_ids = counted_positions(input_ids[..., None], attention_mask)

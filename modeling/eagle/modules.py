@@ -150,7 +150,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         return self._fused([cast(Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen])
 
     def masked(self) -> Tensor:
-        """Return the feature [1, 1, d] of rows that stand for tokens which are not drafted yet (P-EAGLE)."""
+        """Return the feature [1, 1, d] of rows for tokens that are not drafted yet (P-EAGLE)."""
         states = self.config.num_aux
         return self._fused(list(self.mask_hidden.chunk(states, dim=-1))) if states else self.mask_hidden
 

@@ -143,9 +143,9 @@ class FrozenBackboneMixin(OnlineMixin):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         logits_to_keep: int | Tensor = 1,
-    ) -> CausalLMOutputWithPast:
-        """Return the backbone's outputs, with the states that the drafter reads."""
-        layers = self.learning_layers
+    ) -> Any:
+        """Return the backbone's outputs, with the states that the drafter reads, and the last."""
+        layers = [*dict.fromkeys([*self.learning_layers, -1])]
         with torch.no_grad():
             return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
 
@@ -288,7 +288,7 @@ def run_backbone(
     position_ids: Tensor | None,
     layers: list[int],
     logits_to_keep: int | Tensor = 1,
-) -> CausalLMOutputWithPast:
+) -> Any:
     """Return the backbone's outputs for whole sequences, with the hidden states that `layers` names."""
     return backbone(
         input_ids,

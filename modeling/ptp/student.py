@@ -140,7 +140,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
         return self.whole(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, without the backbone and the model made of it."""
         return super().__getstate__() | {"_models": []}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from .heads.backbone_parts import frozen
@@ -118,7 +118,7 @@ class DraftIdsMixin:
     """The draft vocabulary of a drafter with tensors of that size, as a buffer `d2t`."""
 
     draft_size: int
-    config: PreTrainedConfig
+    config: Any
     device: torch.device
     named_buffers: Callable[..., Iterable[tuple[str, Tensor]]]
     register_buffer: Callable[..., None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import __version__
-from .remote_code import TRAVELS, TravellingMixin, check_choice, is_ours, whole_directory
+from .remote_code import TRAVELS, TravellingMixin, is_ours, whole_directory
 from .wrapped_models import fingerprint
 
 LIBRARY = "tokenahead"
@@ -77,20 +77,6 @@ class SavingMixin(TravellingMixin):
         if push_to_hub and is_main_process:
             hub = {"repo_id": target.absolute().name, "remote_code": remote_code} | hub
             self.push_to_hub(**hub, **{key: kwargs[key] for key in ("token", "max_shard_size") if key in kwargs})
-
-    def without_code(self) -> str | None:
-        """Return why no code can be saved with this object; None where it can."""
-        return None
-
-    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
-        """Return `TravellingMixin.code_for`; no code where `without_code` has a reason."""
-        reason = self.without_code()
-        if reason is None:
-            return super().code_for(remote_code)
-        check_choice(remote_code)
-        if remote_code in ("bundle", "package"):
-            raise ValueError(f"remote_code={remote_code!r}: {reason}; leave remote_code out")
-        return {}, {}
 
     def _write_directory(
         self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any

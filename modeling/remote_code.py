@@ -157,13 +157,20 @@ class TravellingMixin:
         fields = json.loads(path.read_text(encoding="utf-8"))
         is_stale = is_ours(type(self)) and fields.pop("auto_map", None) is not None
         if is_stale or files:
-            fields |= {"auto_map": self._written_map(auto_map)} if files else {}
+            if files:  # tokenizers have pairs, of a slow and a fast class
+                is_model = self._config_file == CONFIG_NAME
+                fields["auto_map"] = auto_map if is_model else {name: (each, None) for name, each in auto_map.items()}
             files[path.name] = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-        write_code(directory, files)
+        for name, text in files.items():
+            path, data = directory / name, text.encode()
+            if not path.is_file() or path.read_bytes() != data:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)  # it may be a link
+                path.write_bytes(data)
 
-    def _written_map(self, auto_map: dict[str, str]) -> Mapping[str, object]:
-        """Return the `auto_map` as the directory's config holds it."""
-        return auto_map
+    def without_code(self) -> str | None:
+        """Return why no code can be saved with this object; None where it can."""
+        return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
 
     def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
         """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
@@ -171,11 +178,11 @@ class TravellingMixin:
         `"auto"` is no code where this library is installed; what was loaded from such code saves it again.
         """
         check_choice(remote_code)
-        kind = type(self)
-        if remote_code in ("bundle", "package") and not is_ours(kind):
-            raise ValueError(f"remote_code={remote_code!r}: {kind.__module__} is not of tokenahead; leave it out")
-        choice = ("bundle" if TRAVELS and is_ours(kind) else None) if remote_code == "auto" else remote_code
-        if choice is None or not self.remote_classes:
+        kind, reason = type(self), self.without_code()
+        if remote_code in ("bundle", "package") and reason:
+            raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
+        choice = ("bundle" if TRAVELS else None) if remote_code == "auto" else remote_code
+        if choice is None or reason or not self.remote_classes:
             return {}, {}
         config = type(getattr(self, "config", None))
         names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(self.remote_classes)
@@ -190,9 +197,6 @@ class TravellingTokenizerMixin(TravellingMixin):
     _config_file = "tokenizer_config.json"
     _pushed_code: str | None = "auto"
 
-    def _written_map(self, auto_map: dict[str, str]) -> Mapping[str, object]:
-        return {name: (class_, None) for name, class_ in auto_map.items()}
-
     def save_pretrained(
         self,
         save_directory: str | PathLike,
@@ -201,20 +205,9 @@ class TravellingTokenizerMixin(TravellingMixin):
         remote_code: str | None = "auto",
         **kwargs: Any,
     ) -> tuple[str, ...]:
-        """Save as every tokenizer of transformers does.
+        """Save as every tokenizer of transformers does, and return the names of the files.
 
-        Args:
-            save_directory: The directory; that of the model, as a rule.
-            *args: As in transformers.
-            push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
-            remote_code: As for `save_pretrained` of a model.
-            **kwargs: As in transformers.
-
-        Returns:
-            The names of the files.
-
-        Raises:
-            ValueError: An unknown `remote_code`, or a class that it cannot be had for.
+        `remote_code` is as for `save_pretrained` of a model; other arguments are those of transformers.
         """
         target = Path(save_directory)
         hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
@@ -233,16 +226,6 @@ class TravellingTokenizerMixin(TravellingMixin):
             return super().push_to_hub(repo_id, *args, **kwargs)
         finally:
             self._pushed_code = "auto"
-
-
-def write_code(directory: Path, files: Mapping[str, str]) -> None:
-    """Write source text by path; a file with another text is replaced (it may be a link)."""
-    for name, text in files.items():
-        path, data = directory / name, text.encode()
-        if not path.is_file() or path.read_bytes() != data:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            path.write_bytes(data)
 
 
 if TRAVELS and not transformers.__version__.startswith(f"{TRANSFORMERS}."):

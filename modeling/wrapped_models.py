@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..configuration.fields import field
 
@@ -216,7 +216,7 @@ class OfBackboneMixin:
     """What drafters and wrappers of a backbone share: its generation config, and no embeddings of their own."""
 
     backbone: PreTrainedModel
-    config: PreTrainedConfig
+    config: Any
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

@@ -40,8 +40,7 @@ from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files
 from .checkpoint_files import dequantized_tensors
 from .main_model import last_map
-from .modules import MTPModule, MTPModules
-from .streams import OneStream, StreamHead, StreamProjection
+from .modules import MTPModule, MTPModules, OneStream, StreamHead, StreamProjection
 
 PER_LAYER = (
     *("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"),
@@ -125,7 +124,7 @@ def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return _OWN_CLASSES.get(config.model_type) or cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
-def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[object]:
+def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[Any]:
     """Return the values of the per-layer field `name` of a configuration for `count` modules."""
     kind, text = dict(family_of(config).block).get(name), config.get_text_config()
     of_layers = field(text, name)
@@ -328,10 +327,10 @@ def _spread(devices: DeviceMap, model: nn.Module) -> DeviceMap:
     return result
 
 
-def _align(model: PreTrainedModel, bytes_: int = 64, largest: int = 2**18) -> None:
+def _align(model: PreTrainedModel) -> None:
     """Copy small unaligned weights of a mapped file: kernels round by alignment, so two files would differ."""
     for weight in model.parameters():
-        if weight.device.type == "cpu" and weight.data_ptr() % bytes_ and weight.numel() < largest:
+        if weight.device.type == "cpu" and weight.data_ptr() % 64 and weight.numel() < 2**18:
             weight.data = weight.data.clone()
 
 

@@ -25,6 +25,7 @@ from ..heads.chunks import Part, chunked_sums, term_rows
 from ..heads.losses import IGNORE, check_targets, counts_of_update
 from ..heads.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, taught_terms
 from ..loss_options import ModuleLossOptions
+from ..masks import additive_mask
 from ..outputs import MTPOutput
 from .modules import MTPModules, Readout
 
@@ -258,8 +259,7 @@ def _diagonals(causal: Tensor, rows: int, sizes: range) -> Tensor:
     parts = [torch.minimum(causal[..., :rows, :], causal[..., causal.shape[-2] - rows :, :])]
     for size in list(sizes)[1:]:
         own = torch.eye(rows, size, dtype=torch.bool, device=causal.device)
-        if causal.dtype != torch.bool:
-            own = torch.zeros_like(own, dtype=causal.dtype).masked_fill(~own, torch.finfo(causal.dtype).min)
+        own = own if causal.dtype == torch.bool else additive_mask(own, causal.dtype)
         parts.append(own.expand(*causal.shape[:2], -1, -1))
     return torch.cat(parts, dim=-1)
 

@@ -305,11 +305,12 @@ class DeepSeekMTP(
             ValueError: Labels that are not token ids, or labels or `output_mtp_logits=True` with a non-empty cache.
         """
         shift_labels = kwargs.pop("shift_labels", None)
-        has_labels, has_past = labels is not None or shift_labels is not None, past_key_values is not None
+        has_labels = labels is not None or shift_labels is not None
         if output_mtp_logits is None:
             only_loss = self.training or num_items_in_batch is not None
-            output_mtp_logits = not (only_loss or use_cache or has_past) and self.num_modules > 0
-        if (output_mtp_logits or has_labels) and has_past and past_key_values.get_seq_length():
+            output_mtp_logits = not (only_loss or use_cache or past_key_values is not None) and self.num_modules > 0
+        has_past = past_key_values is not None and past_key_values.get_seq_length()
+        if (output_mtp_logits or has_labels) and has_past:
             raise ValueError("past_key_values: labels and output_mtp_logits need whole sequences; leave it out")
         if has_labels and use_cache is None:
             use_cache = False  # with a cache, transformers ignores packed documents

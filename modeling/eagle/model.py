@@ -215,7 +215,8 @@ class EagleHead(
     def without_code(self) -> str | None:
         """Return why no code can be saved in layouts of other libraries."""
         layout = self.config.layout
-        return None if layout == "tokenahead" else f"layout={layout!r} is for other tools, and config.layout decides"
+        reason = f"layout={layout!r} is for other tools, and config.layout decides"
+        return super().without_code() if layout == "tokenahead" else reason
 
     def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
         """Write a checkpoint for another library or engine.

@@ -155,7 +155,7 @@ class MTPHeads(
     def without_code(self) -> str | None:
         """Return why no code can be saved with heads of a family that was registered elsewhere."""
         known = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
-        return None if self.family.is_built_in else known
+        return super().without_code() if self.family.is_built_in else known
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a backbone with another hidden size or vocabulary."""

@@ -108,13 +108,13 @@ class CircuitHead(nn.Module):
         cast(FFHead, self.leaf).weight.copy_(weights[source].flatten(0, 1))
 
 
-def persistence(rank: int, stay: float = 0.85) -> float:
-    """Return the number that, added to the diagonal of random logits [r, r], makes the mean of their softmax's `stay`.
+def persistence(rank: int) -> float:
+    """Return the number that, added to the diagonal of random logits [r, r], makes the mean of their softmax's 0.85.
 
-    For logits of deviation 0.5: equal ones need log(stay / (1 - stay) (r - 1)), and noise takes 0.2 from that, as it
-    raises the sum of the others and flattens the mean.
+    For logits of deviation 0.5: equal ones need log(0.85 / 0.15 (r - 1)), and noise takes 0.2 from that, as it raises
+    the sum of the others and flattens the mean.
     """
-    return math.log(stay / (1 - stay) * max(rank - 1, 1)) + 0.2
+    return math.log(0.85 / (1 - 0.85) * max(rank - 1, 1)) + 0.2
 
 
 def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:

@@ -37,7 +37,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from ..configuration.fields import field
-from ..modeling.wrapped_models import caches_kept, readable
+from ..modeling.wrapped_models import checkpointing_paused, readable
 from .call.keywords import USUAL, Keywords
 from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
@@ -157,7 +157,7 @@ def decoding(backbone: PreTrainedModel) -> AbstractContextManager[Any]:
         return nullcontext()
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
-    stack.enter_context(caches_kept(backbone))
+    stack.enter_context(checkpointing_paused(backbone))
     return stack
 
 

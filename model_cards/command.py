@@ -12,7 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling.remote_code import CODE_FOLDER
+from ..modeling.remote_code import CODE_DIRECTORY
 from ..training.evaluation.bench import CONTROL, PLAIN
 from ..training.loading import DRAFTERS, causal_class
 from ..training.requests import CardRequest
@@ -109,7 +109,7 @@ def _part(text: str, heading: str) -> str | None:
 
 def _travelling(source: str) -> str | None:
     """Return what of the code lies in a directory, or in a repository of the Hub by what its config says."""
-    folder = Path(source) / CODE_FOLDER
+    folder = Path(source) / CODE_DIRECTORY
     if Path(source).is_dir() and not folder.is_dir():
         return None
     return "package" if folder.is_dir() and len(list(folder.glob("modeling_*.py"))) == 1 else "bundle"

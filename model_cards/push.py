@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration import EagleHeadConfig
-from ..modeling.eagle.export import folder_config
+from ..modeling.eagle.export import layout_config
 from ..modeling.remote_code import TravellingMixin
 from ..training.utils import replace_text
 from .card import check_no_local_path, local_pictures, render_card, write_card
@@ -85,7 +85,7 @@ def check_same_model(api: HfApi, repo_id: str, model: PreTrainedModel) -> None:
 def _own_fields(model: PreTrainedModel) -> dict[str, Any]:
     """Return what config.json will say."""
     if isinstance(model.config, EagleHeadConfig) and model.config.layout != "tokenahead":
-        return folder_config(model.config, model.config.layout, model.dtype)
+        return layout_config(model.config, model.config.layout, model.dtype)
     return json.loads(model.config.to_json_string(use_diff=True))
 
 

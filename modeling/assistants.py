@@ -25,8 +25,8 @@ from .wrapped_models import carries_adapters, has_own_cache, unwrap
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     """Return a model of the same class whose decoder has the first layers of another one.
 
-    Layers and norms are copies. Embeddings and head lie in the memory of the given model's, and are frozen, so that
-    tuning leaves that model as it is; a saved and loaded one has its own.
+    Layers and norms are copies. Embeddings and head share the memory of the model's and are frozen, so that tuning does
+    not change that model; a saved and loaded one has its own.
 
     Args:
         model: A causal language model of transformers.
@@ -42,8 +42,8 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
         raise ValueError(f"layers={layers!r} must be a whole number from 1 to {whole - 1}: {kind} has {whole} layers")
     linear = isinstance(model.get_output_embeddings(), nn.Linear)
     if config.get_text_config() is not config or has_own_cache(model) or carries_adapters(model) or not linear:
-        raise ValueError(f"{kind} cannot be cut to layers={layers}: give a plain language model, without adapters")
-    for name, value in config.to_dict().items():  # layer_types, and whatever else a family says layer by layer
+        raise ValueError(f"{kind} cannot be cut to layers={layers}: pass a plain language model, without adapters")
+    for name, value in config.to_dict().items():  # layer_types, and other fields with an entry per layer
         if isinstance(value, list) and len(value) == whole:
             setattr(config, name, value[:layers])
     config.num_hidden_layers = layers
@@ -63,7 +63,7 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def _share(module: nn.Module, source: nn.Module) -> None:
-    """Give a module the memory of another one's weights, frozen."""
+    """Make a module use the memory of another one's weights, frozen."""
     for name, parameter in source.named_parameters(recurse=False):
         setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
 
@@ -110,11 +110,11 @@ def fills_blocks(config: PreTrainedConfig) -> bool:
     return all(field(config, name) is not None for name in ("block_size", "mask_token_id", "target_layer_ids"))
 
 
-def load_assistant(folder: str | PathLike, **kwargs: Any) -> PreTrainedModel:
+def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
     """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4, or of DFlash."""
     if "config" not in kwargs:
-        hub = {name: kwargs[name] for name in (*HUB_OPTIONS, "trust_remote_code") if name in kwargs}
-        kwargs["config"] = AutoConfig.from_pretrained(folder, **hub)
+        hub = {key: kwargs[key] for key in (*HUB_OPTIONS, "trust_remote_code") if key in kwargs}
+        kwargs["config"] = AutoConfig.from_pretrained(name, **hub)
     kwargs["config"] = buildable(kwargs["config"])
-    kind = AutoModel if fills_blocks(kwargs["config"]) else AutoModelForCausalLM
-    return kind.from_pretrained(folder, **kwargs)
+    auto_class = AutoModel if fills_blocks(kwargs["config"]) else AutoModelForCausalLM
+    return auto_class.from_pretrained(name, **kwargs)

@@ -1,15 +1,14 @@
 """Tokens that a drafter may draft: a part U of the vocabulary, so that it computes only their rows of the unembedding.
 
-A draft distribution q over U, 0 elsewhere, changes no output: verification divides by q at
-drafted tokens alone, and draws the added token from the residual over the whole vocabulary. FastMTP (2509.18362) calls
-it vocabulary compression.
+A draft distribution q over U, 0 elsewhere, changes no output: verification divides by q at drafted tokens alone, and
+draws the added token from the residual over the whole vocabulary. FastMTP (2509.18362) calls it vocabulary compression.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers.utils.hub import cached_file
 from .heads.backbone_parts import frozen
 from .wrapped_models import is_unit
 
+TokenIds = Sequence[int] | Tensor
 FILE = "draft_vocabulary.json"
 """A file of the checkpoint with a list of token ids, which engines and transformers ignore."""
 
@@ -32,28 +32,29 @@ class DraftVocabulary:
     Args:
         ids: [U] distinct token ids, in any order.
         vocab_size: V.
+        name: What the ids are called in messages.
 
     Raises:
         ValueError: No ids, ids out of range, or a repeated id.
     """
 
-    def __init__(self, ids: Any, vocab_size: int) -> None:
+    def __init__(self, ids: TokenIds, vocab_size: int, name: str = "draft_vocabulary") -> None:
         self.ids = torch.as_tensor(ids).detach().to("cpu", torch.long).flatten().sort().values
         if not len(self.ids):
-            raise ValueError("draft_vocabulary is empty; give at least one token id, or None")
+            raise ValueError(f"{name} is empty; give at least one token id, or None")
         if self.ids[0] < 0 or self.ids[-1] >= vocab_size:
             wrong = self.ids[0] if self.ids[0] < 0 else self.ids[-1]
-            raise ValueError(f"draft_vocabulary holds {int(wrong)}; token ids are 0 to {vocab_size - 1}")
+            raise ValueError(f"{name} holds {int(wrong)}; token ids are 0 to {vocab_size - 1}")
         if (self.ids[1:] == self.ids[:-1]).any():
-            raise ValueError("draft_vocabulary holds a token id more than once; ids must be distinct")
+            raise ValueError(f"{name} holds a token id more than once; ids must be distinct")
         self.vocab_size = vocab_size
-        self._rows: tuple[tuple[Any, ...], Tensor] | None = None
+        self._rows: tuple[Hashable, Tensor] | None = None
         self._on_device: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state without rows gathered from a head: copies gather their own."""
         return self.__dict__ | {"_rows": None, "_on_device": {}}
 
@@ -114,17 +115,17 @@ class DraftVocabulary:
 
 
 class DraftIdsMixin:
-    """The draft vocabulary of a drafter with tensors of that size: a buffer `d2t` beside its weights."""
+    """The draft vocabulary of a drafter with tensors of that size, as a buffer `d2t`."""
 
     draft_size: int
     config: Any
     device: torch.device
     named_buffers: Callable[..., Iterable[tuple[str, Tensor]]]
     register_buffer: Callable[..., None]
-    _part: tuple[Any, DraftVocabulary] | None = None
+    _part: tuple[Hashable, DraftVocabulary] | None = None
 
     def add_draft_ids(self, size: int | None, vocab_size: int | None) -> None:
-        """Set `draft_size`, and make room for the ids where that is not all."""
+        """Set `draft_size`, and register a buffer of the ids where that is not the whole vocabulary."""
         self.draft_size = size or vocab_size or 0
         if size is not None and size != vocab_size:  # offsets, as in every layout
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
@@ -142,11 +143,7 @@ class DraftIdsMixin:
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that are drafted; None where all tokens are drafted.
-
-        Raises:
-            ValueError: Ids that are no draft vocabulary.
-        """
+        """The tokens that are drafted; None where all tokens are drafted."""
         offsets = self.offsets
         if offsets is None:
             return None
@@ -167,15 +164,14 @@ class DraftIdsMixin:
         Raises:
             ValueError: Another number of ids, repeated ids, or ids out of range.
         """
-        size, vocab = self.draft_size, self.config.vocab_size
-        inside = bool(((draft_ids >= 0) & (draft_ids < vocab)).all())
-        if len(draft_ids) != size or len(draft_ids.unique()) != size or not inside:
-            raise ValueError(f"draft_ids must be draft_vocab_size={size} distinct ids in 0..{vocab - 1}")
+        size = self.draft_size
+        if len(DraftVocabulary(draft_ids, self.config.vocab_size, "draft_ids")) != size:
+            raise ValueError(f"draft_ids are {len(draft_ids)}; they must be as many as draft_vocab_size={size}")
         if self.offsets is not None:
             self.offsets.copy_(draft_ids.to(self.offsets.device) - torch.arange(size, device=self.offsets.device))
 
 
-def stored_ids(name: Any, **hub: Any) -> list[int] | None:
+def stored_ids(name: str | PathLike, **hub: Any) -> list[int] | None:
     """Return the draft vocabulary of a directory or a Hub repository; None where there is none."""
     options = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     file = cached_file(name, FILE, **hub, **options)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import __version__
-from .remote_code import TRAVELS, TravellingMixin, check_choice, is_ours, whole_folder
+from .remote_code import TRAVELS, TravellingMixin, is_ours, whole_directory
 from .wrapped_models import fingerprint
 
 LIBRARY = "tokenahead"
@@ -24,7 +24,7 @@ _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision"
 class SavingMixin(TravellingMixin):
     """`save_pretrained` and `push_to_hub` of a model or drafter.
 
-    A subclass that writes its tensors in its own way overrides `_write_folder`.
+    A subclass that writes its tensors in its own way overrides `_write_directory`.
     """
 
     def save_pretrained(
@@ -39,17 +39,17 @@ class SavingMixin(TravellingMixin):
     ) -> None:
         """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
 
-        Files are written beside their place and moved there when all of them are whole; weights of an earlier save
-        that are not replaced are removed. config.json also names this library and its version.
+        Files are written to a temporary directory and moved when all are complete; weights of an earlier save that are
+        not replaced are removed. config.json also names this library and its version.
 
         Args:
-            save_directory: The directory; made if it is not there.
+            save_directory: The directory, which is created.
             is_main_process: Whether this process writes.
             state_dict: The tensors of this model, where they had to be gathered.
             push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
             remote_code: What loads the directory where this library is not installed, with `trust_remote_code=True`:
-                `"bundle"`, its code, in a directory of its own; `"package"`, one line that asks for the library; None,
-                nothing. `"auto"` is None, but a model that was itself loaded from such code hands it on.
+                `"bundle"`, its code, in a directory of its own; `"package"`, one line that imports the library; None,
+                nothing. `"auto"` is None, but a model that was itself loaded from such code saves it again.
             **kwargs: As for transformers' `save_pretrained`.
 
         Raises:
@@ -65,50 +65,32 @@ class SavingMixin(TravellingMixin):
         base = vars(config).get("base_model_name_or_path")
         if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
             config.base_model_name_or_path = str(Path(base).absolute())
-        if vars(self).get("_backbones"):  # a drafter beside the backbone that it learned from
-            found = fingerprint(vars(self)["_backbones"][0])
-            config.backbone_fingerprint = found or vars(config).get("backbone_fingerprint")
+        if vars(self).get("_backbones"):  # a drafter with the backbone that it learned from
+            known = vars(config).get("backbone_fingerprint")
+            config.backbone_fingerprint = fingerprint(vars(self)["_backbones"][0]) or known
         if is_ours(type(config)):  # Auto classes mark a class that came with a directory: its code is added here
             config._auto_class = None
-        with nullcontext(target) if spread else whole_folder(target, kwargs.get("variant")) as folder:
-            self._write_folder(folder, is_main_process, state_dict, **kwargs)
+        with nullcontext(target) if spread else whole_directory(target, kwargs.get("variant")) as directory:
+            self._write_directory(directory, is_main_process, state_dict, **kwargs)
             if is_main_process:
-                self.add_code(folder, remote_code)
+                self.add_code(directory, remote_code)
         if push_to_hub and is_main_process:
             hub = {"repo_id": target.absolute().name, "remote_code": remote_code} | hub
             self.push_to_hub(**hub, **{key: kwargs[key] for key in ("token", "max_shard_size") if key in kwargs})
 
-    def without_code(self) -> str | None:
-        """Return why no code can be saved with this object; None where it can."""
-        return None
-
-    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
-        """As `TravellingMixin.code_for`; no code where there is a reason against it.
-
-        Raises:
-            ValueError: Code is asked for in spite of the reason.
-        """
-        reason = self.without_code()
-        if reason is None:
-            return super().code_for(remote_code)
-        check_choice(remote_code)
-        if remote_code in ("bundle", "package"):
-            raise ValueError(f"remote_code={remote_code!r}: {reason}; leave remote_code out")
-        return {}, {}
-
-    def _write_folder(
-        self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+    def _write_directory(
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write everything but code into a directory."""
-        super().save_pretrained(folder, is_main_process, state_dict, **kwargs)
+        super().save_pretrained(directory, is_main_process, state_dict, **kwargs)
 
     def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
-        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is kept.
+        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.
 
         Args:
             repo_id: `"user/name"`; created if it does not exist.
             remote_code: As for `save_pretrained`, but `"auto"` is `"bundle"` for models, whose readers may not have
-                this library; heads and other drafters carry no code unless it is asked for.
+                this library; heads and other drafters carry no code unless it is requested.
             **kwargs: As for transformers' `push_to_hub`.
 
         Returns:
@@ -127,15 +109,11 @@ class SavingMixin(TravellingMixin):
 
 
 HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
-"""Arguments of `from_pretrained` that say where files come from."""
+"""Arguments of `from_pretrained` that locate files."""
 
 
 def check_is_there(name: str | PathLike) -> None:
-    """Refuse a path that does not exist, of which the Hub would only say that it is no repository.
-
-    Raises:
-        FileNotFoundError: A path that is no directory.
-    """
+    """Refuse a path that does not exist, for which the Hub's error would be about a repository."""
     path = str(name)
     is_path = path.startswith((".", "~")) or Path(path).is_absolute() or path.count("/") > 1
     if is_path and not Path(path).exists():
@@ -179,25 +157,24 @@ class StrictLoadingMixin(SavingMixin):
         return (model, info) if wants_info else model
 
     @classmethod
-    def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
+    def check_model_type(
+        cls, name: str | PathLike | None, config: str | PathLike | PreTrainedConfig | None = None, **hub: Any
+    ) -> None:
         """Check the architecture in a directory's config.json.
 
         Args:
             name: Directory or Hub repository; None loads nothing.
             config: The argument `config`; where it is a configuration, the directory's own is not read.
             **hub: `revision`, `token`, ...
-
-        Raises:
-            ValueError: The directory holds another architecture.
         """
         if name is None or isinstance(config, PreTrainedConfig):
             return
         check_is_there(name)
-        found = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
+        actual = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
         expected = cls.config_class.model_type
-        if found not in (None, expected):
+        if actual not in (None, expected):
             makes = f"; {cls.__name__}.from_backbone makes new parts for a plain model"
             raise ValueError(
-                f"{name}: config.json says model_type={found!r}, but {cls.__name__} reads model_type={expected!r}"
+                f"{name}: config.json has model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}"
                 + (makes if hasattr(cls, "from_backbone") else "")
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import wraps
@@ -11,38 +10,32 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import LOSSES, PLACES
+from .heads.teacher import LOSSES, WEIGHTINGS
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
 """Objectives of each version of EAGLE, the default first."""
 Options = TypeVar("Options", bound="LossOptions")
+Result = TypeVar("Result")
 _STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
 
 
-def check_values(options: Any, choices: Mapping[str, Collection[Any]], ranges: Mapping[str, str]) -> None:
-    """Refuse fields of a dataclass that are out of range; None passes where it is the default.
-
-    Args:
-        options: The dataclass.
-        choices: Per field, its values.
-        ranges: Per field, an interval, such as `"[0, 1)"`.
-
-    Raises:
-        ValueError: A value out of range.
-    """
+def check_values(options: object, choices: Mapping[str, Collection[object]], ranges: Mapping[str, str]) -> None:
+    """Refuse fields of a dataclass outside their `choices` or intervals (`"[0, 1)"`); a default of None passes."""
     defaults = vars(type(options))
-    given = {name: value for name, value in vars(options).items() if (value, defaults.get(name, 0)) != (None, None)}
-    for name, allowed in choices.items():
-        if name in given and given[name] not in allowed:
-            raise ValueError(f"{name}={given[name]!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
-    for name, interval in ranges.items():
-        value, (low, high) = given.get(name, math.nan), map(float, interval[1:-1].split(","))
+    values = {name: value for name, value in vars(options).items() if (value, defaults.get(name, 0)) != (None, None)}
+    for name in filter(values.__contains__, choices):
+        if values[name] not in choices[name]:
+            raise ValueError(f"{name}={values[name]!r} is unknown; choose one of {', '.join(map(repr, choices[name]))}")
+    for name in filter(values.__contains__, ranges):
+        value, interval = values[name], ranges[name]
+        low, high = map(float, interval[1:-1].split(","))
         is_border = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
-        if name in given and not (is_border or (value is not None and low < value < high)):
+        if not (is_border or (value is not None and low < value < high)):
             raise ValueError(f"{name}={value!r} must lie in {interval}")
 
 
@@ -53,7 +46,7 @@ class LossOptions:
     Attributes:
         divergence: Distance of the drafter's distribution from the target model's: `"cross_entropy"` (the papers'),
             `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` and `"block"` (`heads.teacher`).
-        places: Of `"block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
+        places: How `"block"` weighs positions: `"all"` alike, or by the `"calls"` that a rejection costs.
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
     """
 
@@ -73,12 +66,8 @@ class LossOptions:
         return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
     def check(self) -> None:
-        """Validate the shared options.
-
-        Raises:
-            ValueError: A value out of range.
-        """
-        check_values(self, {"divergence": LOSSES, "places": PLACES}, {"label_weight": "[0, 1]"})
+        """Validate the shared options."""
+        check_values(self, {"divergence": LOSSES, "places": WEIGHTINGS}, {"label_weight": "[0, 1]"})
         if self.places != "all" and self.divergence != "block":
             raise ValueError(f"places={self.places!r} is an option of divergence='block'")
 
@@ -143,11 +132,7 @@ class EagleLossOptions(LossOptions):
     noise: float = 0.0
 
     def resolved(self, version: int) -> ResolvedEagleOptions:
-        """Return the same options with the defaults of a version filled in.
-
-        Raises:
-            ValueError: A value out of range, or an objective of the other version.
-        """
+        """Return the same options with the defaults of a version filled in."""
         objective = self.objective or OBJECTIVES[version][0]
         if objective not in OBJECTIVES[version]:
             allowed = " or ".join(map(repr, OBJECTIVES[version]))
@@ -182,7 +167,7 @@ class TrainableDrafter(Protocol):
         num_losses: n, the number of entries.
     """
 
-    config: Any
+    config: PreTrainedConfig
     loss_unit: str
 
     @property
@@ -212,8 +197,8 @@ class OwnLossMixin:
 
     Attributes:
         own_trainer: The trainer that trains it.
-        silent_part: Name of the part that such a loss leaves as it is; None: nothing learns from it.
-        has_warned: Whether it was said that the drafter learns nothing.
+        silent_part: Name of the part that such a loss does not change; None: nothing learns from it.
+        has_warned: Whether the warning was logged.
     """
 
     own_trainer = "MTPSFTTrainer"
@@ -221,43 +206,39 @@ class OwnLossMixin:
     has_warned = False
     training: bool
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a forward that TRL puts in place of the class's own is checked, as peft calls it itself."""
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; a forward with which TRL replaces that of the class is checked, as peft calls it itself."""
         if name == "forward" and isinstance(value, MethodType) and value.__self__ is self:
             value = MethodType(_checked(value.__func__), self)
         super().__setattr__(name, value)
 
-    def check_own_loss(self, fused_lm_head: bool = False, **kwargs: Any) -> None:
-        """Say or refuse, given the keywords of a forward, that a trainer takes a loss of its own.
-
-        Raises:
-            RuntimeError: A loss of TRL's, from which nothing learns.
-        """
-        if fused_lm_head:
-            name = type(self).__name__
-            if self.silent_part is None:
-                raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
-            drafter: nn.Module = getattr(self, self.silent_part)
-            learns = self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters())
-            if learns and not self.has_warned:
-                self.has_warned = True
-                logger.warning(
-                    f"the drafter of {name} does not learn from the loss of the next token: train the model with "
-                    f"{self.own_trainer}, or freeze the drafter"
-                )
+    def _check_own_loss(self) -> None:
+        """Warn, or refuse where nothing learns, that a trainer computes a loss of its own."""
+        name = type(self).__name__
+        if self.silent_part is None:
+            raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
+        drafter: nn.Module = getattr(self, self.silent_part)
+        learns = self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters())
+        if learns and not self.has_warned:
+            self.has_warned = True
+            logger.warning(
+                f"the drafter of {name} does not learn from the loss of the next token: train the model with "
+                f"{self.own_trainer}, or freeze the drafter"
+            )
 
 
-def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(forward: Callable[..., Result]) -> Callable[..., Result]:
     @wraps(forward)
-    def checked_forward(self: OwnLossMixin, *args: Any, **kwargs: Any) -> Any:
-        self.check_own_loss(**kwargs)
+    def checked_forward(self: OwnLossMixin, *args: object, **kwargs: object) -> Result:
+        if kwargs.get("fused_lm_head"):
+            self._check_own_loss()
         return forward(self, *args, **kwargs)
 
     return checked_forward
 
 
 class DepthCountsMixin(OwnLossMixin):
-    """Loss terms per depth of a window, as `TrainableDrafter` asks for them."""
+    """Loss terms per depth of a window, the contract of `TrainableDrafter`."""
 
     loss_unit = "head"
     window: int

@@ -1,8 +1,7 @@
-"""Masks that say of every position what it sees, as backbones of transformers take them, attention that reads them, and
-index tensors that are made once: a decoding cycle must not make them from Python numbers.
+"""Masks of what every position sees, attention that reads them, and index tensors that are made once.
 
 transformers' "sdpa" repeats keys and values for every query head where there is a mask: a copy of the cache in every
-forward. With a mask from here, the queries of a group stand side by side instead, and nothing is repeated but the mask.
+forward. With a `model_mask`, the queries of a group lie side by side instead, and only the mask is repeated.
 """
 
 from __future__ import annotations
@@ -16,22 +15,17 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
-def check_attention(config: PreTrainedConfig, rows: str) -> None:
-    """Refuse an implementation of attention that takes no dense masks, which `rows` need (for the message).
-
-    Raises:
-        ValueError: It is neither eager nor sdpa.
-    """
+def check_attention(config: PreTrainedConfig, needing: str) -> None:
+    """Refuse an implementation of attention without dense masks; `needing` names what needs them in the message."""
     used = config.get_text_config()._attn_implementation
     if used not in ("eager", "sdpa"):
-        raise ValueError(f"{config.model_type}: {rows} need attn_implementation='sdpa' or 'eager', not {used!r}")
+        raise ValueError(f"{config.model_type}: {needing} need attn_implementation='sdpa' or 'eager', not {used!r}")
 
 
-def given_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> Tensor:
-    """Return what positions see of columns, [B, F, W] bool, as a model takes it, [B, 1, F, W].
+def model_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | None) -> Tensor:
+    """Return visibility [B, F, W] bool as the mask [B, 1, F, W] that a model takes; bool without a dtype.
 
-    Only "sdpa" reads truth values; elsewhere the mask is added to the scores, where True would mean 1. Without a dtype
-    it stays what it is.
+    Only "sdpa" reads truth values; elsewhere the mask is added to the scores, where True would mean 1.
     """
     mask = visible[:, None]
     if dtype is not None and config._attn_implementation != "sdpa":
@@ -41,19 +35,16 @@ def given_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | N
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bool mask as the finite values that attention adds: rows that see nothing stay finite."""
+    """Return a bool mask as the finite values that attention adds, so that the softmax over no column is finite."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 _PACKED = "packed_for_groups"
-"""Attribute of masks that all heads share: what grouped queries read side by side, made by the first layer for all."""
+"""Attribute of a `model_mask`: its forms for grouped queries, made by the first layer for all."""
 
 
 def _packed(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask [B, 1, F, W] for the F queries of every head of a group side by side, [B, 1, F or groups * F, W].
-
-    Attention adds it: of truth values every layer would make the same numbers again.
-    """
+    """Return a mask [B, 1, F, W] for the queries of a group side by side, additive, [B, 1, F or groups * F, W]."""
     known = getattr(mask, _PACKED)
     if (groups, dtype) not in known:
         added = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
@@ -71,16 +62,16 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return what transformers' "sdpa" does, without a copy of keys and values where the mask is ours."""
-    groups, (batch, heads, fed, _) = query.shape[1] // key.shape[1], query.shape
+    """Return what transformers' "sdpa" does, without a copy of keys and values for a `model_mask`."""
+    groups, (batch, heads, queries, _) = query.shape[1] // key.shape[1], query.shape
     if attention_mask is not None and getattr(attention_mask, _PACKED, None) is not None:
         attention_mask = _packed(attention_mask, groups, query.dtype)
         if groups > 1:
-            packed = query.reshape(batch, heads // groups, groups * fed, -1)
+            packed = query.reshape(batch, heads // groups, groups * queries, -1)
             output = torch.nn.functional.scaled_dot_product_attention(
                 packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
             )
-            return output.reshape(batch, heads, fed, -1).transpose(1, 2).contiguous(), None
+            return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -97,19 +88,19 @@ def cached_arange(length: int, device: torch.device) -> Tensor:
 def cached_range(start: int, length: int, device: torch.device) -> Tensor:
     """Return start, start + 1, .., start + length - 1, a slice of a longer `cached_arange`."""
     first = max(start, 0)
-    found = cached_arange(1 << (first + length).bit_length(), device)[first : first + length]
-    return found if start >= 0 else found + start
+    columns = cached_arange(1 << (first + length).bit_length(), device)[first : first + length]
+    return columns if start >= 0 else columns + start
 
 
 @lru_cache(maxsize=4096)
 def numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return some numbers as a tensor, copied to the device once; never write to it."""
+    """Return numbers as a tensor, copied to the device once; never write to it."""
     with torch.inference_mode(False):
         return torch.tensor(values, dtype=torch.long, device=device)
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the tensor on a device and, where one is given, in a dtype; itself where it is that already."""
+    """Return the tensor on a device and, unless None, in a dtype; itself where nothing changes."""
     dtype = dtype or tensor.dtype
     return tensor if tensor.device == device and tensor.dtype == dtype else tensor.to(device, dtype)
 
@@ -119,7 +110,7 @@ def selected_positions(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
 
     Args:
         states: [B, T, d].
-        logits_to_keep: The last so many positions (0: all); or positions [K] of every sequence, or [B, K] of each; or a
+        logits_to_keep: Number of last positions (0: all); or positions [K] of every sequence, or [B, K] of each; or a
             choice [B, T] bool.
 
     Returns:

@@ -13,14 +13,14 @@ States = bool | int | list[int]
 """True for all hidden states, False for none, or the indices of some (-1: the last)."""
 
 
-def states_asked_for(given: States | None, *configs: PreTrainedConfig) -> States:
+def requested_states(wanted: States | None, *configs: PreTrainedConfig) -> States:
     """Return `output_hidden_states` as a decoder of transformers reads it; None: what the first of `configs` requests.
 
     The number 0 alone would be taken for False, and becomes a list.
     """
-    if given is None:
-        given = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
-    return given if isinstance(given, bool) or not isinstance(given, int) else [given]
+    if wanted is None:
+        wanted = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
+    return wanted if isinstance(wanted, bool) or not isinstance(wanted, int) else [wanted]
 
 
 @dataclass
@@ -36,8 +36,8 @@ class MTPOutput(CausalLMOutputWithPast):
         head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
         backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
             trains together with a head that has a distribution of its own for the first token; then a part of `loss`.
-        acceptances: [n] detached mean probability that a token drawn at a depth is accepted by a verifier given the
-            true tokens before it, NaN at depth 1; where the backbone's distribution is what the drafter learns.
+        acceptances: [n] detached mean probability that a token drawn at a depth is accepted after the true tokens
+            before it, NaN at depth 1; where the drafter learns the backbone's distribution.
         head_squares: [n] detached mean squared term per depth, where depths are balanced.
     """
 
@@ -58,8 +58,8 @@ class DeepSeekMTPOutput(MTPOutput):
             predicts token i + k + 1. None in training and while generating, unless requested.
         aux_loss: Scalar, balance of the main model's experts; with `output_router_logits` only, and with labels it is
             part of `loss`, times `router_aux_loss_coef`.
-        inputs_embeds: [B, L, H] that the first layer read, features of images among them; of models with a tower for
-            images and with a cache only.
+        inputs_embeds: [B, L, H] that the first layer read, with features of images; of models with a tower for images
+            and with a cache only.
         position_ids: Theirs, [B, L], or [3 or 4, B, L]: those of the text (4), then time, height and width.
     """
 
@@ -88,7 +88,7 @@ class EagleOutput(CausalLMOutputWithPast):
 
 @dataclass
 class PTPOutput(CausalLMOutputWithPast):
-    """Output of a causal language model with auxiliary rows.
+    """Output of a causal language model with auxiliary positions.
 
     Attributes:
         read: Result of the function `read` on the last hidden states; `logits` are None then.

@@ -2,8 +2,8 @@
 
 Code travels with what is saved, so that a directory loads where this library is not installed.
 
-In the package, the code is that which `model_cards.bundle` flattens; a model that was itself loaded from such code
-hands on the files beside this one. Knows no model, and imports no torch.
+In the package, `model_cards.bundle` flattens the code; a model that was itself loaded from such code saves the files
+next to this one. Knows no model, and imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .. import __version__
 
 
 @contextmanager
-def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
+def whole_directory(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
     """Yield a directory to write into, whose files move to `target` once all of them are complete.
 
     An exception, Ctrl-C or a full disk leaves `target` unchanged, or absent.
@@ -44,7 +44,7 @@ def whole_folder(target: str | PathLike, variant: str | None = None) -> Iterator
     target = Path(target)
     if target.is_file():
         raise NotADirectoryError(f"{target} is a file; name a directory to save to")
-    # inside of a directory that exists: it may be a mount point, or in a directory where we may not write
+    # within an existing directory: it may be a mount point, or its parent may not be writable
     parent = target if target.is_dir() else target.parent
     parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".tokenahead-saving.", dir=parent, ignore_cleanup_errors=True) as temporary:
@@ -74,17 +74,17 @@ def _is_weights(name: str, variant: str | None) -> bool:
 
 logger = logging.get_logger(__name__)
 
-CODE_FOLDER = "tokenahead_code"
-"""Where a saved directory has its code."""
+CODE_DIRECTORY = "tokenahead_code"
+"""The directory of code in a saved one."""
 TRAVELS = __name__.rpartition(".")[2] != "remote_code"
-"""Whether this very file came with a model."""
+"""Whether this file came with a model."""
 TRANSFORMERS = "5.23"
-"""The version of transformers that the code is written for: it leans on private methods of `generate`."""
+"""The version of transformers for which the code is written: it uses private methods of `generate`."""
 _CHOICES = ("auto", "bundle", "package", None)
 _README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the directory above is loaded, by the
 Auto classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
 
-    AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+    AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
 It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. Where tokenahead is installed
 (from a clone or a wheel), that is used in place of this code.
@@ -92,11 +92,7 @@ It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. 
 
 
 def check_choice(remote_code: str | None) -> None:
-    """Refuse what `remote_code` cannot be.
-
-    Raises:
-        ValueError: It is named.
-    """
+    """Refuse an unknown `remote_code`."""
     if remote_code not in _CHOICES:
         raise ValueError(f"remote_code={remote_code!r}: choose 'auto', 'bundle', 'package' or None")
 
@@ -130,8 +126,8 @@ class TravellingMixin:
     To be placed before the base class of transformers.
 
     Attributes:
-        remote_classes: By Auto class: which name of its module it gives, `{"AutoModel": "MTPHeads"}`.
-        travels_when_pushed: Whether a push carries the code unless something else is asked for.
+        remote_classes: By Auto class, the class of this module that it loads, `{"AutoModel": "MTPHeads"}`.
+        travels_when_pushed: Whether a push carries the code by default.
     """
 
     remote_classes: Mapping[str, str] = {}
@@ -139,10 +135,10 @@ class TravellingMixin:
     _config_file: str = CONFIG_NAME
 
     @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """As in transformers, for classes of users; this library's own save their code without that.
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
+        """Register classes of users as transformers does; this library's own save their code without that.
 
-        Auto classes call it on what they load with trust; transformers would then copy code by its own rule as well.
+        Auto classes call it on what they load with trust; transformers would then also copy code in its own way.
         """
         if not is_ours(cls):
             super().register_for_auto_class(auto_class)
@@ -152,57 +148,54 @@ class TravellingMixin:
         carries = self.travels_when_pushed and is_ours(type(self))
         return "bundle" if remote_code == "auto" and carries else remote_code
 
-    def add_code(self, folder: Path, remote_code: str | None) -> None:
-        """Write the code of a saved directory, and into its config where that lies; there and nowhere else.
-
-        Raises:
-            ValueError: An unknown choice, or a class that the code cannot be had for.
-        """
+    def add_code(self, directory: Path, remote_code: str | None) -> None:
+        """Write the code of a saved directory, and `auto_map` into its config."""
         auto_map, files = self.code_for(remote_code)
-        path = folder / self._config_file
+        path = directory / self._config_file
         if not path.is_file():  # adapters of peft were saved alone, or another process writes
             return
         fields = json.loads(path.read_text(encoding="utf-8"))
         is_stale = is_ours(type(self)) and fields.pop("auto_map", None) is not None
         if is_stale or files:
-            fields |= {"auto_map": self._written_map(auto_map)} if files else {}
+            if files:  # tokenizers have pairs, of a slow and a fast class
+                is_model = self._config_file == CONFIG_NAME
+                fields["auto_map"] = auto_map if is_model else {name: (each, None) for name, each in auto_map.items()}
             files[path.name] = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-        write_code(folder, files)
+        for name, text in files.items():
+            path, data = directory / name, text.encode()
+            if not path.is_file() or path.read_bytes() != data:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)  # it may be a link
+                path.write_bytes(data)
 
-    def _written_map(self, auto_map: dict[str, str]) -> dict[str, Any]:
-        """Return the `auto_map` as the directory's config holds it."""
-        return auto_map
+    def without_code(self) -> str | None:
+        """Return why no code can be saved with this object; None where it can."""
+        return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
 
     def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
         """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
 
-        `"auto"` is no code where this library is installed; what was loaded from such code hands it on.
-
-        Raises:
-            ValueError: An unknown choice, or a class that the code cannot be had for.
+        `"auto"` is no code where this library is installed; what was loaded from such code saves it again.
         """
         check_choice(remote_code)
-        kind = type(self)
-        if remote_code in ("bundle", "package") and not is_ours(kind):
-            raise ValueError(f"remote_code={remote_code!r}: {kind.__module__} is not of tokenahead; leave it out")
-        choice = ("bundle" if TRAVELS and is_ours(kind) else None) if remote_code == "auto" else remote_code
-        if choice is None or not self.remote_classes:
+        kind, reason = type(self), self.without_code()
+        if remote_code in ("bundle", "package") and reason:
+            raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
+        choice = ("bundle" if TRAVELS else None) if remote_code == "auto" else remote_code
+        if choice is None or reason or not self.remote_classes:
             return {}, {}
         config = type(getattr(self, "config", None))
         names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(self.remote_classes)
         entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
-        written = {f"{CODE_FOLDER}/{name}": text for name, text in (files | {"README.md": _README}).items()}
-        return {name: f"{CODE_FOLDER}/{entry}.{found}" for name, found in names.items()}, written
+        written = {f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()}
+        return {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}, written
 
 
 class TravellingTokenizerMixin(TravellingMixin):
-    """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere if asked for."""
+    """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere on request."""
 
     _config_file = "tokenizer_config.json"
     _pushed_code: str | None = "auto"
-
-    def _written_map(self, auto_map: dict[str, str]) -> dict[str, Any]:
-        return {name: (found, None) for name, found in auto_map.items()}
 
     def save_pretrained(
         self,
@@ -212,30 +205,19 @@ class TravellingTokenizerMixin(TravellingMixin):
         remote_code: str | None = "auto",
         **kwargs: Any,
     ) -> tuple[str, ...]:
-        """Save as every tokenizer of transformers does.
+        """Save as every tokenizer of transformers does, and return the names of the files.
 
-        Args:
-            save_directory: The directory; that of the model, as a rule.
-            *args: As in transformers.
-            push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
-            remote_code: As for `save_pretrained` of a model.
-            **kwargs: As in transformers.
-
-        Returns:
-            The names of the files.
-
-        Raises:
-            ValueError: An unknown `remote_code`, or a class that it cannot be had for.
+        `remote_code` is as for `save_pretrained` of a model; other arguments are those of transformers.
         """
         target = Path(save_directory)
         hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
-        with whole_folder(target) as folder:
-            names = super().save_pretrained(folder, *args, **kwargs)
-            self.add_code(folder, self._pushed_code if remote_code == "auto" else remote_code)
+        with whole_directory(target) as directory:
+            names = super().save_pretrained(directory, *args, **kwargs)
+            self.add_code(directory, self._pushed_code if remote_code == "auto" else remote_code)
         if push_to_hub:
             name = hub.pop("repo_id", target.absolute().name)
             self.push_to_hub(name, remote_code=remote_code, token=kwargs.get("token"), **hub)
-        return tuple(str(target / Path(name).relative_to(folder)) for name in names)
+        return tuple(str(target / Path(name).relative_to(directory)) for name in names)
 
     def push_to_hub(self, repo_id: str, *args: Any, remote_code: str | None = "auto", **kwargs: Any) -> Any:
         """Upload as every tokenizer of transformers does, with its code unless `remote_code` says otherwise."""
@@ -244,16 +226,6 @@ class TravellingTokenizerMixin(TravellingMixin):
             return super().push_to_hub(repo_id, *args, **kwargs)
         finally:
             self._pushed_code = "auto"
-
-
-def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Write source text by path; a file with the same text stays, another one is replaced (it may be a link)."""
-    for name, text in files.items():
-        path, data = folder / name, text.encode()
-        if not path.is_file() or path.read_bytes() != data:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            path.write_bytes(data)
 
 
 if TRAVELS and not transformers.__version__.startswith(f"{TRANSFORMERS}."):

@@ -116,7 +116,7 @@ def philox(counters: Tensor, keys: Tensor) -> Tensor:
 
 
 def stream_uniforms(streams: Tensor, start: int, count: int, purpose: int = 0) -> Tensor:
-    """Uniforms `start` .. `start + count - 1` of streams.
+    """Return uniforms `start` .. `start + count - 1` of streams.
 
     Args:
         streams: [B, 2] int64: a seed of 64 bits, and the number (of 32 bits) of one of its streams.

@@ -20,18 +20,20 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 Tensors = dict[str, Tensor]
 """Tensors by name."""
+Fields = dict[str, Any]
+"""Fields of a JSON file."""
 Value = TypeVar("Value")
 Names = Sequence[tuple[str, str]]
 """Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
-_SAFE, _PICKLED = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME), (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
+_NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> Fields:
     """Return the fields of a JSON file; none where there is no such file."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def write_json(file: Path, values: Mapping[str, Any]) -> None:
+def write_json(file: Path, values: Mapping[str, object]) -> None:
     """Write fields as JSON."""
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -40,61 +42,43 @@ def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tens
     """Return the tensors of all files whose names begin with `prefix`, which is removed.
 
     Files are `.safetensors`, `.npz` (numpy), or anything else that `torch.load` reads with `weights_only=True`.
-
-    Raises:
-        ValueError: A damaged file, or a pickle of more than tensors.
-        FileNotFoundError: A file is missing.
     """
-    found: Tensors = {}
+    tensors: Tensors = {}
     for file in map(Path, files):
         with naming(file):
             if file.suffix == ".safetensors":
-                found |= _read_safetensors(file, prefix)
+                with safe_open(file, framework="pt") as opened:
+                    names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118
+                    tensors |= {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
             else:
-                found |= below(_read_npz(file) if file.suffix == ".npz" else read_pickle(file), prefix)
-    return found
+                tensors |= below(_read_npz(file) if file.suffix == ".npz" else read_pickle(file), prefix)
+    return tensors
 
 
 def weight_files(name: str | PathLike[str], variant: str | None = None, pickles: bool = False, **hub: Any) -> list[str]:
     """Return the paths of a checkpoint's weight files: one file, or the shards of its index, fetched from the Hub.
 
     With `pickles`, `pytorch_model.bin` is accepted where there are no safetensors.
-
-    Raises:
-        ValueError: There are none.
     """
-    optional = {"_raise_exceptions_for_missing_entries": False, **hub}
-    for pair in (_SAFE, _PICKLED) if pickles else (_SAFE,):
-        index, single = (_with_variant(file, variant) for file in pair)
-        if listed := cached_file(name, index, **optional):
-            return get_checkpoint_shard_files(name, listed, **hub)[0]
-        if file := cached_file(name, single, **optional):
-            return [file]
-    names = [_with_variant(file, variant) for pair in ((_SAFE, _PICKLED) if pickles else (_SAFE,)) for file in pair]
-    raise ValueError(f"{name}: no weights; none of {', '.join(names)} is there")
+    names = [_with_variant(file, variant) for file in (_NAMES if pickles else _NAMES[:2])]
+    for file in names:
+        if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
+            return get_checkpoint_shard_files(name, path, **hub)[0] if path.endswith(".json") else [path]
+    raise ValueError(f"{name}: no weights; none of {', '.join(names)} exists")
 
 
 def tensor_dtypes(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> dict[str, str]:
-    """Return the names of all tensors of a checkpoint and their safetensors dtypes (`F32`, `BF16`, `F8_E4M3`).
-
-    Raises:
-        ValueError: No safetensors files, or a damaged one.
-    """
-    found = {}
+    """Return the names of all tensors of a checkpoint and their safetensors dtypes (`F32`, `BF16`, `F8_E4M3`)."""
+    dtypes = {}
     for file in weight_files(name, variant, **hub):
         with naming(file), safe_open(file, framework="pt") as tensors:
-            found |= {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118
-    return found
+            dtypes |= {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118
+    return dtypes
 
 
 @contextmanager
 def naming(file: str | PathLike[str]) -> Iterator[None]:
-    """Turn errors of reading a file into one that names the file and says what is wrong.
-
-    Raises:
-        ValueError: It is damaged, or a pickle of more than tensors.
-        FileNotFoundError: There is none.
-    """
+    """Turn errors of reading a file into one with the file's name and the reason."""
     try:
         yield
     except FileNotFoundError:
@@ -106,11 +90,7 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
 
 
 def read_pickle(file: str | PathLike[str]) -> Tensors:
-    """Return the tensors of a pickle, or of its `state_dict`, by name.
-
-    Raises:
-        ValueError: It holds something else.
-    """
+    """Return the tensors of a pickle, or of its `state_dict`, by name."""
     loaded = torch.load(file, map_location="cpu", weights_only=True)
     loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
@@ -136,44 +116,31 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def renamed(
-    tensors: Mapping[str, Value], names: Names, owner: Any, back: bool = False, **fields: Any
+    tensors: Mapping[str, Value], names: Names, owner: str | PathLike[str], back: bool = False, **fields: object
 ) -> dict[str, Value]:
     """Return tensors of another layout under this library's names, or (`back`) the other way round.
 
     Args:
-        tensors: By name; or what else tensors have.
+        tensors: By name; or other values by the names of tensors.
         names: The first pair that matches names a tensor.
-        owner: What holds the tensors, for the message.
+        owner: Where the tensors are, for the message.
         back: From this library's names.
         **fields: Fields that the new names have, and the old ones may lack.
-
-    Raises:
-        ValueError: A name that no pair matches, so that no tensor is skipped silently.
     """
-    found = {}
+    new_names: dict[str, str] = {}
     for name in tensors:
         for old, new in (pair[::-1] if back else pair for pair in names):
-            if name not in found and (match := _pattern(old).fullmatch(name)):
-                found[name] = new.format(**fields | match.groupdict())
-    refuse_unknown(owner, tensors.keys() - found.keys())
-    return {new: tensors[name] for name, new in found.items()}
+            if name not in new_names and (match := _pattern(old).fullmatch(name)):
+                new_names[name] = new.format(**fields | match.groupdict())
+    refuse_unknown(owner, tensors.keys() - new_names.keys())
+    return {new: tensors[name] for name, new in new_names.items()}
 
 
-def refuse_unknown(folder: str | PathLike[str], names: Iterable[str]) -> None:
-    """Refuse tensors that a layout does not know, so that none is skipped silently.
-
-    Raises:
-        ValueError: There are such tensors.
-    """
+def refuse_unknown(owner: str | PathLike[str], names: Iterable[str]) -> None:
+    """Refuse tensors that a layout does not know, so that none is skipped silently."""
     if names := sorted(names):
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise ValueError(f"{folder}: {len(names)} tensors are not known in this layout: {shown}")
-
-
-def _read_safetensors(file: Path, prefix: str) -> Tensors:
-    with safe_open(file, framework="pt") as opened:
-        names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118
-        return {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
+        raise ValueError(f"{owner}: {len(names)} tensors are not known in this layout: {shown}")
 
 
 def _read_npz(file: Path) -> Tensors:
@@ -184,6 +151,6 @@ def _read_npz(file: Path) -> Tensors:
 
 
 def _with_variant(file: str, variant: str | None) -> str:
-    """Return the name that transformers gives to a file of a variant: the variant goes before the last suffix."""
+    """Return transformers' name of a variant's file, which has the variant before its last suffix."""
     stem, _, ending = file.rpartition(".")
     return file if variant is None else f"{stem}.{variant}.{ending}"

@@ -1,4 +1,4 @@
-"""Uniforms that pick a given token, their features as networks read them, and the choice among vectors of them.
+"""Uniforms that pick a token, their features as networks read them, and the choice among vectors of them.
 
 `sampling` defines what a uniform picks; `pick` and `interval` are importable from here too. Imports no model.
 """
@@ -16,15 +16,12 @@ FEATURES = ("bits", "arithmetic", "threshold", "scalar", "interpolate")
 _LAST = 1 - 2**-24  # the last float32 below 1
 
 
-def place(token: Tensor, probs: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a float32 uniform that picks a token [...], at the share z [...] of its interval in probs [..., v].
-
-    Also returned is where it is valid, see `place_between`.
-    """
-    return place_between(*interval(token, probs), z)
+def uniform_for(token: Tensor, probs: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `uniform_between` of the interval that picks a token [...] in probs [..., v], at its share z [...]."""
+    return uniform_between(*interval(token, probs), z)
 
 
-def place_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def uniform_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Return a float32 in [low, high), at the share z.
 
     Rounding low + z (high - low) to float32 may leave the interval; the result is clamped to the floats inside it.
@@ -46,10 +43,7 @@ def place_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tensor]
 
 
 def beta_shares(like: Tensor, concentration: float, generator: torch.Generator | None = None) -> Tensor:
-    """Return the shares z ~ Beta(b, b) of intervals, [...] float64: b < 1 favours their borders, 1 is uniform.
-
-    `like` [...] gives shape and device.
-    """
+    """Return shares z ~ Beta(b, b) of intervals, like `like` [...], in float64: b < 1 favours borders, 1 is uniform."""
     if concentration == 1:
         return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float64)
     shape = torch.full(like.shape, concentration, dtype=torch.float64, device=like.device)

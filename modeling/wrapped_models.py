@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,41 +16,38 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..configuration.fields import field
 
+Model = TypeVar("Model")
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def uncompiled(model: Any) -> Any:
+def uncompiled(model: Model) -> Model:
     """Return the model that `torch.compile` has wrapped, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
-def unwrap(model: Any) -> PreTrainedModel:
-    """Return the model within a PeftModel, within a compiled one, or the model itself.
-
-    Raises:
-        TypeError: There is none: no module with a configuration.
-    """
-    within = uncompiled(model)
+def unwrap(model: object) -> PreTrainedModel:
+    """Return the model within a PeftModel, within a compiled one, or the model itself."""
+    within: Any = uncompiled(model)
     if hasattr(within, "peft_config") and callable(getattr(within, "get_base_model", None)):
         within = uncompiled(within.get_base_model())
     if isinstance(within, nn.Module) and hasattr(within, "config"):
         return cast(PreTrainedModel, within)
-    raise TypeError(f"a {type(within).__name__} is no model of transformers; give a PreTrainedModel or a PeftModel")
+    raise TypeError(f"a {type(within).__name__} is no model of transformers; pass a PreTrainedModel or a PeftModel")
 
 
 def has_own_cache(model: PreTrainedModel) -> bool:
-    """Return whether a model has caches of a kind of its own (`own_cache`), and not those of transformers."""
+    """Return whether a model has caches of its own class (`own_cache`), and not those of transformers."""
     make = getattr(model, "own_cache", None)
     return make is not None and make() is not None
 
 
 def fingerprint(model: PreTrainedModel) -> str | None:
-    """Return the shapes and a hash of the unembedding and the last norm, by which a drafter knows its backbone again.
+    """Return the shapes and a hash of the unembedding and the last norm, by which a drafter identifies its backbone.
 
     At most 1,024 rows of each are read, as bfloat16, so that a model has one fingerprint in float32 and bfloat16. None:
-    there are no such weights to read, because they are quantised, sharded, offloaded or in float16.
+    these weights cannot be read, because they are quantised, sharded, offloaded or in float16.
     """
-    if not isinstance(model, PreTrainedModel):  # something that stands in for one has no names to read by
+    if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None
     unembedding, parts = model.get_output_embeddings(), [*cast(Any, model).get_decoder().children()]
     norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
@@ -72,26 +69,26 @@ def checkpoints_activations(model: nn.Module) -> bool:
 
 
 @contextmanager
-def caches_kept(model: nn.Module) -> Iterator[None]:
+def checkpointing_paused(model: nn.Module) -> Iterator[None]:
     """Pause activation checkpointing inside `model` where there are no gradients.
 
     Layers of transformers drop their cache while they checkpoint, whether or not there will be a backward pass: a model
     that is left in train mode would decode every token without its past.
     """
     idle = model.training and not torch.is_grad_enabled()
-    attributes = [vars(module) for module in model.modules()] if idle else []
-    paused = [own for own in attributes if own.get("gradient_checkpointing")]
+    states = [vars(module) for module in model.modules()] if idle else []
+    paused = [state for state in states if state.get("gradient_checkpointing")]
     try:
-        for own in paused:
-            own["gradient_checkpointing"] = False
+        for state in paused:
+            state["gradient_checkpointing"] = False
         yield
     finally:
-        for own in paused:
-            own["gradient_checkpointing"] = True
+        for state in paused:
+            state["gradient_checkpointing"] = True
 
 
 @contextmanager
-def weights_there(module: nn.Module) -> Iterator[None]:
+def weights_fetched(module: nn.Module) -> Iterator[None]:
     """Let accelerate's hook fetch the weights that a module holds itself, where they are offloaded."""
     hook = vars(module).get("_hf_hook")
     if hook is not None:
@@ -104,13 +101,13 @@ def weights_there(module: nn.Module) -> Iterator[None]:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all parts below."""
+    """Return the state dict of a model, with weights that are offloaded; a hook may fetch those of all submodules."""
     state = dict(model.state_dict())
     for prefix, module in model.named_modules():
         if "_hf_hook" in vars(module):
-            with weights_there(module):
-                there = module.state_dict(prefix=f"{prefix}." if prefix else "")
-                state |= {name: tensor for name, tensor in there.items() if not tensor.is_meta}
+            with weights_fetched(module):
+                fetched = module.state_dict(prefix=f"{prefix}." if prefix else "")
+                state |= {name: tensor for name, tensor in fetched.items() if not tensor.is_meta}
     return state
 
 
@@ -135,7 +132,7 @@ def readable(model: PreTrainedModel) -> Iterator[None]:
     parts = dict.fromkeys([model, model.base_model, model.get_input_embeddings(), model.get_output_embeddings()])
     units = [part for part in parts if isinstance(part, FSDPModule)]
     gather(units)
-    handle = model.register_forward_hook(lambda *_: gather(units)) if units else None  # behind the hook that shards
+    handle = model.register_forward_hook(lambda *_: gather(units)) if units else None  # after the hook that shards
     try:
         yield
     finally:
@@ -145,12 +142,12 @@ def readable(model: PreTrainedModel) -> Iterator[None]:
             unit.reshard()
 
 
-def call(module: nn.Module, *args: Any) -> Any:
+def call(module: nn.Module, *args: object) -> Any:
     """Return `module(*args)`; of an FSDP2 unit without its hooks.
 
-    A loss in chunks goes backward through the unembedding while the model's forward is still running. The hooks of such
-    a unit would take that for the end of its own backward, give its weight back and leave the gradient that comes later
-    unreduced. So the unit is gathered first, and then its `forward` is called, which has no hooks.
+    A loss in chunks runs backward through the unembedding while the model's forward is still running. The hooks of such
+    a unit would take that for the end of its own backward, free its weight and leave later gradients unreduced. So the
+    unit is gathered first, and then its `forward` is called, which has no hooks.
     """
     if not is_unit(module):
         return module(*args)
@@ -158,14 +155,21 @@ def call(module: nn.Module, *args: Any) -> Any:
     return module.forward(*args)
 
 
-def call_frozen(unit: nn.Module, *args: Any) -> Tensor:
+def call_frozen(unit: nn.Module, *args: object) -> Tensor:
     """Return `call` of a unit; gradients reach the arguments but no parameter."""
     gather([unit])
-    learning = [parameter for parameter in unit.parameters() if parameter.requires_grad]
-    for parameter in learning:
-        parameter.requires_grad_(False)
-    try:
+    with parameters_frozen(unit):
         return unit.forward(*args)
+
+
+@contextmanager
+def parameters_frozen(module: nn.Module) -> Iterator[None]:
+    """Let no parameter of a module require a gradient."""
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        yield
     finally:
         for parameter in learning:
             parameter.requires_grad_(True)
@@ -177,9 +181,6 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     Modules, configurations and parameters are the copy's own, so that layers may be replaced, options set and
     parameters frozen or moved; only numbers written into a tensor (by training it, say) show in both. With
     `ignore_adapters`, a model with adapters of peft is copied, too (`merged_copy` removes them).
-
-    Raises:
-        ValueError: A model that peft has wrapped, or whose weights are offloaded: new parts are made from its tensors.
     """
     if hasattr(model, "peft_config") and not ignore_adapters:
         raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
@@ -193,7 +194,7 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
 def drop_collectors(model: nn.Module) -> None:
     """Remove the local functions that transformers leaves on a model's layers, which cannot be pickled.
 
-    They collect hidden states, and are added again by the next call that requests some.
+    They collect hidden states, and the next call that requests some adds them again.
     """
     for module in model.modules():
         hooks = module._forward_hooks
@@ -205,7 +206,7 @@ def drop_collectors(model: nn.Module) -> None:
 class PicklableMixin(nn.Module):
     """A model around one of transformers that can be pickled after hidden states were collected."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return all attributes, after those functions are removed."""
         drop_collectors(self)
         return vars(self)
@@ -229,29 +230,21 @@ class OfBackboneMixin:
     def generation_config(self, value: GenerationConfig | None) -> None:
         """Ignore the value."""
 
-    def check_sizes(self, backbone: PreTrainedModel, **made: Any) -> None:
-        """Refuse a backbone, some field of whose configuration is not what the drafter was `made` for.
-
-        Raises:
-            ValueError: There is such a field.
-        """
-        own, other = type(self).__name__, type(backbone).__name__
+    def check_sizes(self, backbone: PreTrainedModel, **made: object) -> None:
+        """Refuse a backbone whose configuration has a field with another value than the drafter was `made` for."""
+        drafter, other = type(self).__name__, type(backbone).__name__
         for name, wanted in made.items():
-            if (found := field(backbone.config.get_text_config(), name)) != wanted:
-                raise ValueError(f"{name}: this {own} was made for {wanted!r}, but {other} has {found!r}")
+            if (actual := field(backbone.config.get_text_config(), name)) != wanted:
+                raise ValueError(f"{name}: this {drafter} was made for {wanted!r}, but {other} has {actual!r}")
 
     def _supports_logits_to_keep(self) -> bool:
         """Refuse to be run by transformers itself, with a model that the drafter is not attached to."""
         raise RuntimeError(f"{type(self).__name__} cannot assist this model: call attach(backbone) first")
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Refuse: a drafter that was made for one vocabulary fits no other.
-
-        Raises:
-            ValueError: Always.
-        """
-        made = f"{type(self).__name__} for vocab_size={self.config.vocab_size}"
-        raise ValueError(f"a {made} cannot be resized: resize its backbone, and make a new one")
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
+        """Refuse: a drafter that was made for one vocabulary fits no other."""
+        drafter = f"{type(self).__name__} for vocab_size={self.config.vocab_size}"
+        raise ValueError(f"a {drafter} cannot be resized: resize its backbone, and make a new one")
 
 
 class AroundBackboneMixin:
@@ -294,7 +287,7 @@ def carries_adapters(model: nn.Module) -> bool:
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the layers that peft has adapted (each a `BaseTunerLayer`), with their names."""
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where it was never imported, nobody can have adapted any
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # without an import nothing can be adapted
     if tuners is None:
         return []
     return [(name, module) for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)]
@@ -304,16 +297,12 @@ def merged_copy(model: Any) -> PreTrainedModel:
     """Return a copy that computes what a model with its active adapters does, without adapters.
 
     The model, a PeftModel or a compiled one is unchanged; the copy shares all tensors but those that adapters change.
-
-    Raises:
-        TypeError: No model of transformers.
-        ValueError: Adapters that cannot be merged: learned prompts, copies of whole modules, quantised layers.
     """
     wrapped, within = uncompiled(model), unwrap(model)
     if not carries_adapters(wrapped):
         return sharing_copy(within)
     if wrapped is not within and any(config.is_prompt_learning for config in wrapped.peft_config.values()):
-        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; give the model within")
+        raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; pass the model within")
     _check_layers(within)
     copied = sharing_copy(within, ignore_adapters=True)
     for name, layer in adapted_layers(copied):
@@ -323,8 +312,8 @@ def merged_copy(model: Any) -> PreTrainedModel:
     return copied
 
 
-def adapter_marks(model: nn.Module) -> tuple[Any, ...]:
-    """Return marks that change when the adapters of a model are trained, switched, merged or removed."""
+def adapter_marks(model: nn.Module) -> tuple[Hashable, ...]:
+    """Return values that change when the adapters of a model are trained, switched, merged or removed."""
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
         + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
@@ -339,7 +328,7 @@ def _check_layers(model: nn.Module) -> None:
             name = name.removesuffix(".modules_to_save")
             raise ValueError(f"{name} is in modules_to_save of peft: merge_and_unload() the PeftModel first")
         if type(layer).__name__ == "GatedLinear":
-            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: give the model that it was made from")
+            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: pass the model that it was made from")
     for name, layer in adapted_layers(model):
         base, weight = layer.get_base_layer(), layer.weight
         if not weight.is_floating_point():

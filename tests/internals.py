@@ -166,8 +166,8 @@ _NAMES = {
         "teacher_forced",
     ),
     "tokenahead.modeling.deepseek.modules": ("Readout",),
-    "tokenahead.modeling.evabyte.geometry": ("Rows",),
-    "tokenahead.modeling.masks": ("given_mask", "grouped_attention", "selected_positions"),
+    "tokenahead.modeling.evabyte.geometry": ("SequenceMap",),
+    "tokenahead.modeling.masks": ("model_mask", "grouped_attention", "selected_positions"),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
@@ -183,7 +183,7 @@ _NAMES = {
         "accepted_along",
         "call_weights",
         "cycle_starts",
-        "place_weights",
+        "position_weights",
         "DIVERGENCES",
         "acceptance",
         "divergence",
@@ -223,7 +223,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.uniforms": (
         "best_of",
-        "place",
+        "uniform_for",
         "beta_shares",
         "uniform_features",
     ),

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from ..modeling.heads.losses import balance_factors
-from ..modeling.heads.teacher import LOSSES, PLACES
+from ..modeling.heads.teacher import LOSSES, WEIGHTINGS
 from ..modeling.loss_options import check_values
 from .trainer_base import RunningMeans, head_of
 from .utils import replace_text
@@ -110,7 +110,7 @@ class TrainingStrategy:
             "train": PARTS,
             "loss_target": TARGETS,
             "loss_divergence": LOSSES,
-            "loss_places": PLACES,
+            "loss_places": WEIGHTINGS,
             "loss_balance": BALANCES,
             "loss_weight_shape": SHAPES,
         }

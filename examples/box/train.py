@@ -24,7 +24,7 @@ from text import StepBatches, write_text
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from tokenahead import EvaByteConfig, EvaByteForMTPC
-from tokenahead.modeling.remote_code import whole_folder
+from tokenahead.modeling.remote_code import whole_directory
 from tokenahead.training import MTPTrainer, TrainingStrategy
 
 BOX_CONFIG = {
@@ -151,7 +151,7 @@ def _train_stage(
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(folder / "checkpoints" / stage))
     lines = [_log_line(stage, line, data) for line in trainer.state.log_history if "train_runtime" not in line]
-    with whole_folder(folder / stage) as scratch:
+    with whole_directory(folder / stage) as scratch:
         model.save_pretrained(scratch, remote_code=None)
         (scratch / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ...modeling.masks import cached_arange, cached_range, check_attention, given_mask, to_device
+from ...modeling.masks import cached_arange, cached_range, check_attention, model_mask, to_device
 from ...modeling.wrapped_models import has_own_cache
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
@@ -120,7 +120,7 @@ class DFlashSession(DraftSession):
             noise_embeds=block,
             context_hidden_states=states,
             position_ids=(rows.counts[:, None] + places).clamp(min=0),
-            attention_mask={kind: given_mask(mask, config, block.dtype) for kind, mask in seen.items()},
+            attention_mask={kind: model_mask(mask, config, block.dtype) for kind, mask in seen.items()},
             past_key_values=self.cache,
         )
         if kept is not None:

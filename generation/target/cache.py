@@ -27,7 +27,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from ...modeling.masks import cached_arange, cached_range, given_mask
+from ...modeling.masks import cached_arange, cached_range, model_mask
 from ..call.sequences import NewTokens
 from ..trees.contract import DraftTree
 
@@ -242,7 +242,7 @@ def block_mask(
         tree: The draft; None or a chain: in the order of the block.
 
     Returns:
-        None where the backbone knows it without a mask, else [B, 1, F, W] (see `given_mask`); by kind of layer where
+        None where the backbone knows it without a mask, else [B, 1, F, W] (see `model_mask`); by kind of layer where
         there are several.
     """
     auxiliary = None if tree is None else tree.auxiliary
@@ -258,12 +258,12 @@ def block_mask(
     near = near if chunk or window else set()
     masks: dict[str, torch.Tensor | None] = dict.fromkeys(kinds & _WITHOUT_COLUMNS)
     if dtype is None or not near or kinds - near:
-        full = given_mask(rows.visible(fed, new=new), config, dtype)
+        full = model_mask(rows.visible(fed, new=new), config, dtype)
         masks |= dict.fromkeys({"full_attention", *kinds} - near - _WITHOUT_COLUMNS, full)
     if near:
         depths = None if new is None or tree is None else tree.positions()
         seen = rows.visible(fed, None if chunk else window, chunk, new, depths)
-        masks |= dict.fromkeys(near, given_mask(seen, config, dtype))
+        masks |= dict.fromkeys(near, model_mask(seen, config, dtype))
     if dtype is None or (near and len(masks) > 1):
         return masks
     return next(mask for mask in masks.values() if mask is not None)

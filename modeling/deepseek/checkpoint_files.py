@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from os import PathLike
 from typing import Any
 
 import torch
@@ -26,32 +27,28 @@ _BLOCK = (128, 128)
 
 
 def check_checkpoint(
-    name: Any, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
+    name: str | PathLike, config: PreTrainedConfig, inference_only: bool = False, variant: str | None = None, **hub: Any
 ) -> tuple[PreTrainedConfig, bool]:
     """Check the names and dtypes of a checkpoint's tensors.
 
     Return the configuration to load with, and whether modules repeat the main model's embeddings and head.
-
-    Raises:
-        ValueError: No modules, another number than the configuration says, float8 weights without scales, a damaged
-            file.
     """
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
     dtypes = tensor_dtypes(name, variant, **hub)
     _check_scales(name, dtypes, config)
     if inference_only:
         return config, False
-    found = _count_stored(dtypes, family, layers)
-    if not found:
+    stored = _count_stored(dtypes, family, layers)
+    if not stored:
         example = family.prefixes(layers, 0)[0]
         raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
     if wanted is None:  # as in official files of some families
         config = copy.deepcopy(config)
-        set_modules(config, found)
-    elif found != wanted:
-        raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {found} modules")
+        set_modules(config, stored)
+    elif stored != wanted:
+        raise ValueError(f"{name}: config.json has {family.count}={wanted}, but the checkpoint has {stored} modules")
     copies = {
-        copy_: family.file_name(f"{family.stem}.layers.{layers}.{copy_}", layers, found) for copy_ in family.copies
+        copy_: family.file_name(f"{family.stem}.layers.{layers}.{copy_}", layers, stored) for copy_ in family.copies
     }
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
@@ -65,7 +62,7 @@ def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:
     return count
 
 
-def _check_scales(name: Any, dtypes: dict[str, str], config: PreTrainedConfig) -> None:
+def _check_scales(name: str | PathLike, dtypes: dict[str, str], config: PreTrainedConfig) -> None:
     """Refuse float8 codes without scales: they would load as weights that are hundreds of times too large."""
     codes = [key for key, dtype in dtypes.items() if dtype.startswith(("F8_E4M3", "F8_E5M2"))]
     codes = [key for key in codes if key.endswith(".weight")]
@@ -90,12 +87,12 @@ def _spare_projection(config: PreTrainedConfig, dtypes: dict[str, str]) -> PreTr
     return config
 
 
-def is_to_be_dequantized(config: PreTrainedConfig, given: Any = None) -> bool:
-    """Return whether float8 weights are dequantised at loading: on request (`given`), or without a GPU for float8."""
+def is_to_be_dequantized(config: PreTrainedConfig, requested: object = None) -> bool:
+    """Return whether float8 weights are dequantised at loading: where `requested`, or without a GPU for float8."""
     if _option(field(config, "quantization_config"), "quant_method") != "fp8":
         return False
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    return not capable or bool(_option(given, "dequantize"))
+    return not capable or bool(_option(requested, "dequantize"))
 
 
 def dequantized_tensors(files: list[str], config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -116,21 +113,18 @@ def dequantize(codes: Tensor, scales: Tensor, block: tuple[int, int] = _BLOCK) -
         codes: float8.
         scales: [ceil(M / block[0]), ceil(N / block[1])], or one number; uint8 ones are exponents biased by 127.
         block: Rows and columns that share a scale; the last blocks may be smaller.
-
-    Raises:
-        ValueError: Scales of another shape.
     """
     factors = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
     if factors.numel() == 1:
         return codes.float() * factors.reshape(())
     wanted = tuple(-(-size // step) for size, step in zip(codes.shape, block))
     if tuple(factors.shape) != wanted:
-        shape, found = tuple(codes.shape), tuple(factors.shape)
-        raise ValueError(f"a float8 weight {shape} in blocks of {tuple(block)} needs scales {wanted}, not {found}")
+        shape, actual = tuple(codes.shape), tuple(factors.shape)
+        raise ValueError(f"a float8 weight {shape} in blocks of {tuple(block)} needs scales {wanted}, not {actual}")
     for dim, step in enumerate(block):
         factors = factors.repeat_interleave(step, dim).narrow(dim, 0, codes.shape[dim])
     return codes.float() * factors
 
 
-def _option(quantization: Any, name: str) -> Any:
-    return quantization.get(name) if isinstance(quantization, dict) else field(quantization, name)
+def _option(quantization: object, name: str) -> Any:
+    return quantization.get(name) if isinstance(quantization, dict) else getattr(quantization, name, None)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import suppress
+from os import PathLike
 from typing import Any, cast
 
 import torch
@@ -38,8 +40,7 @@ from ..loading import StrictLoadingMixin
 from ..tensor_files import weight_files
 from .checkpoint_files import dequantized_tensors
 from .main_model import last_map
-from .modules import MTPModule, MTPModules
-from .streams import OneStream, StreamHead, StreamProjection
+from .modules import MTPModule, MTPModules, OneStream, StreamHead, StreamProjection
 
 PER_LAYER = (
     *("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers", "swiglu_limits", "swiglu_limits_shared"),
@@ -62,6 +63,10 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
 _OWN_CLASSES = {MiMoConfig.model_type: MiMoForCausalLM}  # bundled code registers nothing with the Auto classes
 
 
+DeviceMap = dict[str, int | str | torch.device]
+"""Devices by prefixes of names, as accelerate has them."""
+
+
 class StackBody(nn.Module):
     """Several layers of the model in sequence (Nemotron-H: attention, then experts)."""
 
@@ -69,7 +74,7 @@ class StackBody(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(layers)
 
-    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **options: object) -> Tensor:
         """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a layer."""
         for layer in self.parts:
             hidden_states = layer(hidden_states, **options)
@@ -90,7 +95,7 @@ class LatentBody(nn.Module):
         self.input_layernorm: nn.Module = norm(size, eps=eps)
         self.post_attention_layernorm: nn.Module = norm(size, eps=eps)
 
-    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **options: object) -> Tensor:
         """Map [B, R, H] to [B, R, H]; the options are keyword arguments of a decoder layer."""
         attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
         hidden_states = hidden_states + attended
@@ -103,7 +108,7 @@ def new_body(layers: nn.ModuleList, config: PreTrainedConfig) -> nn.Module:
         return LatentBody(layers[-1], config)
     own = copy.deepcopy(config)
     own.layers_block_type = config.mtp_layers_block_type
-    make: Any = type(layers[-1])
+    make: Callable[..., nn.Module] = type(layers[-1])
     parts = [make(own, layer_idx=index) for index in range(len(own.layers_block_type))]
     for module in (module for part in parts for module in part.modules()):
         if vars(module).get("config") is own:
@@ -148,7 +153,7 @@ def extended_config(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     return config
 
 
-def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, object]]:
     """Return the fields of single layers that differ from the configuration's own."""
     return {int(index): dict(own) for index, own in config.to_dict()["per_layer_config"].items()}
 
@@ -186,11 +191,7 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a main model.
-
-    Raises:
-        ValueError: It has none by that name.
-    """
+    """Return the decoder layers of a main model."""
     body = model.get_decoder()
     if not isinstance(layers := dict(body.named_children()).get("layers"), nn.ModuleList):
         raise ValueError(f"model_type={model.config.model_type!r} has no `layers` in {type(body).__name__}")
@@ -208,11 +209,11 @@ def _attach_parts(layer: nn.Module, decoder: nn.Module, config: PreTrainedConfig
     if family.streams:
         head: dict[str, nn.Module] = {"mixer": fresh_norm(last)}
         if (streams := field(config, "hc_mult")) is None:  # all streams have one norm
-            make: Any = type(last.get_submodule("hc_norm"))
+            make: Callable[..., nn.Module] = type(last.get_submodule("hc_norm"))
             norms = [make(width, eps=config.rms_norm_eps) for width in (size, config.hc_count * size)]
         else:
-            *norms, behind = (fresh_norm(final_norm(decoder)) for _ in range(3))
-            head = {"mixer": StreamHead(head["mixer"], behind, streams)}
+            *norms, out_norm = (fresh_norm(final_norm(decoder)) for _ in range(3))
+            head = {"mixer": StreamHead(head["mixer"], out_norm, streams)}
         layer.enorm, layer.hnorm = norms
         layer.eh_proj = StreamProjection(size)
     else:
@@ -271,7 +272,7 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
 
 
 def _module_of(layer: nn.Module, family: MTPFamily, streams: int) -> MTPModule:
-    parts: dict[str, Any] = {name: layer.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj")}
+    parts: dict[str, nn.Module] = {name: layer.get_submodule(name) for name in ("enorm", "hnorm", "eh_proj")}
     norm = layer.get_submodule(family.last_part) if family.norm_before_head else nn.Identity()
     head = layer.get_submodule("shared_head.output") if family.own_heads else None
     table = layer.get_submodule("embed_tokens") if family.own_embeddings else None
@@ -292,14 +293,11 @@ def build(config: PreTrainedConfig) -> tuple[PreTrainedModel, MTPModules]:
 
 
 def load(
-    name: Any, config: PreTrainedConfig, inference_only: bool, **options: Any
+    name: str | PathLike | None, config: PreTrainedConfig, inference_only: bool, **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
     """Return a main model, its modules (none with `inference_only`) and transformers' loading report.
 
     `name` is a directory or Hub repository, or None with `state_dict` among the options of `from_pretrained`.
-
-    Raises:
-        ValueError: Missing tensors, wrong shapes, a damaged file.
     """
     family, layers, stored = family_of(config), num_layers(config), count_modules(config)
     count = 0 if inference_only else stored
@@ -318,21 +316,21 @@ def load(
     return *split(model, count), report
 
 
-def _spread(devices: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def _spread(devices: DeviceMap, model: nn.Module) -> DeviceMap:
     """Return a device map without entries within others, which accelerate cannot offload: children replace them."""
-    found = dict(devices)
+    result = dict(devices)
     for name, module in model.named_modules():
         inside = f"{name}." if name else ""
-        if name in found and any(other.startswith(inside) for other in found if other != name):
-            device = found.pop(name)
-            found = {inside + child: device for child, _ in module.named_children()} | found
-    return found
+        if name in result and any(other.startswith(inside) for other in result if other != name):
+            device = result.pop(name)
+            result = {inside + child: device for child, _ in module.named_children()} | result
+    return result
 
 
-def _align(model: PreTrainedModel, bytes_: int = 64, largest: int = 2**18) -> None:
+def _align(model: PreTrainedModel) -> None:
     """Copy small unaligned weights of a mapped file: kernels round by alignment, so two files would differ."""
     for weight in model.parameters():
-        if weight.device.type == "cpu" and weight.data_ptr() % bytes_ and weight.numel() < largest:
+        if weight.device.type == "cpu" and weight.data_ptr() % 64 and weight.numel() < 2**18:
             weight.data = weight.data.clone()
 
 
@@ -350,7 +348,7 @@ def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> lis
 
 
 def load_dequantized(
-    name: Any, config: PreTrainedConfig, inference_only: bool, hub: dict[str, Any], **options: Any
+    name: str | PathLike, config: PreTrainedConfig, inference_only: bool, hub: dict[str, Any], **options: Any
 ) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
     """Load as `load` does, from float8 weights that are multiplied by their scales first; `hub` has `revision`, ..."""
     wanted = options.pop("dtype", None)

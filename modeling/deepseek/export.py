@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
-from ..draft_vocabulary import FILE, DraftVocabulary
+from ..draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
 from ..tensor_files import Names, renamed
 from ..wrapped_models import whole_state
-from .conversion import load
+from .conversion import DeviceMap, load
 from .modules import MTPModules
 
 _PARTS = {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj."}
@@ -35,7 +35,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
     draft_vocabulary: DraftVocabulary | None = None
     _loaded_so_far: dict[str, Tensor] | None = None
 
-    def set_draft_vocabulary(self, ids: Any) -> None:
+    def set_draft_vocabulary(self, ids: TokenIds | None) -> None:
         """Restrict drafts of the modules to some tokens; drafting then computes only their logits.
 
         Output does not change, because the main model uses its whole vocabulary. The ids are saved with the weights.
@@ -60,23 +60,20 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         if is_main_process and self.draft_vocabulary is None:
             (Path(save_directory) / FILE).unlink(missing_ok=True)
 
-    def _write_folder(
-        self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+    def _write_directory(
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write one ordinary checkpoint that transformers, vLLM and SGLang read.
 
         It has the main model's `model_type` and `architectures`, and holds module k as `model.layers.{L + k}.*`,
         experts one by one, with copies of embeddings and head where the model was loaded with them.
-
-        Raises:
-            ValueError: A quantised main model.
         """
         if vars(self.main).get("hf_quantizer") is not None:
             raise ValueError("save_pretrained: a quantised main model; load it in full precision, or save adapters")
         state = self._official_tensors(whole_state(self) if state_dict is None else state_dict)
-        self._save_main(folder, state, is_main_process, **kwargs)
+        self._save_main(directory, state, is_main_process, **kwargs)
         if is_main_process and self.draft_vocabulary is not None:
-            self.draft_vocabulary.save(folder)
+            self.draft_vocabulary.save(directory)
 
     def _official_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         layers, family = num_layers(self.config), family_of(self.config)
@@ -93,7 +90,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
                 }
         return {family.file_name(name, layers, self.mtp.count): tensor for name, tensor in state.items()}
 
-    def _save_main(self, folder: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
+    def _save_main(self, directory: Path, state: dict[str, Tensor], is_main_process: bool, **kwargs: Any) -> None:
         """Let the main model save all tensors as its own; changes of the configuration are undone afterwards."""
         config, options = self.main.config, self.loss_options.changed()
         before = {name: field(config, name) for name in ("dtype", "architectures", _OURS)}
@@ -104,7 +101,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         else:
             vars(config).pop("mtp_loss", None)
         try:
-            self.main.save_pretrained(folder, is_main_process=is_main_process, state_dict=state, **kwargs)
+            self.main.save_pretrained(directory, is_main_process=is_main_process, state_dict=state, **kwargs)
         finally:
             for name, value in before.items():
                 setattr(config, name, value)
@@ -113,9 +110,6 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         """Load this model's own names, or those of a saved checkpoint, which a resuming Trainer reads file by file.
 
         Experts may be spread over several files. With `strict=False` they are collected until all are there.
-
-        Raises:
-            ValueError: An incomplete checkpoint.
         """
         if all(name.startswith(("main.", "mtp.")) and not _is_official(name) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)
@@ -154,21 +148,21 @@ def _names(config: PreTrainedConfig, count: int) -> Names:
     return [(theirs + "{rest}", ours + "{rest}") for theirs, ours in (*pairs, ("", "main."), ("", ""))]
 
 
-def own_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+def own_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
     """Rename the device map of an extended main model to the names of a `DeepSeekMTP`."""
     if "" in devices:
         return devices
     names = _names(config, count_modules(config))
-    found = renamed({f"{name}.": device for name, device in devices.items()}, names, "device_map")
-    return {name.strip("."): device for name, device in found.items()}
+    result = renamed({f"{name}.": device for name, device in devices.items()}, names, "device_map")
+    return {name.strip("."): device for name, device in result.items()}
 
 
-def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceMap:
     """Revert `own_device_map`; entries that have the checkpoint's names already are unchanged.
 
     Args:
         devices: Devices by prefixes of names, as accelerate infers them from a `DeepSeekMTP`, or as in
-            `hf_device_map`. `"main"` and `"mtp"` stand for all parts without an entry of their own.
+            `hf_device_map`. `"main"` and `"mtp"` are for all parts without an entry of their own.
         config: The main model's configuration.
     """
     count = count_modules(config)
@@ -176,5 +170,5 @@ def official_device_map(devices: dict[str, Any], config: PreTrainedConfig) -> di
     if "mtp" in devices:
         each = {f"mtp.{k}": devices["mtp"] for k in range(count)} | each
     names = _names(config, count)
-    found = renamed({f"{name}.": device for name, device in each.items()}, names, "device_map", back=True)
-    return {name.strip("."): device for name, device in found.items()}
+    result = renamed({f"{name}.": device for name, device in each.items()}, names, "device_map", back=True)
+    return {name.strip("."): device for name, device in result.items()}

@@ -1,4 +1,4 @@
-"""How the modules of a `DeepSeekMTP` learn: along with the main model, or alone from states that calls have kept."""
+"""How the modules of a `DeepSeekMTP` learn: along with the main model, or alone from recorded states."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..heads.learning import STATES, OnlineMixin
 from ..heads.losses import depth_targets
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
+from ..wrapped_models import parameters_frozen
 from .losses import chain_loss, depth_weights, teacher_forced
 from .main_model import OverMainModel, has_towers, mapped_state
 
@@ -34,11 +35,7 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
 
     @property
     def drafting_part(self) -> nn.Module:
-        """See `OnlineMixin`; the modules.
-
-        Raises:
-            ValueError: There are none, or they draft beside images, which ids do not say.
-        """
+        """See `OnlineMixin`; the modules."""
         if not self.num_modules or has_towers(self.main.config):
             kind = self.main.config.model_type
             raise ValueError(
@@ -49,10 +46,8 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
 
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """See `OnlineMixin`; no gradient reaches the main model."""
-        ids, mask, places = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
+        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
         state = batch[STATES][:, :, 0]
-        head = cast(nn.Module, self.main.get_output_embeddings())
-        learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
         with torch.no_grad():
             embeds = cast(nn.Module, self.main.get_input_embeddings())(ids)
             hidden = state
@@ -60,15 +55,10 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
                 hidden = mapped_state(self.main.get_decoder(), self.main.config, state)
         if self.mtp.embed_tokens is not None:
             embeds = self.mtp.embed_tokens(ids)
-        targets = depth_targets(batch["labels"], self.window, mask, places)
-        chain = [hidden, *self.chain(state, embeds, mask, places, self.window - 1)[1:]]
-        for parameter in learning:
-            parameter.requires_grad_(False)
-        try:
+        targets = depth_targets(batch["labels"], self.window, mask, positions)
+        chain = [hidden, *self.chain(state, embeds, mask, positions, self.window - 1)[1:]]
+        with parameters_frozen(cast(nn.Module, self.main.get_output_embeddings())):
             return cast(Tensor, self.chain_loss(chain, targets).loss)
-        finally:
-            for parameter in learning:
-                parameter.requires_grad_(True)
 
     def chain(
         self,

@@ -23,8 +23,9 @@ from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import BackboneParts, text_positions
 from ..heads.chunks import Part, chunked_sums, term_rows
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from ..heads.teacher import ACCEPTANCES, ahead, block_terms, taught_terms, text_log_probs
+from ..heads.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, taught_terms
 from ..loss_options import ModuleLossOptions
+from ..masks import additive_mask
 from ..outputs import MTPOutput
 from .modules import MTPModules, Readout
 
@@ -33,7 +34,7 @@ def depth_weights(counts: Tensor, options: ModuleLossOptions) -> Tensor:
     """Return the factor of each depth's summed cross-entropy from targets per depth, [D + 1] each; 0 counts as 1."""
     if options.normalization == "paper":
         counts = counts[:1].expand(len(counts))
-    if options.target == "teacher" and options.divergence == "block":  # the mean over places of what depths accept
+    if options.target == "teacher" and options.divergence == "block":  # the mean over positions of what depths accept
         counts = torch.cat([counts[:1], counts[1:2].expand(len(counts) - 1)])
         options = replace(options, decay=1.0)
     shares = [options.decay**k for k in range(len(counts) - 1)]
@@ -65,9 +66,6 @@ def chain_loss(
         options: How the loss is computed.
         counts: `num_items_in_batch`, see `counts_of_update`.
         vocabulary: The tokens that modules draft, with a head that learns nothing from them.
-
-    Raises:
-        ValueError: A target that is not a token id, or counts for another number of depths.
     """
 
     heads = [heads] * len(states) if isinstance(heads, Readout) else heads
@@ -123,11 +121,11 @@ def chain_loss(
     learning = nn.ModuleList(dict.fromkeys(own.head for own in heads))
     loss, sums = chunked_sums(terms, learning, parts, vocab_size)
     means, accepted = (torch.stack([part.to(own.device) for part in sums]) / own[:, None]).unbind(1)
-    found = MTPOutput(loss=loss, head_losses=means)
+    output = MTPOutput(loss=loss, head_losses=means)
     if teaches and len(own) > 1:
         accepted[0] = torch.nan
-        found.acceptances = accepted
-    return found
+        output.acceptances = accepted
+    return output
 
 
 def _block_slopes(
@@ -156,16 +154,16 @@ def _block_slopes(
     pairs = list(zip(states, targets))[1:]
     nothing = states[0].new_zeros(1)
     parts = [Part(state, (target[..., None],), nothing) for state, target in pairs]
-    found = [term_rows(partial(likelihood, own), part, vocab_size) for own, part in zip(heads[1:], parts)]
-    log_q = torch.stack([whole(part.view(target.shape)) for part, (_, target) in zip(found, pairs)], -1)
+    rows = [term_rows(partial(likelihood, own), part, vocab_size) for own, part in zip(heads[1:], parts)]
+    log_q = torch.stack([whole(part.view(target.shape)) for part, (_, target) in zip(rows, pairs)], -1)
     is_drafted = torch.stack([whole(target != IGNORE) for _, target in pairs], -1)
     first = targets[0]
-    log_p = text_log_probs(BackboneParts(heads[0].main), states[0], first.clamp(min=0))
-    places = (first != IGNORE) & nn.functional.pad(first != IGNORE, (-1, 1))
+    log_p = sequence_log_probs(BackboneParts(heads[0].main), states[0], first.clamp(min=0))
+    starts = (first != IGNORE) & nn.functional.pad(first != IGNORE, (-1, 1))
     with torch.enable_grad():
         log_q.requires_grad_()
         following = ahead(log_p[..., None], len(states))
-        terms, accepted = block_terms(log_q, following, is_drafted, places, options.places, options.label_weight)
+        terms, accepted = block_terms(log_q, following, is_drafted, starts, options.places, options.label_weight)
         (slopes,) = torch.autograd.grad(terms.sum(), log_q)
     known = torch.stack([terms.detach(), slopes, accepted], -1)
     return [known[:, : state.shape[1], max(depth - 1, 0)] for depth, state in enumerate(states)]
@@ -188,9 +186,6 @@ def teacher_forced(
         position_ids: [B or 1, L], or as `rotary_positions` reads them.
         attention_mask: [B, L], 0 for padding.
         depths: Number of depths; those beyond D reuse the last module.
-
-    Raises:
-        ValueError: More depths than modules, with attention that takes no explicit mask.
     """
     length, states = hidden_states.shape[1], [hidden_states]
     once = depths if depths <= modules.count else modules.count - 1
@@ -259,13 +254,12 @@ def _causal_mask(modules: MTPModules, states: Tensor, position_ids: Tensor, atte
 def _diagonals(causal: Tensor, rows: int, sizes: range) -> Tensor:
     """Return the mask of the first `rows` positions: depth D causally, and of each further depth their own column.
 
-    A further depth stands behind its position: what a window hides from there, it does not see.
+    A further depth comes after its position: it does not see what a window hides from there.
     """
     parts = [torch.minimum(causal[..., :rows, :], causal[..., causal.shape[-2] - rows :, :])]
     for size in list(sizes)[1:]:
         own = torch.eye(rows, size, dtype=torch.bool, device=causal.device)
-        if causal.dtype != torch.bool:
-            own = torch.zeros_like(own, dtype=causal.dtype).masked_fill(~own, torch.finfo(causal.dtype).min)
+        own = own if causal.dtype == torch.bool else additive_mask(own, causal.dtype)
         parts.append(own.expand(*causal.shape[:2], -1, -1))
     return torch.cat(parts, dim=-1)
 

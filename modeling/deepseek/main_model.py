@@ -19,7 +19,7 @@ from .modules import MTPModules, Readout
 
 
 class OverMainModel(nn.Module):
-    """What `generate` asks a model for, answered by the main model."""
+    """The methods that `generate` calls, of the main model."""
 
     main: PreTrainedModel
     mtp: MTPModules
@@ -35,39 +35,31 @@ class OverMainModel(nn.Module):
 
     @property
     def reads_early(self) -> bool:
-        """Whether the first module reads what `last_map` reads, and not what it makes."""
+        """Whether the first module reads the input of `last_map`, and not its output."""
         return family_of(self.main.config).early
 
     def module_embeddings(self) -> nn.Module:
         """Return the embeddings that modules read: their own, or the main model's."""
         return self.mtp.embed_tokens or cast(nn.Module, self.main.get_input_embeddings())
 
-    def module_inputs(self, found: MainOutput, input_ids: Tensor | None) -> Tensor:
-        """Return what modules read of tokens, [B, L, H].
-
-        Raises:
-            ValueError: Embeddings were given in the place of ids, and modules have their own.
-        """
+    def module_inputs(self, output: MainOutput, input_ids: Tensor | None) -> Tensor:
+        """Return the embeddings of tokens that modules read, [B, L, H]."""
         if self.mtp.embed_tokens is None:
-            return found.inputs_embeds
+            return output.inputs_embeds
         if input_ids is None:
             kind = self.main.config.model_type
             raise ValueError(f"inputs_embeds: modules of model_type={kind!r} have their own: pass input_ids")
         return self.mtp.embed_tokens(input_ids)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Resize the main model's embeddings and its head, which all parts share.
-
-        Raises:
-            ValueError: Modules have heads or embeddings of their own.
-        """
+        """Resize the main model's embeddings and its head, which all parts share."""
         family, kind = family_of(self.main.config), self.main.config.model_type
         if (family.own_heads or family.own_embeddings) and self.mtp.count:
             own = "heads" if family.own_heads else "embeddings"
             raise ValueError(f"modules of model_type={kind!r} have {own} of their own, which cannot be resized")
         return cast(Any, super()).resize_token_embeddings(*args, **kwargs)
 
-    def get_decoder(self, *args: Any, **kwargs: Any) -> nn.Module:
+    def get_decoder(self, *args: object, **kwargs: object) -> nn.Module:
         """Return the main model without its head, and without towers of other modalities."""
         return self.main.get_decoder()
 
@@ -85,7 +77,7 @@ class OverMainModel(nn.Module):
             return None
         return cast(Any, self.main)._prepare_position_ids_for_generation(*args, **kwargs)
 
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+    def _validate_model_kwargs(self, model_kwargs: dict[str, object]) -> None:
         """Refuse keyword arguments that neither the main model (with its pixels) nor this one takes."""
         own = inspect.signature(self.forward).parameters
         others = {name: value for name, value in model_kwargs.items() if name not in own}
@@ -94,13 +86,13 @@ class OverMainModel(nn.Module):
 
 @dataclass
 class MainOutput:
-    """What a main model makes of its inputs, without its head.
+    """Output of a main model without its head.
 
     Attributes:
         outputs: Those of its class.
         inputs_embeds: [B, L, H] that its first layer read, features of images among them.
         position_ids: As its first layer read them.
-        state: [B, L, H], h^0, which the first module reads: behind `last_map`, or before it (`early`).
+        state: [B, L, H], h^0, which the first module reads: after `last_map`, or before it (`early`).
     """
 
     outputs: Any
@@ -123,7 +115,7 @@ def run_main(
         input_ids: [B, L] int64.
         inputs_embeds: [B, L, H] instead.
         position_ids: As the main model reads them.
-        inputs: What else it takes, pixels for example.
+        inputs: Other keyword arguments, pixels for example.
     """
     decoder, body, config = main.get_decoder(), cast(nn.Module, main.base_model), main.config
     if not has_towers(config):
@@ -134,9 +126,9 @@ def run_main(
                 inputs = inputs | {"ple_input_ids": input_ids}
             if "hash_moe" not in (field(config, "mlp_layer_types") or ()):  # experts that are chosen by a token's id
                 input_ids = None
-    family, given = family_of(config), {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
-    read = given | ({"inputs_embeds": None} if body is decoder and input_ids is not None else {})
-    looked_at = _inputs_of(decoder) if has_towers(config) else nullcontext(given)
+    family, inputs_read = family_of(config), {"inputs_embeds": inputs_embeds, "position_ids": position_ids}
+    read = inputs_read | ({"inputs_embeds": None} if body is decoder and input_ids is not None else {})
+    looked_at = _inputs_of(decoder) if has_towers(config) else nullcontext(inputs_read)
     with looked_at as seen, _inputs_of(last_map(decoder, family)) if family.early else nullcontext({}) as mapped:
         outputs = body(input_ids=input_ids, **read, **inputs)
     state = mapped["args"][0].flatten(2) if family.early else outputs.last_hidden_state
@@ -144,13 +136,13 @@ def run_main(
 
 
 def last_map(decoder: nn.Module, family: MTPFamily) -> nn.Module:
-    """Return what the last layer's output goes to: a norm, or a mixer of streams."""
+    """Return the module that reads the last layer's output: a norm, or a mixer of streams."""
     named = dict(decoder.named_children()) if family.streams else {}
     return named.get("hyper_connection_mixer") or named.get("hc_head") or final_norm(decoder)
 
 
 def mapped_state(decoder: nn.Module, config: PreTrainedConfig, state: Tensor) -> Tensor:
-    """Return what the unembedding reads, [B, L, H], of a state before `last_map`."""
+    """Return the input of the unembedding, [B, L, H], from a state before `last_map`."""
     family, text = family_of(config), config.get_text_config()
     last, streams = last_map(decoder, family), field(text, "hc_mult") if family.streams else None
     return last(state) if streams is None else final_norm(decoder)(last(state.unflatten(-1, (streams, -1))))
@@ -158,11 +150,11 @@ def mapped_state(decoder: nn.Module, config: PreTrainedConfig, state: Tensor) ->
 
 @contextmanager
 def _inputs_of(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield what collects the arguments of a module's next call in this thread: by name, positional ones as `args`."""
+    """Yield a dict that receives the arguments of a module's next call in this thread; positional ones as `args`."""
     seen: dict[str, Any] = {}
     own = get_ident()
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def note(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> None:
         if get_ident() == own and kwargs is not None:
             seen.update(kwargs, args=args)
 
@@ -173,19 +165,19 @@ def _inputs_of(module: nn.Module) -> Iterator[dict[str, Any]]:
         hook.remove()
 
 
-def with_state(states: Any, found: MainOutput) -> Any:
+def with_state(states: Any, output: MainOutput) -> Any:
     """Return hidden states by layer whose last is h^0."""
-    if states is None or states[-1] is None or found.state is found.outputs.last_hidden_state:
+    if states is None or states[-1] is None or output.state is output.outputs.last_hidden_state:
         return states
-    return (*states[:-1], found.state)
+    return (*states[:-1], output.state)
 
 
 def has_towers(config: PreTrainedConfig) -> bool:
-    """Return whether a model has towers of other modalities beside that of text."""
+    """Return whether a model has towers of other modalities."""
     return config.get_text_config() is not config
 
 
-def prompt_parts(config: PreTrainedConfig, found: MainOutput) -> dict[str, Any]:
-    """Return what modules cannot make of ids alone: embeddings and positions of a text with images."""
-    parts = {"inputs_embeds": found.inputs_embeds, "position_ids": found.position_ids}
+def prompt_parts(config: PreTrainedConfig, output: MainOutput) -> dict[str, Any]:
+    """Return what modules cannot compute from ids alone: embeddings and positions of inputs with images."""
+    parts = {"inputs_embeds": output.inputs_embeds, "position_ids": output.position_ids}
     return parts if has_towers(config) else {}

@@ -7,20 +7,20 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
-from ..draft_vocabulary import DraftVocabulary, stored_ids
+from ..draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..heads.backbone_parts import text_positions
 from ..heads.losses import depth_targets
 from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
 from ..masks import selected_positions
-from ..outputs import DeepSeekMTPOutput, states_asked_for
-from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept
+from ..outputs import DeepSeekMTPOutput, requested_states
+from ..wrapped_models import AroundBackboneMixin, PicklableMixin, checkpointing_paused
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized
 from .export import OfficialCheckpointModel, official_device_map, own_device_map
@@ -120,7 +120,7 @@ class DeepSeekMTP(
         pretrained_model_name_or_path: str | PathLike | None,
         *,
         inference_only: bool = False,
-        draft_vocabulary: Any = None,
+        draft_vocabulary: TokenIds | None = None,
         **kwargs: Any,
     ) -> DeepSeekMTP:
         """Load a directory or a Hub repository.
@@ -166,12 +166,12 @@ class DeepSeekMTP(
         model_or_path: PreTrainedModel | str | PathLike,
         num_modules: int = 1,
         eh_init: str = "embedding",
-        draft_vocabulary: Any = None,
+        draft_vocabulary: TokenIds | None = None,
         **kwargs: Any,
     ) -> DeepSeekMTP:
         """Return a model with new modules, which are copies of the backbone's last layer.
 
-        The given model is unchanged: `main` is a copy of it that shares its tensors, so that only training of `main`
+        The model is unchanged: `main` is a copy of it that shares its tensors, so that only training of `main`
         (`train_only("all")`) changes it.
 
         Args:
@@ -267,7 +267,7 @@ class DeepSeekMTP(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -305,11 +305,12 @@ class DeepSeekMTP(
             ValueError: Labels that are not token ids, or labels or `output_mtp_logits=True` with a non-empty cache.
         """
         shift_labels = kwargs.pop("shift_labels", None)
-        has_labels, has_past = labels is not None or shift_labels is not None, past_key_values is not None
+        has_labels = labels is not None or shift_labels is not None
         if output_mtp_logits is None:
             only_loss = self.training or num_items_in_batch is not None
-            output_mtp_logits = not (only_loss or use_cache or has_past) and self.num_modules > 0
-        if (output_mtp_logits or has_labels) and has_past and past_key_values.get_seq_length():
+            output_mtp_logits = not (only_loss or use_cache or past_key_values is not None) and self.num_modules > 0
+        has_past = past_key_values is not None and past_key_values.get_seq_length()
+        if (output_mtp_logits or has_labels) and has_past:
             raise ValueError("past_key_values: labels and output_mtp_logits need whole sequences; leave it out")
         if has_labels and use_cache is None:
             use_cache = False  # with a cache, transformers ignores packed documents
@@ -319,20 +320,20 @@ class DeepSeekMTP(
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "use_cache": use_cache,
-            "output_hidden_states": states_asked_for(output_hidden_states, self.config),
+            "output_hidden_states": requested_states(output_hidden_states, self.config),
         }
-        with caches_kept(self):
-            found = run_main(self.main, input_ids, inputs_embeds, position_ids, inputs)
-        outputs, position_ids = found.outputs, found.position_ids
-        places = None if position_ids is None else text_positions(position_ids)
+        with checkpointing_paused(self):
+            main_output = run_main(self.main, input_ids, inputs_embeds, position_ids, inputs)
+        outputs, position_ids = main_output.outputs, main_output.position_ids
+        positions = None if position_ids is None else text_positions(position_ids)
         hidden = outputs.last_hidden_state
         chain, loss, shown, logits, mtp_logits = [hidden], None, {}, None, None
         depths = max(self.num_modules if output_mtp_logits else 0, self.num_depths if has_labels else 0)
         if depths:
-            embeds = self.module_inputs(found, input_ids)
-            chain[1:] = self.chain(found.state, embeds, attention_mask, position_ids, depths)[1:]
+            embeds = self.module_inputs(main_output, input_ids)
+            chain[1:] = self.chain(main_output.state, embeds, attention_mask, position_ids, depths)[1:]
         if has_labels:
-            targets = depth_targets(labels, self.window, attention_mask, places, shift_labels)
+            targets = depth_targets(labels, self.window, attention_mask, positions, shift_labels)
             result = self.chain_loss(chain, targets, num_items_in_batch)
             loss, shown = result.loss, dict(result)
         aux_loss = router_loss(self.main, outputs, attention_mask)
@@ -345,11 +346,11 @@ class DeepSeekMTP(
         return DeepSeekMTPOutput(
             logits=logits,
             past_key_values=outputs.past_key_values,
-            hidden_states=with_state(outputs.hidden_states, found),
+            hidden_states=with_state(outputs.hidden_states, main_output),
             attentions=outputs.attentions,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
-            **(prompt_parts(self.config, found) if use_cache else {}),
+            **(prompt_parts(self.config, main_output) if use_cache else {}),
             **(shown | {"loss": loss}),
         )
 

@@ -2,7 +2,7 @@
 
 x = eh_proj [enorm(Emb(t)); hnorm(h)], y = block(x), h' = norm(y). Depth k reads h^{k-1} and the k-th next token.
 The main model's head reads h' as it reads its own last hidden state (`Readout`). Some families hand on h' = y, and what
-a head reads is norm(y).
+a head reads is norm(y). The residual of models with hyper-connections is several streams of hidden states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..heads.backbone_parts import (
     rotated,
     set_cache_slots,
 )
-from ..wrapped_models import caches_kept, call
+from ..wrapped_models import call, checkpointing_paused
 
 
 class MTPModule(GradientCheckpointingLayer):
@@ -71,7 +71,7 @@ class MTPModule(GradientCheckpointingLayer):
         self.embedding_first, self.slot, self.kind = embedding_first, 0, "full_attention"
 
     def forward(
-        self, hidden_states: Tensor, inputs_embeds: Tensor, earlier: tuple[Tensor, ...] | None = None, **options: Any
+        self, hidden_states: Tensor, inputs_embeds: Tensor, earlier: tuple[Tensor, ...] | None = None, **options: object
     ) -> Tensor | tuple[Tensor, ...]:
         """Run one depth.
 
@@ -115,8 +115,8 @@ class MTPModule(GradientCheckpointingLayer):
         if is_plain and dtype != states.dtype and not torch.is_autocast_enabled(states.device.type):
             raise ValueError(f"modules of {dtype} read {states.dtype}: use mtp.to(...), or train with bf16=True")
 
-    def run(self, states: Tensor, **options: Any) -> Tensor:
-        """Run the block alone, [B, R, H] to [B, R, H]; streams stand side by side, [B, R, N H]."""
+    def run(self, states: Tensor, **options: object) -> Tensor:
+        """Run the block alone, [B, R, H] to [B, R, H]; streams lie side by side, [B, R, N H]."""
         output = self.block(states.unflatten(-1, (self.streams, -1)) if self.streams else states, **options)
         output = output[0] if isinstance(output, tuple) else output  # layers of some families also return their index
         return output.flatten(-2) if self.streams else output
@@ -218,7 +218,7 @@ class MTPModules(nn.Module):
         """
         index = min(k, self.count) - 1
         options = prepared or self.options(index, hidden_states, position_ids, attention_mask, past_key_values)
-        with caches_kept(self):
+        with checkpointing_paused(self):
             return self[index](hidden_states, inputs_embeds, **options)
 
     def options(
@@ -293,3 +293,50 @@ def new_cache(kind: str, count: int) -> Cache:
     if kind in ("indexed_attention", "minimax_m3_sparse"):
         return Cache(layers=[DYNAMIC_LAYER_TYPE_MAPPING[kind]() for _ in range(count)])
     return DynamicCache()
+
+
+class OneStream(nn.Module):
+    """A substitute for a hyper-connection in a layer with one stream, to which the layer's output is added.
+
+    Args:
+        mixes: The layer also multiplies its streams with a matrix.
+    """
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.mixes = mixes
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
+        """Return weights [B, R, 1] of the output, all 1, and the stream [B, R, H] of streams [B, R, 1, H].
+
+        Between them is the matrix [B, R, 1, 1], 1, where streams are mixed.
+        """
+        ones = streams.new_ones(streams.shape[:-1])
+        return (ones, ones[..., None], streams.squeeze(-2)) if self.mixes else (ones, streams.squeeze(-2))
+
+
+class StreamProjection(nn.Module):
+    """Linear maps of an embedding and of N streams of a hidden state; the embedding's is added to every stream's."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.e_proj, self.h_proj = nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False)
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """Map [B, R, H + N H], the embedding first, to [B, R, N H]."""
+        embeds, *streams = joined.split(self.e_proj.in_features, dim=-1)
+        added = self.e_proj(embeds)
+        return torch.cat([self.h_proj(stream) + added for stream in streams], dim=-1)
+
+
+class StreamHead(nn.Module):
+    """The head's input from N streams: a mixer makes one of them (`DeepseekV4HyperHead`), a norm follows."""
+
+    def __init__(self, mixer: nn.Module, norm: nn.Module, count: int) -> None:
+        super().__init__()
+        self.hc_head, self.out_norm, self.count = mixer, norm, count
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """Map [..., N H] to [..., H]."""
+        mixed = self.hc_head(streams.reshape(1, -1, self.count, streams.shape[-1] // self.count))
+        return self.out_norm(mixed).view(*streams.shape[:-1], mixed.shape[-1])

@@ -7,6 +7,7 @@ layer, scaled embeddings, residuals and logits, layers that need more than their
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
@@ -39,12 +40,7 @@ _SHARES = {"embedding": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (0.5, 0.5)}
 def retrofit(
     model_or_path: PreTrainedModel | str | PathLike, num_modules: int, eh_init: str, **options: Any
 ) -> tuple[PreTrainedConfig, tuple[PreTrainedModel, MTPModules]]:
-    """Return a configuration, a main model and new modules for it: see `DeepSeekMTP.from_backbone`.
-
-    Raises:
-        TypeError: Options of `from_pretrained` together with a loaded model, or no model.
-        ValueError: An unsupported model, a model with its own modules or adapters, or an option out of range.
-    """
+    """Return a configuration, a main model and new modules for it: see `DeepSeekMTP.from_backbone`."""
     loads = isinstance(model_or_path, (str, PathLike))
     if options and not loads:
         raise TypeError(f"DeepSeekMTP.from_backbone with a model has no option {', '.join(map(repr, options))}")
@@ -79,11 +75,7 @@ def retrofit(
 
 
 def _twin(config: PreTrainedConfig) -> int:
-    """Return the index of the main model's last layer of the modules' kind.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the index of the main model's last layer of the modules' kind."""
     wanted = {name: module_kinds(config, name, 1)[0] for name in PER_LAYER if field(config, name)}
     for index in reversed(range(num_layers(config)) if family_of(config).has_twin else ()):
         if all(field(config, name)[index] == kind for name, kind in wanted.items()):
@@ -143,11 +135,7 @@ def _unit_norm(main: PreTrainedModel, norm: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module) -> None:
-    """Compare the backbone's own calls with ours, without and with left padding; the first block copies `layer`.
-
-    Raises:
-        ValueError: Logits or the layer's output differ.
-    """
+    """Compare the backbone's own calls with ours, without and with left padding; the first block copies `layer`."""
     if any(weight.device.type == "meta" for weight in main.parameters()):
         return  # offloaded weights cannot be compared
     was_training = main.training
@@ -178,7 +166,7 @@ def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding
     _compare(main, "its layer, called apart, gives other states", copied, seen["output"], mask)
 
 
-def _remember(seen: dict[str, Tensor]) -> Any:
+def _remember(seen: dict[str, Tensor]) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen["input"] = args[0] if args else kwargs["hidden_states"]
         seen["output"] = output[0] if isinstance(output, tuple) else output

@@ -19,6 +19,8 @@ from transformers.utils import logging
 
 from ...configuration import EagleHeadConfig
 from ...configuration.fields import check_options, field
+from ..draft_vocabulary import DraftVocabulary
+from ..tensor_files import Fields
 
 logger = logging.get_logger(__name__)
 _FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
@@ -27,11 +29,7 @@ _DEFAULT_LAYERS = 7
 
 
 def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
-    """Return indices of the hidden states that `fc` reads of a backbone's L layers; [] where it reads none.
-
-    Raises:
-        ValueError: The backbone has too few layers.
-    """
+    """Return indices of the hidden states that `fc` reads of a backbone's L layers; [] where it reads none."""
     if not config.num_aux:
         return []
     if config.aux_layers is None:
@@ -44,12 +42,7 @@ def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
 
 
 def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfig:
-    """Return the configuration of a new head: the backbone's sizes and rope, unless `options` has others.
-
-    Raises:
-        TypeError: An option that is not a field of `EagleHeadConfig`.
-        ValueError: See `check_kind`.
-    """
+    """Return the configuration of a new head: the backbone's sizes and rope, unless `options` has others."""
     own = [name for name in options if name not in get_annotations(LlamaConfig)]
     check_options(own, EagleHeadConfig, "EagleHead.from_backbone", _FROM_BACKBONE)
     check_kind(backbone)
@@ -77,11 +70,7 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
 
 
 def check_kind(backbone: PreTrainedModel) -> None:
-    """Refuse a backbone beside which no EAGLE head can draft.
-
-    Raises:
-        ValueError: Several parallel hidden states (Gemma 3n), no attention, or a table of positions or none.
-    """
+    """Refuse a backbone without one hidden state per layer (Gemma 3n), attention and computed positions."""
     text, name = backbone.config.get_text_config(), type(backbone).__name__
     if field(text, "altup_num_inputs", default=1) > 1:
         several = f"altup_num_inputs={text.altup_num_inputs}"
@@ -99,8 +88,8 @@ def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> 
     kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
     # several kinds may share a class, and the text model of a multimodal model has its own kind
     if _class_of(config.base_model_type) not in map(_class_of, kinds):
-        found = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
-        logger.warning_once(f"This EAGLE head was made for {found}: output remains exact, with fewer accepted drafts.")
+        made = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
+        logger.warning_once(f"This EAGLE head was made for {made}: output remains exact, with fewer accepted drafts.")
 
 
 def _class_of(kind: str) -> str:
@@ -127,7 +116,7 @@ def _small_aux_layers(num_layers: int) -> list[int]:
     return wanted
 
 
-def _rope(text: PreTrainedConfig) -> dict[str, Any]:
+def _rope(text: PreTrainedConfig) -> Fields:
     """Return the backbone's rope where all layers share it, over whole heads; else a default one with its base."""
     rope = field(text, "rope_parameters") or {}
     nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
@@ -166,14 +155,11 @@ def _own_name(name: str) -> str:
 
 
 def foreign_head(
-    name: Any, raw: dict[str, Any], state: dict[str, Tensor], **overrides: Any
+    name: object, raw: Fields, state: dict[str, Tensor], **overrides: object
 ) -> tuple[EagleHeadConfig, dict[str, Tensor]]:
     """Return configuration and tensors of a checkpoint from another library, from its config.json and its tensors.
 
     `overrides` are fields of the configuration that replace the checkpoint's, where they are not None.
-
-    Raises:
-        ValueError: No EAGLE head, ambiguous auxiliary layers, an invalid draft vocabulary.
     """
     state = own_names(state)
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
@@ -197,15 +183,15 @@ def foreign_head(
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
 
 
-def _mask_token(name: object, raw: dict[str, Any]) -> int:
+def _mask_token(name: object, raw: Fields) -> int:
     """Return the token of P-EAGLE's rows, by the names that vLLM reads."""
-    found = [raw[key] for key in MASK_TOKENS if raw.get(key) is not None]
-    if not found:
-        raise ValueError(f"{name}: mask_hidden is there, but config.json has none of {', '.join(MASK_TOKENS)}")
-    return int(found[0])
+    for key in MASK_TOKENS:
+        if raw.get(key) is not None:
+            return int(raw[key])
+    raise ValueError(f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}")
 
 
-def _version(name: Any, raw: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> int:
+def _version(name: object, raw: Fields, shapes: dict[str, tuple[int, ...]]) -> int:
     speculator = raw.get("speculators_model_type")
     if speculator not in (None, "eagle3"):
         raise ValueError(f"{name}: speculators_model_type={speculator!r} is not supported; only 'eagle3' is")
@@ -217,36 +203,35 @@ def _version(name: Any, raw: dict[str, Any], shapes: dict[str, tuple[int, ...]])
     return 1
 
 
-def _layout(raw: dict[str, Any]) -> str:
+def _layout(raw: Fields) -> str:
     if "speculators_model_type" in raw:
         return "speculators"
     return "specforge" if raw.get("architectures") == ["LlamaForCausalLMEagle3"] else "official"
 
 
-def _llama_fields(raw: dict[str, Any]) -> dict[str, Any]:
+def _llama_fields(raw: Fields) -> Fields:
     """Return the fields of the layers; speculators and vLLM nest them."""
     values = dict(raw)
     for nested in ("transformer_layer_config", "model"):
         if isinstance(raw.get(nested), dict):
             values |= raw[nested]
-    known = _OWN | {"rope_theta", "rope_scaling", "dtype"}
-    found = {key: value for key, value in values.items() if key in known - _NOT_TAKEN and value is not None}
-    if "torch_dtype" in values:
-        found.setdefault("dtype", values["torch_dtype"])
-    return found | _of_verifier((raw.get("speculators_config") or {}).get("verifier") or {})
+    known = (_OWN | {"rope_theta", "rope_scaling", "dtype"}) - _NOT_TAKEN
+    values["dtype"] = values.get("dtype") or values.get("torch_dtype")
+    taken = {key: value for key, value in values.items() if key in known and value is not None}
+    return taken | _of_verifier((raw.get("speculators_config") or {}).get("verifier") or {})
 
 
-def _of_verifier(verifier: dict[str, Any]) -> dict[str, Any]:
+def _of_verifier(verifier: Fields) -> Fields:
     """Return speculators' fields of the backbone: its name and its kind."""
     classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     kinds = [(kind, name) for kind, name in classes if name in (verifier.get("architectures") or ())]
     # Llama's class also reads other kinds
     kind, _ = min(kinds, key=lambda pair: not pair[1].lower().startswith(pair[0]), default=(None, None))
-    found = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}
-    return {key: value for key, value in found.items() if value is not None}
+    named = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}
+    return {key: value for key, value in named.items() if value is not None}
 
 
-def _read_off(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], version: int) -> dict[str, Any]:
+def _read_off(raw: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return options that the tensors show; many configs lack them."""
     layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
     values = {
@@ -256,16 +241,16 @@ def _read_off(raw: dict[str, Any], shapes: dict[str, tuple[int, ...]], version: 
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
         "fc_bias": "fc.bias" in shapes,
     }
-    given = _llama_fields(raw)
-    if "num_attention_heads" in given and "head_dim" not in given:
-        values["head_dim"] = shapes["layers.0.self_attn.q_proj.weight"][0] // given["num_attention_heads"]
+    stated = _llama_fields(raw)
+    if "num_attention_heads" in stated and "head_dim" not in stated:
+        values["head_dim"] = shapes["layers.0.self_attn.q_proj.weight"][0] // stated["num_attention_heads"]
     if version == 3:
         shown = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes}
-        values |= {key: value for key, value in shown.items() if value and key not in given}
+        values |= {key: value for key, value in shown.items() if value and key not in stated}
     return values
 
 
-def _aux_layers(name: Any, raw: dict[str, Any]) -> list[int] | None:
+def _aux_layers(name: object, raw: Fields) -> list[int] | None:
     """Return indices into transformers' hidden states.
 
     At the top level, which vLLM and speculators read, ids are such indices. In `eagle_config` they are SpecForge's and
@@ -279,39 +264,31 @@ def _aux_layers(name: Any, raw: dict[str, Any]) -> list[int] | None:
     return nested if top is None else list(top)
 
 
-def _check_fc(name: Any, values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_fc(name: object, values: Fields, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse an `fc` whose columns are not those of the named states."""
     columns = shapes["fc.weight"][1] if "fc.weight" in shapes else 0
     width = values.get("target_hidden_size") or values["hidden_size"]
     named = 3 if values["aux_layers"] is None else len(values["aux_layers"])
     if columns != named * width:
-        given = f"{named} states of {width} (aux_layers={values['aux_layers']})"
-        raise ValueError(f"{name}: fc.weight has {columns} columns, but {given} have {named * width}; pass aux_layers=")
+        states = f"{named} states of {width} (aux_layers={values['aux_layers']})"
+        raise ValueError(
+            f"{name}: fc.weight has {columns} columns, but {states} have {named * width}; pass aux_layers="
+        )
 
 
-def check_vocabulary(name: Any, config: EagleHeadConfig, state: dict[str, Tensor]) -> None:
-    """Check that `d2t` holds offsets and agrees with `t2d`; where all tokens are drafted, `d2t` is removed.
-
-    Raises:
-        ValueError: An invalid draft vocabulary.
-    """
+def check_vocabulary(name: object, config: EagleHeadConfig, state: dict[str, Tensor]) -> None:
+    """Check that `d2t` holds offsets and agrees with `t2d`; where all tokens are drafted, `d2t` is removed."""
     if config.version == 1 or "d2t" not in state:
         return
-    size, vocab = config.draft_vocab_size or config.vocab_size, config.vocab_size
-    if state["d2t"].shape != (size,):
-        raise ValueError(f"{name}: d2t has shape {tuple(state['d2t'].shape)}; draft_vocab_size={size} needs {(size,)}")
-    if state["d2t"].is_floating_point():
-        raise ValueError(f"{name}: d2t has dtype {state['d2t'].dtype}; it must hold integers, token id - draft id")
-    ids = state["d2t"] + torch.arange(size)
-    if not bool(((ids >= 0) & (ids < vocab)).all()):
-        low, high = int(ids.min()), int(ids.max())
-        raise ValueError(f"{name}: d2t maps draft ids to {low}..{high}, outside the vocabulary 0..{vocab - 1}")
+    size, vocab, offsets = config.draft_vocab_size or config.vocab_size, config.vocab_size, state["d2t"]
+    if offsets.shape != (size,) or offsets.is_floating_point():
+        wanted = f"draft_vocab_size={size} integers, token id - draft id"
+        raise ValueError(f"{name}: d2t is {offsets.dtype} of shape {tuple(offsets.shape)}; it must hold {wanted}")
+    ids = DraftVocabulary(offsets + torch.arange(size), vocab, f"{name}: d2t").ids
     drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    if int(drafted.sum()) != size:
-        raise ValueError(f"{name}: d2t maps {size} draft ids to {int(drafted.sum())} tokens; it must be one to one")
     if "t2d" in state and not torch.equal(state["t2d"].bool(), drafted):
         raise ValueError(f"{name}: t2d and d2t do not name the same tokens (d2t holds offsets: token id - draft id)")
     if size == vocab:
-        if bool(state["d2t"].any()):
+        if bool(offsets.any()):
             raise ValueError(f"{name}: d2t permutes a draft vocabulary that is the whole one, {vocab} tokens")
         del state["d2t"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
 from ...configuration.fields import refuse
-from ..tensor_files import write_json
+from ..tensor_files import Fields, write_json
 from .conversion import AUX_IDS, MASK_TOKENS
 from .modules import EagleNetwork
 
@@ -22,20 +22,22 @@ _LLAMA_FIELDS = (
     *("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "head_dim", "attention_bias"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
+_ARCHITECTURES = {(1, "sglang"): "LlamaForCausalLMEagle"}
+_ARCHITECTURES |= {(3, layout): "LlamaForCausalLMEagle3" for layout in ("specforge", "vllm", "sglang")}
 _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def write_layout(head: EagleNetwork, folder: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
+def write_layout(head: EagleNetwork, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
     """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
-    embeddings = cast(Any, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
-    tensors = folder_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
-    folder.mkdir(parents=True, exist_ok=True)
+    embeddings = cast(nn.Embedding, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
+    tensors = layout_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
+    directory.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(written, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    write_json(folder / CONFIG_NAME, folder_config(head.config, layout, head.dtype))
+    save_file(written, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    write_json(directory / CONFIG_NAME, layout_config(head.config, layout, head.dtype))
 
 
-def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> dict[str, Any]:
+def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> Fields:
     """Return the fields of config.json in a layout, for tensors of `dtype`."""
     values = config.to_dict()
     options = {name: values[name] for name in _OPTIONS_OF_3}
@@ -45,13 +47,14 @@ def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
         values["loss_options"] = config.loss_options
     if layout == "speculators":
         return _speculators_config(config, values) | options
-    values |= {"architectures": [_architecture(config, layout)], "model_type": "llama"}
+    values |= {"architectures": [_ARCHITECTURES.get((config.version, layout), "LlamaForCausalLM")]}
+    values |= {"model_type": "llama"}
     if config.version == 1:
         return values | {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
     values |= {"draft_vocab_size": config.draft_vocab_size} | options
     if config.target_hidden_size != config.hidden_size:
         values["target_hidden_size"] = config.target_hidden_size
-    nested: dict[str, Any] = {"use_aux_hidden_state": config.use_aux_hidden_state}
+    nested: Fields = {"use_aux_hidden_state": config.use_aux_hidden_state}
     if config.aux_layers is not None:
         values |= {AUX_IDS: config.aux_layers, "num_aux_hidden_states": config.num_aux}
         if config.aux_layers[0] != 1:  # which would be ambiguous here
@@ -64,20 +67,14 @@ def folder_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> d
     return values | {"eagle_config": nested}
 
 
-def _architecture(config: EagleHeadConfig, layout: str) -> str:
-    if config.version == 3:
-        return "LlamaForCausalLM" if layout == "official" else "LlamaForCausalLMEagle3"
-    return "LlamaForCausalLMEagle" if layout == "sglang" else "LlamaForCausalLM"
-
-
-def _rope_fields(config: EagleHeadConfig) -> dict[str, Any]:
+def _rope_fields(config: EagleHeadConfig) -> Fields:
     """Return flat fields, which every reader supports; old ones call `rope_type` `type`."""
-    rope = dict(cast(dict[str, Any], config.rope_parameters))
+    rope = dict(cast(Fields, config.rope_parameters))
     theta, kind = rope.pop("rope_theta"), rope["rope_type"]
     return {"rope_theta": theta} | ({} if kind == "default" else {"rope_scaling": rope | {"type": kind}})
 
 
-def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[str, Any]:
+def _speculators_config(config: EagleHeadConfig, layer: Fields) -> Fields:
     layer = {key: value for key, value in layer.items() if key not in ("loss_options", "torch_dtype")}
     layer |= {"model_type": "qwen3" if config.qk_norm else "llama", "mlp_bias": False}
     verifiers = [kind for name, kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == config.base_model_type]
@@ -104,7 +101,7 @@ def _speculators_config(config: EagleHeadConfig, layer: dict[str, Any]) -> dict[
     return values | ({"loss_options": config.loss_options} if config.loss_options else {})
 
 
-def folder_tensors(
+def layout_tensors(
     config: EagleHeadConfig, layout: str, state: dict[str, Tensor], embeddings: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Return a head's tensors under the layout's names; `embeddings` are the backbone's, which some layouts repeat."""
@@ -118,25 +115,16 @@ def folder_tensors(
     # vLLM refuses a map where all tokens are drafted; the others need it
     size = config.draft_vocab_size or config.vocab_size
     if layout not in ("official", "vllm") or size < config.vocab_size:
-        state |= _vocabulary(config, state)
+        offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
+        ids = offsets + torch.arange(size)
+        state |= {"d2t": offsets, "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
     if layout == "speculators":
         return state
     return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}
 
 
-def _vocabulary(config: EagleHeadConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    size = config.draft_vocab_size or config.vocab_size
-    offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
-    ids = offsets + torch.arange(len(offsets))
-    return {"d2t": offsets, "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
-
-
 def check_layout(config: EagleHeadConfig, layout: str) -> None:
-    """Refuse a layout whose reader cannot load the head.
-
-    Raises:
-        ValueError: An unknown layout, or an option that its reader does not support.
-    """
+    """Refuse an unknown layout, or one whose reader does not support an option of the head."""
     at_once = config.mask_token_id is not None and layout != "vllm"
     readers = {
         "official": _official(config),
@@ -155,7 +143,7 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
 
 
 def _official(config: EagleHeadConfig) -> list[tuple[bool, str]]:
-    values, rope = config.to_dict(), cast(dict[str, Any], config.rope_parameters)
+    values, rope = config.to_dict(), cast(Fields, config.rope_parameters)
     used = [name for name in _OPTIONS_OF_3 if values[name]]
     narrow, kind = config.hidden_size != (config.head_dim or 0) * config.num_attention_heads, rope["rope_type"]
     return [

@@ -13,6 +13,7 @@ in backward; logits exist for one chunk of rows at a time. Neither grows with th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -24,17 +25,83 @@ from transformers.cache_utils import CacheLayerMixin
 from ..heads.backbone_parts import BackboneParts
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
-from ..heads.teacher import acceptance, block_terms, divergence, of_logits, text_log_probs
+from ..heads.teacher import acceptance, block_terms, divergence, of_logits, sequence_log_probs
 from ..loss_options import ResolvedEagleOptions
 from ..outputs import EagleOutput
-from .batch import TrainingBatch
 from .modules import EagleNetwork
 
 Read = Callable[[Tensor, int, int], Tensor]
+"""From features of rows [B, R, d], their first row and the step to tensors."""
 _BLOCK = 128
 """Rows of a sequence in one block of the later steps."""
 _DISTRIBUTION_WEIGHT = 0.1
 """Weight of the cross-entropy of distributions, relative to the regression of features (EAGLE-1, section 4.2)."""
+
+
+@dataclass
+class TrainingBatch:
+    """A batch of sequences and the backbone's last hidden states.
+
+    Attributes:
+        input_ids: [B, L] int64.
+        labels: [B, L] int64, -100 where a token is not a target.
+        positions: [B, L] int64.
+        documents: [B, L] int64, the number of each token's document; -1 for padding.
+        states: [B, L, D], the backbone's last hidden states.
+        is_whole: Every sequence is one document without padding.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor
+    states: Tensor
+    is_whole: bool
+
+    @classmethod
+    def of(
+        cls, input_ids: Tensor, labels: Tensor, mask: Tensor | None, positions: Tensor | None, states: Tensor
+    ) -> TrainingBatch:
+        """Return a batch from the arguments of a model's forward."""
+        real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+        is_whole, documents = mask is None and positions is None, torch.zeros_like(input_ids)
+        if positions is None:
+            positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        else:
+            positions = positions.expand(input_ids.shape)
+            documents = nn.functional.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).long().cumsum(1)
+        return cls(input_ids, labels, positions, documents.masked_fill(~real, -1), states, is_whole)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of step 0; the last two tokens have none, because no token follows their pair."""
+        return max(self.input_ids.shape[1] - 2, 0)
+
+    def ahead(self, values: Tensor, start: int, stop: int, by: int) -> Tensor:
+        """Return `values` [B, L, ..] `by` tokens after rows start .. stop - 1; the last one repeats beyond the end."""
+        last = values.shape[1] - 1
+        return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of every token's document, [B, L]; of padding any number above 0."""
+        numbers = self.documents.clamp(min=0)
+        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
+        return sizes.gather(1, numbers).clamp(min=1)
+
+    def counted(self, step: int) -> Tensor:
+        """Return which rows of a step have a target, [B, num_rows] bool."""
+        rows = self.num_rows
+        document = self.documents[:, :rows]
+        reach = nn.functional.pad(self.documents, (0, step), value=-1)[:, 2 + step : 2 + step + rows]
+        label = nn.functional.pad(self.labels, (0, step), value=IGNORE)[:, 2 + step : 2 + step + rows]
+        return (document >= 0) & (document == reach) & (label != IGNORE)
+
+    def visible(self, start: int, stop: int) -> Tensor:
+        """Return which columns 0 .. stop - 1 of step 0 rows start .. stop - 1 see, [B, 1, rows, stop] bool."""
+        columns = torch.arange(stop, device=self.documents.device)
+        same = self.documents[:, start:stop, None] == self.documents[:, None, :stop]
+        return (same & (columns <= columns[start:, None]))[:, None]
 
 
 def eagle_loss(
@@ -52,9 +119,6 @@ def eagle_loss(
         batch: The batch.
         options: How the loss is computed.
         num_items: Rows with targets per step over all micro-batches, [steps] or one number; None: those of the batch.
-
-    Raises:
-        ValueError: `num_items` of another length.
     """
     if not batch.num_rows:
         nothing = features.new_zeros(options.steps)
@@ -62,8 +126,8 @@ def eagle_loss(
     if options.noise and head.training:
         width = options.noise * 512 / batch.lengths[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
-    unrolled = _Unrolled(head, batch, options)
-    sums, counts = (unrolled.block_sums if options.divergence == "block" else unrolled.sums)(features), unrolled.counts
+    unrolled, counts = _Unrolled(head, batch, options), counts_per_step(batch, options)
+    sums = (unrolled.block_sums if options.divergence == "block" else unrolled.sums)(features)
     loss = pooled_loss(sums[:, 0], counts if num_items is None else num_items, options)
     means, shown, accepted = (sums.detach() / counts.clamp(min=1)[:, None]).unbind(1)
     return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
@@ -77,7 +141,7 @@ def pooled_loss(sums: Tensor, counts: Tensor | int, options: ResolvedEagleOption
     counts = torch.as_tensor(counts, device=sums.device).flatten().float()
     if len(counts) not in (1, options.steps):
         raise ValueError(f"num_items_in_batch has {len(counts)} entries; give one number, or {options.steps}")
-    if is_block:  # a mean over places of what all steps accept
+    if is_block:  # a mean over positions of what all steps accept
         counts = counts[:1]
     return (sums / counts.clamp(min=1) * weights).sum()
 
@@ -100,11 +164,6 @@ class _Unrolled:
         self.first = starts[:, : batch.num_rows]
         self.taught = _hidden_by_part(head, batch.states, options)
 
-    @property
-    def counts(self) -> Tensor:
-        """Rows with targets per step, [steps]."""
-        return counts_per_step(self.batch, self.options)
-
     def sums(self, features: Tensor) -> Tensor:
         """Return sums over rows of [loss, shown loss, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
         first, later = self._steps(features, self._terms)
@@ -117,14 +176,14 @@ class _Unrolled:
         values = torch.cat([first[None], torch.cat(later, dim=-1)]) if later else first[None]  # [steps, 2, B, rows]
         log_q, others = values.unbind(1)
         following = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE)
-        log_p = text_log_probs(BackboneParts(self.head.backbone), batch.states, following.clamp(min=0))
+        log_p = sequence_log_probs(BackboneParts(self.head.backbone), batch.states, following.clamp(min=0))
         log_p = torch.stack([batch.ahead(log_p, 0, rows, 1 + step) for step in steps], -1)
         targets = torch.stack([batch.ahead(batch.labels, 0, rows, 2 + step) for step in steps], -1)
         counted = torch.stack(self.counted, -1)
         drafted = counted & torch.isin(targets, self.head.draft_ids)
-        places, share = self.counted[0] & (following[:, :rows] != IGNORE), self.options.label_weight
-        given = log_q.permute(1, 2, 0), log_p, drafted, places
-        terms, accepted = (part.permute(2, 0, 1) for part in block_terms(*given, self.options.places, share))
+        starts, share = self.counted[0] & (following[:, :rows] != IGNORE), self.options.label_weight
+        both = block_terms(log_q.permute(1, 2, 0), log_p, drafted, starts, self.options.places, share)
+        terms, accepted = (part.permute(2, 0, 1) for part in both)
         weight = 1.0 if self.options.objective == "ttt" else _DISTRIBUTION_WEIGHT
         chosen = torch.stack([counted, counted & self.first[..., None]]).permute(3, 0, 1, 2).float()
         others = self._with_first_rows((chosen * others[:, None]).sum((-2, -1))[..., None])[:, 0]
@@ -157,24 +216,21 @@ class _Unrolled:
     def _later_steps(self, read: Read, features: Tensor, start: int, *columns: Tensor) -> Tensor:
         """Return what `read` makes of steps 1 on of a block of rows, [steps - 1, ...].
 
-        Args:
-            read: From features of rows [B, R, d], the first row and the step.
-            features: Output of the block's rows of step 0, [B, R, d].
-            start: The block's first row.
-            *columns: Keys and values of step 0 up to the block's end, layer by layer.
+        `features` [B, R, d] are the outputs of the block's rows of step 0, the first of which is `start`; `columns` are
+        the keys and values of step 0 up to the block's end, layer by layer.
         """
         cache, size = DynamicCache(), features.shape[1]
         for layer in range(len(columns) // 2):
             cache.update(columns[2 * layer], columns[2 * layer + 1], layer)
         mask = self.batch.visible(start, start + size)
-        own = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
-        found = []
+        diagonal = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
+        results = []
         for step in range(1, self.options.steps):
-            mask = torch.cat([mask, own], dim=-1)
+            mask = torch.cat([mask, diagonal], dim=-1)
             features = features.detach() if self.is_hass else features
             features = self._rows(features, start, step, mask, cache)
-            found.append(read(features, start, step))
-        return torch.stack(found)
+            results.append(read(features, start, step))
+        return torch.stack(results)
 
     def _rows(self, features: Tensor, start: int, step: int, mask: Tensor | None, cache: DynamicCache) -> Tensor:
         batch, stop = self.batch, start + features.shape[1]
@@ -192,8 +248,8 @@ class _Unrolled:
     def _likelihoods(self, features: Tensor, start: int, step: int) -> Tensor:
         """Return log q of a block's targets, 0 for tokens that are not drafted, and its terms besides, [2, B, R]."""
         parts = self._chunks(features, start, step)
-        found = [checkpoint(row_likelihoods, self.head, *part, self.options, use_reentrant=False) for part in parts]
-        return torch.cat(cast(list[Tensor], found), -1).view(2, *features.shape[:2])
+        chunks = [checkpoint(row_likelihoods, self.head, *part, self.options, use_reentrant=False) for part in parts]
+        return torch.cat(cast(list[Tensor], chunks), -1).view(2, *features.shape[:2])
 
     @property
     def _size(self) -> int:
@@ -208,21 +264,18 @@ class _Unrolled:
             for each in (self.batch.states, self.taught)
         )
         labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step)
-        given = (features, states, labels.to(features.device), taught)
-        yield from zip(*(values.flatten(0, 1).split(self._size) for values in given))
+        inputs = (features, states, labels.to(features.device), taught)
+        yield from zip(*(values.flatten(0, 1).split(self._size) for values in inputs))
 
     def _summed(self, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, chosen: Tensor) -> Tensor:
         return chosen @ row_terms(self.head, features, states, labels, taught, self.options)
 
 
 def _hidden_by_part(head: EagleNetwork, states: Tensor, options: ResolvedEagleOptions) -> Tensor:
-    """Return what the logits of a draft vocabulary alone do not say of the backbone's distributions.
+    """Return what a loss needs of the backbone's logits outside the draft vocabulary, computed once for all steps.
 
-    All steps of a row's targets share it, so that the whole unembedding is computed once.
-
-    Returns:
-        [B, L, 2]: the log of what all logits sum to, and whether the likeliest token is drafted (1 or 0);
-        [B, L, 0] where all tokens are drafted, or steps are not those of EAGLE-3.
+    [B, L, 2]: logsumexp of all logits, and whether the likeliest token is drafted (1 or 0); [B, L, 0] where all tokens
+    are drafted, or steps are not those of EAGLE-3.
     """
     ids = head.draft_ids
     if options.objective != "ttt" or head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
@@ -238,13 +291,13 @@ def _hidden_by_part(head: EagleNetwork, states: Tensor, options: ResolvedEagleOp
 def row_terms(
     head: EagleNetwork, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, options: ResolvedEagleOptions
 ) -> Tensor:
-    """Return the terms of rows: the loss, what is shown of it, and the detached acceptance.
+    """Return the terms of rows, [N, 3] float32: the loss, its reported part, and the detached acceptance.
 
     `"ttt"` (EAGLE-3): -sum_x p(x) log q(x), with p renormalised over the draft vocabulary; 0 where the backbone's
     likeliest token is not in it. `"tv"` and LK losses, which are the acceptance itself, use p without renormalisation:
     a token that is never drafted is never accepted.
     `"eagle1"`: smooth L1 distance of features, and a small multiple of the distance of distributions, which alone is
-    shown. `"hass"`: the same, with the likeliest tokens a second time.
+    reported. `"hass"`: the same, with the likeliest tokens a second time.
 
     Args:
         head: The head.
@@ -253,9 +306,6 @@ def row_terms(
         labels: [N] ids of the predicted tokens.
         taught: Rows of `_hidden_by_part`, [N, 2] or [N, 0].
         options: How the loss is computed.
-
-    Returns:
-        [N, 3] float32.
     """
     ids, is_ttt = head.draft_ids, options.objective == "ttt"
     with torch.no_grad():
@@ -266,18 +316,18 @@ def row_terms(
             log_p, is_known = logits.log_softmax(-1), torch.isin(logits.argmax(-1), ids)
             log_p = log_p[:, ids] if is_ttt else log_p
     log_q = head.draft_logits(features).float().log_softmax(-1)
-    accepted = acceptance(log_p, log_q.detach())
+    accepted, share = acceptance(log_p, log_q.detach()), options.label_weight
+    if is_ttt and options.divergence in ("cross_entropy", "kl", "reverse_kl"):
+        log_p = log_p.log_softmax(-1)
+    distance = divergence(options.divergence, log_p, log_q)
+    distance = torch.where(is_known, distance, 0.0) if is_ttt else distance
+    # a label outside the draft vocabulary has no likelihood
+    mixed = (1 - share) * distance - share * _of_labels(log_q, labels, ids) if share else distance
     if is_ttt:
-        if options.divergence in ("cross_entropy", "kl", "reverse_kl"):
-            log_p = log_p.log_softmax(-1)
-        apart = divergence(options.divergence, log_p, log_q)
-        apart = torch.where(is_known, apart, 0.0)
-        return torch.stack([_mixed(apart, head, log_q, labels, options), apart, accepted], dim=-1)
-    distance = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
-    apart = divergence(options.divergence, log_p, log_q)
-    loss = distance + _DISTRIBUTION_WEIGHT * _mixed(apart, head, log_q, labels, options)
+        return torch.stack([mixed, distance, accepted], dim=-1)
+    loss = _regression(features, states) + _DISTRIBUTION_WEIGHT * mixed
     if options.objective == "eagle1":
-        return torch.stack([loss, apart, accepted], dim=-1)
+        return torch.stack([loss, distance, accepted], dim=-1)
     loss = loss - _likeliest_again(log_p, log_q, options)
     return torch.stack([loss, loss, accepted], dim=-1)
 
@@ -293,7 +343,7 @@ def row_likelihoods(
     likelihood = _of_labels(log_q, labels, head.draft_ids)
     if options.objective == "ttt":
         return torch.stack([likelihood, torch.zeros_like(likelihood)])
-    others = nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)
+    others = _regression(features, states)
     if options.objective == "hass":
         with torch.no_grad():
             log_p = head.backbone_logits(states).float().log_softmax(-1)
@@ -310,9 +360,5 @@ def _of_labels(log_q: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
     return torch.where(labels[:, None] == ids, log_q, 0.0).sum(-1)
 
 
-def _mixed(apart: Tensor, head: EagleNetwork, log_q: Tensor, labels: Tensor, options: ResolvedEagleOptions) -> Tensor:
-    """Return (1 - w) D(p, q) - w log q(label), [N]; the second part is 0 for a label outside the draft vocabulary."""
-    share = options.label_weight
-    if not share:
-        return apart
-    return (1 - share) * apart - share * _of_labels(log_q, labels, head.draft_ids)
+def _regression(features: Tensor, states: Tensor) -> Tensor:
+    return nn.functional.smooth_l1_loss(features.float(), states.float(), reduction="none").mean(-1)

@@ -15,15 +15,15 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
+from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import output_embeddings, weight_of
-from ..heads.learning import FrozenBackboneMixin, States, counted_positions, run_backbone
+from ..heads.learning import FrozenBackboneMixin, States, counted_positions
 from ..heads.losses import IGNORE, check_targets
 from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
 from ..loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..tensor_files import read_tensors, refuse_unknown, weight_files
 from ..wrapped_models import OfBackboneMixin, has_own_cache, unwrap
-from .batch import TrainingBatch
 from .conversion import (
     backbone_config,
     check_kind,
@@ -34,7 +34,7 @@ from .conversion import (
     warn_of_another_kind,
 )
 from .export import check_layout, write_layout
-from .losses import counts_per_step, eagle_loss, pooled_loss
+from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ class EagleHead(
     drafts_trees = True
     attends = True
     loss_unit = "step"
-    """Name of an entry of `head_losses` in the log: `loss_step_1`, ..."""
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
@@ -88,19 +87,19 @@ class EagleHead(
         """Return a new head that is attached to `backbone`.
 
         Args:
-            backbone: Any causal language model of transformers; a PeftModel is unwrapped.
+            backbone: A causal language model of transformers; a PeftModel is unwrapped.
             version: 1 or 3.
-            draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` is given.
+            draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` is set.
             draft_ids: [Vd] distinct token ids, usually the most frequent tokens of outputs.
             **options: Further fields of `EagleHeadConfig`; sizes and rope default to the backbone's.
 
         Raises:
             ValueError: `draft_ids` out of range or not distinct, or an option that contradicts the backbone.
         """
-        if draft_ids is not None:
-            draft_ids = torch.as_tensor(draft_ids).sort().values.cpu()
-            draft_vocab_size = len(draft_ids)
         backbone = unwrap(backbone)
+        if draft_ids is not None:
+            draft_ids = DraftVocabulary(draft_ids, backbone.config.get_text_config().vocab_size, "draft_ids").ids
+            draft_vocab_size = len(draft_ids)
         head = cls(backbone_config(backbone, version=version, draft_vocab_size=draft_vocab_size, **options))
         if draft_ids is not None:
             head.set_draft_ids(draft_ids)
@@ -111,16 +110,11 @@ class EagleHead(
                 head.lm_head.weight.copy_(unembedding[head.draft_ids.to(unembedding.device)])
         return head
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
         """Do nothing: the loss always recomputes its steps in backward."""
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone that does not fit the head.
-
-        Raises:
-            ValueError: Another hidden size, vocabulary or number of layers, or a backbone with its own cache class or
-                of a kind that no head fits.
-        """
+        """Refuse a backbone with another hidden size, vocabulary or number of layers, or that no head fits."""
         check_kind(backbone)
         text, kind = backbone.config.get_text_config(), type(backbone).__name__
         self.check_sizes(backbone, hidden_size=self.config.target_hidden_size, vocab_size=self.config.vocab_size)
@@ -137,17 +131,13 @@ class EagleHead(
         warn_of_another_kind(self.config, backbone)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate and complete `draft_tree`.
-
-        Raises:
-            ValueError: A tree that cannot be, or one of rows that run at once.
-        """
+        """Validate and complete `draft_tree`; a head whose rows run at once takes none."""
         if self.config.mask_token_id is not None:
             raise ValueError(f"draft_tree={options.draft_tree!r}: a P-EAGLE head drafts chains only; leave it out")
         return super().prepare_tree(options, config)
 
     def longest_draft(self) -> int | None:
-        """Return None, any number: a head continues from its own output."""
+        """Return None (any length): a head continues from its own output."""
         return None
 
     def default_draft(self) -> int:
@@ -184,11 +174,11 @@ class EagleHead(
             ValueError: No EAGLE head, missing or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft
                 vocabulary out of range, a pickle of more than tensors.
         """
-        name, given = pretrained_model_name_or_path, kwargs.pop("config", None)
+        name, passed = pretrained_model_name_or_path, kwargs.pop("config", None)
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        if isinstance(given, PreTrainedConfig):
-            raw = given.to_dict()
+        if isinstance(passed, PreTrainedConfig):
+            raw = passed.to_dict()
         else:
             check_is_there(name)
             raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
@@ -210,22 +200,23 @@ class EagleHead(
         head.config.name_or_path = str(name)
         return (head, info) if wants_info else head
 
-    def _write_folder(
-        self, folder: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+    def _write_directory(
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write a checkpoint in the layout that the head was loaded from; a new head's is ours."""
         self.config.loss_options = self.loss_options.changed() or None
         if self.config.layout == "tokenahead":
             if self.config.base_model_type is None and self.is_attached:
                 self.config.base_model_type = self.backbone.config.get_text_config().model_type
-            super()._write_folder(folder, is_main_process, state_dict, **kwargs)
+            super()._write_directory(directory, is_main_process, state_dict, **kwargs)
         elif is_main_process:
-            write_layout(self, folder, self.config.layout, state_dict)
+            write_layout(self, directory, self.config.layout, state_dict)
 
     def without_code(self) -> str | None:
         """Return why no code can be saved in layouts of other libraries."""
         layout = self.config.layout
-        return None if layout == "tokenahead" else f"layout={layout!r} is for other tools, and config.layout decides"
+        reason = f"layout={layout!r} is for other tools, and config.layout decides"
+        return super().without_code() if layout == "tokenahead" else reason
 
     def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
         """Write a checkpoint for another library or engine.
@@ -287,14 +278,11 @@ class EagleHead(
         labels: Tensor | None,
         counts: Tensor | int | None,
         shift_labels: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> EagleOutput:
-        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, D] each; see `forward`.
+        """Return the loss on the backbone's states that `learning_layers` names, [B, L, D] each; see `forward`.
 
         Row t of step i has a target where token t + 2 + i exists, is not padding, and its label is not -100.
-
-        Raises:
-            ValueError: Labels that are not token ids, or `loss_options` that contradict the head.
         """
         labels = _labels(labels, shift_labels)
         if labels is None:
@@ -303,18 +291,17 @@ class EagleHead(
             raise ValueError("mask_token_id: steps of this loss follow each other; P-EAGLE heads learn elsewhere")
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(Tensor, states[-1]))
-        found = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
-        found.logits = logits
-        return found
+        output = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
+        output.logits = logits
+        return output
 
     def _run_backbone(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, logits_to_keep: int = 1
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *_: int | Tensor
     ) -> Any:
         """Return the backbone's outputs, with the logits of the last position alone."""
         if position_ids is None and attention_mask is not None:
             position_ids = counted_positions(input_ids[..., None], attention_mask)
-        with torch.no_grad():
-            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, self.learning_layers)
+        return super()._run_backbone(input_ids, attention_mask, position_ids)
 
 
 def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:

@@ -29,7 +29,7 @@ from ...generation.attach import AttachableDrafter
 from ..draft_vocabulary import DraftIdsMixin
 from ..heads.backbone_parts import BackboneParts, dtype_of, frozen
 from ..heads.learning import States
-from ..masks import given_mask
+from ..masks import model_mask
 from .conversion import resolved_aux_layers
 
 
@@ -150,7 +150,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         return self._fused([cast(Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen])
 
     def masked(self) -> Tensor:
-        """Return the feature [1, 1, d] of rows that stand for tokens which are not drafted yet (P-EAGLE)."""
+        """Return the feature [1, 1, d] of rows for tokens that are not drafted yet (P-EAGLE)."""
         states = self.config.num_aux
         return self._fused(list(self.mask_hidden.chunk(states, dim=-1))) if states else self.mask_hidden
 
@@ -236,13 +236,13 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
         if type(table) is nn.Embedding:
             return frozen(table, ids)
-        return nn.functional.embedding(ids, cast(Any, table).weight.detach())
+        return nn.functional.embedding(ids, cast(nn.Embedding, table).weight.detach())
 
     def _mask(
         self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
         if mask is not None and mask.dim() == 4:
-            return given_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
+            return model_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
         return create_causal_mask(
             config=self.config,
             inputs_embeds=embeddings,

@@ -1,13 +1,14 @@
 """EvaByte, native: a byte-level decoder with EVA attention and several next-byte heads (EvaByte, 2025).
 
-Parameter names and shapes are the official ones. `EvaByteForMTPC` adds how
-drafts are made and verified.
+Attention reads the open window byte by byte, and earlier windows as one learned summary per chunk; the geometry comes
+from `EvaBlock`, and the past from `EvaCacheLayer`. Parameter names and shapes are the official ones. `EvaByteForMTPC`
+adds how drafts are made and verified.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +17,135 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig
 from ..heads.registry import init_head
 from ..loading import StrictLoadingMixin
-from .attention import EvaAttention, States
-from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths
-from .geometry import EvaBlock, Rows
+from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths, States
+from .geometry import EvaBlock, SequenceMap
 
 if TYPE_CHECKING:
     from ...generation.trees.contract import DraftTree
 
 Layer = Callable[..., Tensor]
 """Called as `EvaByteDecoderLayer` is."""
-KeptStates = tuple[Tensor | None, ...]
+LayerStates = tuple[Tensor | None, ...]
 """Hidden states by layer; None where they were not requested."""
-Run = Callable[..., tuple[Tensor, KeptStates | None]]
+Run = Callable[..., tuple[Tensor, LayerStates | None]]
+
+
+class EvaAttention(nn.Module):
+    """One EVA attention layer.
+
+    With s = 1/sqrt(d), a chunk's rotated keys k_i and values v_i become (per head, one landmark per chunk)
+
+        k_bar = sum_i softmax_i(mu . k_i) k_i        v_bar = sum_i softmax_i(s (phi . k_i - |k_i|^2 / 2)) v_i
+
+    and a query takes one softmax over s q . k for the tokens of its own window up to itself and s q . k_bar for all
+    chunks of earlier windows.
+
+    Args:
+        config: Configuration of the model.
+        layer_idx: Index of the layer.
+    """
+
+    is_causal = True
+    num_key_value_groups = 1
+
+    def __init__(self, config: EvaByteConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim
+        self.scaling = self.head_dim**-0.5
+        self.chunk_size = config.chunk_size
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        landmark = (1, config.num_attention_heads, 1, 1, self.head_dim)
+        self.adaptive_mu_k = nn.Parameter(torch.empty(landmark))
+        self.adaptive_phi = nn.Parameter(torch.empty(landmark))
+
+    def forward(
+        self, hidden_states: Tensor, rotary: States, block: EvaBlock, cache: EvaCacheLayer | None = None
+    ) -> Tensor:
+        """Attend from the new tokens: [R, M, D] to [R, M, D], every sequence starting in column 0.
+
+        `rotary` is cos and sin, [R or 1, M, d]; this layer's cache, if any, is updated.
+        """
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        query, key, value = (
+            p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        return self.o_proj(self._attend(query, key, value, block, cache).flatten(2))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, block: EvaBlock, cache: EvaCacheLayer | None
+    ) -> Tensor:
+        """Return [R, M, H, d] from rotated queries, keys and values [R, H, M, d]."""
+        memory = (key, value)
+        if cache is not None:
+            stored = cache.update(key, value, block, self.summarise)
+            memory = memory if block.is_fresh else stored
+        windows = self._attend_windows if block.is_long else self._attend_block
+        output = windows(query, memory, block, cache)
+        if cache is not None:
+            cache.settle(block, self.summarise)
+        return output
+
+    def summarise(self, keys: Tensor, values: Tensor) -> States:
+        """Return summaries [..., H, T / C, d] of rotated keys and values [..., H, T, d]; C divides T."""
+        keys, values = (x.unflatten(-2, (-1, self.chunk_size)) for x in (keys, values))
+        mu, phi = self.adaptive_mu_k[0], self.adaptive_phi[0]
+        key_logits = (keys * mu).sum(-1).float()
+        value_logits = self.scaling * ((keys * phi).sum(-1) - keys.square().sum(-1) / 2).float()
+        key_weights, value_weights = (x.softmax(-1)[..., None] for x in (key_logits, value_logits))
+        return (key_weights.to(keys.dtype) * keys).sum(-2), (value_weights.to(values.dtype) * values).sum(-2)
+
+    def _attend_block(self, query: Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None) -> Tensor:
+        """Return the output of dense attention over [cached summaries | raw tokens | provisional summaries]."""
+        keys, values = memory
+        if cache is not None and block.provisional:
+            more_keys, more_values = self.summarise(*cache.raw(block, block.provisional * block.window))
+            keys, values = torch.cat([keys, more_keys], dim=2), torch.cat([values, more_values], dim=2)
+        return self._attention(query, keys, values, block.mask)
+
+    def _attend_windows(self, query: Tensor, memory: States, block: EvaBlock, cache: EvaCacheLayer | None) -> Tensor:
+        """Attend window by window, each to itself and to summaries, so that no L x L scores are made."""
+        count, window = block.provisional + 1, block.window
+        if cache is None or block.is_fresh:
+            raw = tuple(block.at_slots(states, count * window) for states in memory)
+            past = tuple(states[:, :, :0] for states in memory)
+        else:
+            raw = cache.raw(block, count * window)
+            past = tuple(states[:, :, : max(block.summaries)] for states in memory)
+        new = self.summarise(*(states[:, :, : (count - 1) * window] for states in raw))
+        keys, values = (_per_window(*parts, count) for parts in zip(past, new, raw))
+        query = block.at_slots(query, count * window).unflatten(2, (count, window)).transpose(1, 2).flatten(0, 1)
+        output = self._attention(query, keys, values, block.mask)
+        return block.take(output.unflatten(0, (-1, count)).flatten(1, 2))
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        name = self.config._attn_implementation or "eager"
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        return function(self, query, key, value, mask, scaling=self.scaling, dropout=0.0)[0]
+
+
+def _per_window(past: Tensor, new: Tensor, raw: Tensor, count: int) -> Tensor:
+    """Return the keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
+    summaries = torch.cat([past, new], dim=2)[:, None].expand(-1, count, -1, -1, -1)
+    windows = raw.unflatten(2, (count, -1)).transpose(1, 2)
+    return torch.cat([summaries, windows], dim=3).flatten(0, 1)
 
 
 class EvaByteRMSNorm(nn.Module):
@@ -94,9 +205,9 @@ class EvaBytePreTrainedModel(PreTrainedModel):
 class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     """The backbone: token ids to hidden states.
 
-    Positions and EVA's window grid follow from `attention_mask` and the cache, per row, so that a padded row equals
-    the unpadded run. `position_ids` are needed only to mark packed documents: without a cache, a 0 starts one, and
-    documents do not see each other.
+    Positions and EVA's window grid follow from `attention_mask` and the cache, per sequence, so that a padded sequence
+    equals the unpadded run. `position_ids` are needed only to mark packed documents: without a cache, a 0 starts one,
+    and documents do not see each other.
     """
 
     remote_classes = {"AutoModel": "EvaByteModel"}
@@ -121,7 +232,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         draft_tree: DraftTree | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> BaseModelOutputWithPast:
         """Run the layers.
 
@@ -146,9 +257,9 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = self._cache(past_key_values, use_cache)
-        given = hidden, attention_mask, position_ids, cache, output_hidden_states
-        states, kept = self._runner(cache)(*given, tree=draft_tree)
-        return BaseModelOutputWithPast(last_hidden_state=states, past_key_values=cache, hidden_states=kept)
+        inputs = hidden, attention_mask, position_ids, cache, output_hidden_states
+        last, states = self._runner(cache)(*inputs, tree=draft_tree)
+        return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=cache, hidden_states=states)
 
     def continue_from(
         self,
@@ -177,20 +288,20 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         output_hidden_states: bool | int | list[int] | None,
         layers: Iterable[Layer] | None = None,
         tree: DraftTree | None = None,
-    ) -> tuple[Tensor, KeptStates | None]:
+    ) -> tuple[Tensor, LayerStates | None]:
         """Return the last states of the forward from embeddings [B, L, D] on, and those that were requested."""
-        rows = _rows(hidden, attention_mask, position_ids if cache is None else None)
-        hidden = hidden if rows is None else rows.gather(hidden)
-        counts = [hidden.shape[1]] * hidden.shape[0] if rows is None or cache is None else rows.counts.tolist()
+        map_ = _sequence_map(hidden, attention_mask, position_ids if cache is None else None)
+        hidden = hidden if map_ is None else map_.gather(hidden)
+        counts = [hidden.shape[1]] * hidden.shape[0] if map_ is None or cache is None else map_.counts.tolist()
         plan = SequenceLengths(self.config.window_size, self.config.chunk_size) if cache is None else cache.sequences
         block = plan.begin(counts, hidden.shape[1], hidden.device, tree)
         block.with_mask(hidden.dtype, explicit=self.config._attn_implementation == "eager")
         rotary = self.rotary_emb(hidden, block.positions())
         chosen, states = _chosen(self.config, output_hidden_states), []
         for index, layer in enumerate(self.layers if layers is None else layers):
-            states.append(_restored(hidden, rows) if index in chosen else None)
+            states.append(_restored(hidden, map_) if index in chosen else None)
             hidden = layer(hidden, rotary, block, cache=None if cache is None else cache.layers[index])
-        hidden = _restored(self.norm(hidden), rows)
+        hidden = _restored(self.norm(hidden), map_)
         states.append(hidden if self.config.num_hidden_layers in chosen else None)
         plan.finish(block, counts)
         return hidden, tuple(states) if chosen else None
@@ -217,18 +328,18 @@ def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:
     return EvaByteRMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_add_unit_offset)
 
 
-def _rows(hidden: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Rows | None:
-    """Return how the batch maps to rows; None where every row already starts in column 0 and is full."""
+def _sequence_map(hidden: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> SequenceMap | None:
+    """Return where the tokens of every sequence are; None where all start in column 0 and are full."""
     batch, length = hidden.shape[:2]
     real = None if mask is None else mask[:, -length:].bool()
     if position_ids is not None and bool((position_ids[:, 1:] == 0).any()):
         everything = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
-        return Rows.from_documents(everything if real is None else real, position_ids)
-    if real is None or (real.device.type == "cpu" and bool(real.all())):  # elsewhere a look would wait for the device
+        return SequenceMap.from_documents(everything if real is None else real, position_ids)
+    if real is None or (real.device.type == "cpu" and bool(real.all())):  # elsewhere the host would wait for the device
         return None
-    return Rows.from_mask(real)
+    return SequenceMap.from_mask(real)
 
 
-def _restored(states: Tensor, rows: Rows | None) -> Tensor:
+def _restored(states: Tensor, map_: SequenceMap | None) -> Tensor:
     """Return states in the columns of the batch."""
-    return states if rows is None else rows.restore(states)
+    return states if map_ is None else map_.restore(states)

@@ -52,7 +52,7 @@ class SequenceLengths:
         self.lengths, self.starts, self.gaps, self.settled = [], [], [], []
         self._mirror: States | None = None
 
-    def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _on_device(self, device: torch.device) -> States:
         """Return the offsets and summaries [R] of the next block."""
         if self._mirror is None:
             both = torch.tensor([self.lengths, self.starts], device=device)
@@ -70,7 +70,7 @@ class SequenceLengths:
         if self.starts != old:
             self._mirror = None
         settle = self.starts
-        # a prompt, or a long block that nobody records, keeps one window of rollback: raw keys would fill the memory
+        # a prompt, or a long block without recording, can be rolled back by one window: raw keys would fill the memory
         if length > self.window and not (self.record_past and any(self.lengths)):
             ends = (n + count - self.window for n, count in zip(self.lengths, counts))
             settle = [max(start, self._border(end)) for start, end in zip(self.starts, ends)]
@@ -99,18 +99,14 @@ class SequenceLengths:
         self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
-        """Keep the first `kept.counts[r]` of the last `fed` tokens of sequence r."""
+        """Accept the first `kept.counts[r]` of the last `fed` tokens of sequence r, and roll back the others."""
         mirror = self._mirror
         self.crop([fed - count for count in kept.counts])
         if mirror is not None and len(set(self.lengths)) > 1:
             self._mirror = mirror[0] + (kept.on_device - fed), mirror[1]
 
     def crop(self, removed: list[int]) -> None:
-        """Roll back `removed[r]` tokens of sequence r.
-
-        Raises:
-            ValueError: A negative count, more tokens than the sequence has, or tokens whose raw keys were folded away.
-        """
+        """Roll back `removed[r]` tokens of sequence r."""
         for index, (n, start, count) in enumerate(zip(self.lengths, self.starts, removed)):
             if count < 0:
                 raise ValueError(f"crop: sequence {index} would grow by {-count}; pass 0 or a negative number")
@@ -184,7 +180,7 @@ class EvaCacheLayer(CacheLayerMixin):
         slots = _for_states(block.raw_slots(total), self.keys)
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
-    def put_in_row(self, source: Tensor, target: Tensor) -> None:
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy the slots `source` [R, k] to `target` [R, k]."""
         for buffer in (self.keys, self.values):
             buffer.scatter_(2, _for_states(target, buffer), buffer.gather(2, _for_states(source, buffer)))
@@ -295,11 +291,11 @@ class EvaByteCache(Cache):
         self.sequences.crop([-count for count in removed])
 
     def keep_last(self, fed: int, kept: NewTokens, path: Tensor | None = None) -> None:
-        """Keep the first `kept.counts[r]` of the last `fed` tokens of sequence r, or of their `path` [R, k + 1]."""
+        """Accept the first `kept.counts[r]` of the last `fed` tokens of sequence r, or of their `path` [R, k + 1]."""
         if path is not None and kept.longest > 1:
             slots, path = self.sequences.tree_slots.expand(len(path), -1), path[:, : kept.longest]
             for layer in self.layers:
-                layer.put_in_row(slots.gather(1, path), slots[:, : kept.longest])
+                layer.move_slots(slots.gather(1, path), slots[:, : kept.longest])
         self.sequences.keep_last(fed, kept)
 
     def drop_padding(self, mask: Tensor) -> None:
@@ -322,7 +318,7 @@ class EvaByteCache(Cache):
             sequences.gaps = [gap + extra for gap, extra in zip(sequences.gaps, surplus)]
 
     def activate_past_recording(self) -> None:
-        """Keep raw keys of the last forward and, up to a window, of others since `crop`: all can be rolled back."""
+        """Retain raw keys of the last forward and, up to a window, of others since `crop`: all can be rolled back."""
         self.sequences.settled, self.sequences.record_past = self.lengths, True
 
     def reset(self) -> None:
@@ -335,7 +331,7 @@ class EvaByteCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences `indices`, in that order; a boolean mask works too."""
+        """Select the sequences `indices`, in that order; a boolean mask works too."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self.sequences.select(indices.tolist())

@@ -1,15 +1,15 @@
 """The geometry of one EVA forward: which keys each new token sees. Uses neither weights nor buffers.
 
-A cache row holds `summaries` chunk summaries followed by raw keys, the first of which starts a window. The new tokens
-have the raw slots `offset .. offset + length - 1`. A query at slot t sees (spec: EVA attention)
+A sequence in the cache is `summaries` chunk summaries followed by raw keys, the first of which starts a window. The new
+tokens have the raw slots `offset .. offset + length - 1`. A query at slot t sees
 
 - raw slot s where s // W == t // W and s <= t,
 - every summary of an earlier window: those in the cache, and those of raw windows before its own, which the layer
   computes on the fly ("provisional": they may contain speculative tokens and are not stored).
 
-The nodes of a tree have consecutive columns, too, but node i stands at slot `offset + depth of i`, and of the columns
-from `offset` on it sees its ancestors and itself. Where a window closes within the tree, its chunks from b's on differ
-from path to path: the layer summarises them for every node along its own path.
+Nodes of a tree have consecutive columns, too, but node i has the slot `offset + depth of i`, and of the columns from
+`offset` on it sees its ancestors and itself. Where a window closes within the tree, its chunks from b's on differ from
+path to path: the layer summarises them for every node along its own path.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class EvaBlock:
-    """Geometry of one forward of `length` new tokens per row, for every layer.
+    """Geometry of one forward of `length` new tokens per sequence, for every layer.
 
     Attributes:
-        length: New tokens per row, M.
+        length: New tokens per sequence, M.
         window: W, tokens per window.
         chunk: C, tokens per summary.
-        offsets: Raw tokens in the cache before the block, per row.
-        summaries: Chunk summaries in the cache before the raw tokens, per row.
-        fold: Whole windows that each row's cache must summarise before the block is written.
-        settle: Whole windows that each row's cache must summarise after the block was attended to.
-        on_device: `offsets` and `summaries` as [R] int64 on the device; computed only where rows differ.
+        offsets: Raw tokens in the cache before the block, per sequence.
+        summaries: Chunk summaries in the cache before the raw tokens, per sequence.
+        fold: Whole windows that each sequence's cache must summarise before the block is written.
+        settle: Whole windows that each sequence's cache must summarise after the block was attended to.
+        on_device: `offsets` and `summaries` as [R] int64 on the device; computed only where sequences differ.
         tree: Which of the new tokens descend from which; None: each from the one before.
         mask: Additive mask for the attention function, or None where plain causal attention is right.
     """
@@ -59,7 +59,7 @@ class EvaBlock:
 
     @cached_property
     def is_fresh(self) -> bool:
-        """Return whether no row has a past, so that the block attends to nothing but itself."""
+        """Return whether no sequence has a past, so that the block attends to nothing but itself."""
         return not any(self.offsets) and not any(self.summaries)
 
     @property
@@ -69,12 +69,12 @@ class EvaBlock:
 
     @cached_property
     def is_uniform(self) -> bool:
-        """Return whether all rows have the same geometry, so that slices do for gathers."""
+        """Return whether all sequences have the same geometry, so that slices replace gathers."""
         return len(set(self.offsets)) == 1 and len(set(self.summaries)) == 1
 
     @cached_property
     def provisional(self) -> int:
-        """Number of raw windows before the last one of the longest row."""
+        """Number of raw windows before the last one of the longest sequence."""
         ahead = self.length - 1 if self.tree is None else self.tree.depth
         return (max(self.offsets) + ahead) // self.window
 
@@ -84,24 +84,21 @@ class EvaBlock:
         return max(map(int.__add__, self.summaries, self.offsets)) + self.length
 
     @cached_property
-    def _rows(self) -> tuple[Tensor, Tensor]:
+    def _lengths(self) -> tuple[Tensor, Tensor]:
         return self.on_device()
 
     def count_from(self, summaries: int, offsets: int, length: int) -> Tensor:
-        """Return s, s + 1, ... per row, with s = `summaries` * (summaries of the row) + `offsets` * (its raw tokens).
-
-        [R, length], or [1, length] where all rows agree.
-        """
+        """Return s, s + 1, .. [R or 1, length], s = `summaries` * (its summaries) + `offsets` * (its raw tokens)."""
         if self.is_uniform:
             start = summaries * self.summaries[0] + offsets * self.offsets[0]
             return cached_range(start, length, self.device)[None]
-        own_offsets, own_summaries = self._rows
-        start = own_summaries * summaries + own_offsets * offsets
+        all_offsets, all_summaries = self._lengths
+        start = all_summaries * summaries + all_offsets * offsets
         return start[:, None] + cached_arange(length, self.device)
 
     @cached_property
     def new_slots(self) -> Tensor:
-        """Slots of the buffers that the new tokens go to, [R, M] or [1, M]."""
+        """Slots of the buffers for the new tokens, [R, M] or [1, M]."""
         return self.count_from(1, 1, self.length)
 
     def positions(self) -> Tensor:
@@ -124,23 +121,22 @@ class EvaBlock:
         tree = cast("DraftTree", self.tree)
         ahead = cached_arange(self._path_chunks * self.chunk, self.device) - self.count_from(0, 1, 1) % self.chunk
         index = ahead.clamp(0, tree.depth)[:, None].expand(len(self.offsets), self.length, -1)
-        behind_b = torch.where(ahead[:, None] < 0, ahead[:, None], tree.paths().gather(2, index))
-        return (self.count_from(1, 1, 1)[..., None] + behind_b).flatten(1)
+        after_b = torch.where(ahead[:, None] < 0, ahead[:, None], tree.paths().gather(2, index))
+        return (self.count_from(1, 1, 1)[..., None] + after_b).flatten(1)
 
-    def place(self, states: Tensor, total: int) -> Tensor:
+    def at_slots(self, states: Tensor, total: int) -> Tensor:
         """Put per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
-        placed = states.new_zeros(*states.shape[:2], total, states.shape[3])
+        result = states.new_zeros(*states.shape[:2], total, states.shape[3])
         if self.is_uniform:
-            placed[:, :, self.offsets[0] : self.offsets[0] + self.length] = states
-            return placed
-        return placed.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)
+            result[:, :, self.offsets[0] : self.offsets[0] + self.length] = states
+            return result
+        return result.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)
 
-    def take(self, placed: Tensor) -> Tensor:
-        """Return the inverse of `place`, for outputs [R, total, ...]: [R, M, ...]."""
+    def take(self, outputs: Tensor) -> Tensor:
+        """Return the inverse of `at_slots`, for outputs [R, total, ...]: [R, M, ...]."""
         if self.is_uniform:
-            return placed[:, self.offsets[0] : self.offsets[0] + self.length]
-        slots = self._slots()[:, :, None, None].expand(-1, -1, *placed.shape[2:])
-        return placed.gather(1, slots)
+            return outputs[:, self.offsets[0] : self.offsets[0] + self.length]
+        return outputs.gather(1, self._slots()[:, :, None, None].expand(-1, -1, *outputs.shape[2:]))
 
     def with_mask(self, dtype: torch.dtype, explicit: bool) -> EvaBlock:
         """Build the mask; `explicit` requires one even where `is_causal` would do (eager attention)."""
@@ -172,13 +168,13 @@ class EvaBlock:
     def _visible_in_tree(self, tree: DraftTree) -> Tensor:
         """Return visibility [R, M, used + provisional summaries + summaries of every node's path]."""
         node = self.count_from(-1, -1, self.used)
-        place = node.clamp(0, self.length - 1).expand(len(self.offsets), -1)
-        on_path = tree.mask().gather(2, place[:, None].expand(-1, self.length, -1))
+        index = node.clamp(0, self.length - 1).expand(len(self.offsets), -1)
+        on_path = tree.mask().gather(2, index[:, None].expand(-1, self.length, -1))
         seen = (node < 0)[:, None] | (on_path & (node < self.length)[:, None])
         if not self.provisional:
             return seen
         key, window = self.count_from(-1, 0, self.used), self._slots() // self.window
-        key_window = torch.where(node < 0, key // self.window, window.gather(1, place))
+        key_window = torch.where(node < 0, key // self.window, window.gather(1, index))
         seen = seen & ((key < 0)[:, None] | (key_window[:, None] == window[..., None]))
         per_window, first = self.window // self.chunk, self.count_from(0, 1, 1) // self.chunk  # b's chunk
         chunks = cached_arange(self.provisional * per_window, self.device)
@@ -195,9 +191,8 @@ class EvaBlock:
         past = self.count_from(-1, 0, max(self.summaries)) < 0
         new = torch.arange(self.provisional * per_window, device=self.device) // per_window < windows[:, None]
         own = torch.ones(self.window, self.window, dtype=torch.bool, device=self.device).tril()
-        rows, count = len(self.offsets), len(windows)
         parts = (past[:, None, None, :], new[None, :, None, :], own[None, None])
-        shape = (rows, count, self.window)
+        shape = (len(self.offsets), len(windows), self.window)
         return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], dim=-1).flatten(0, 1)[:, None]
 
 
@@ -206,13 +201,13 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass
-class Rows:
-    """A map between the columns of a batch [B, L] and the cells of rows [R, M].
+class SequenceMap:
+    """A map between the columns of a batch [B, L] and the tokens of sequences [R, M] without padding before them.
 
     Attributes:
-        source: [R, M] int64, flat index into B * L of each cell; unused cells point at any column.
-        target: [B, L] int64, flat index into R * M of each column; padding points at any cell.
-        counts: [R] int64, real tokens per row.
+        source: [R, M] int64, flat index into B * L of each token; unused ones point at any column.
+        target: [B, L] int64, flat index into R * M of each column; padding points at any token.
+        counts: [R] int64, real tokens per sequence.
     """
 
     source: Tensor
@@ -220,16 +215,16 @@ class Rows:
     counts: Tensor
 
     @classmethod
-    def from_mask(cls, mask: Tensor) -> Rows:
-        """Return one row per sequence of `mask` [B, L] (True: a real token; padding may be anywhere)."""
+    def from_mask(cls, mask: Tensor) -> SequenceMap:
+        """Return the map of `mask` [B, L] (True: a real token; padding may be anywhere)."""
         batch, length = mask.shape
         order = (~mask).long().argsort(dim=1, stable=True)
         first = torch.arange(batch, device=mask.device)[:, None] * length
         return cls(source=order + first, target=order.argsort(dim=1) + first, counts=mask.sum(1))
 
     @classmethod
-    def from_documents(cls, mask: Tensor, position_ids: Tensor) -> Rows:
-        """Return one row per packed document, which starts with a sequence or where `position_ids` [B, L] is 0."""
+    def from_documents(cls, mask: Tensor, position_ids: Tensor) -> SequenceMap:
+        """Return a map of documents, which start where the batch's sequences do or `position_ids` [B, L] is 0."""
         batch, length = mask.shape
         starts = mask & ((position_ids.expand(batch, length) == 0) | (mask.cumsum(1) == 1))
         real = mask.flatten().nonzero()[:, 0]
@@ -249,6 +244,6 @@ class Rows:
         """Map [B, L, ...] to [R, M, ...]."""
         return batch.flatten(0, 1)[self.source]
 
-    def restore(self, rows: Tensor) -> Tensor:
+    def restore(self, sequences: Tensor) -> Tensor:
         """Map [R, M, ...] to [B, L, ...]; padding columns hold arbitrary finite values."""
-        return rows.flatten(0, 1)[self.target]
+        return sequences.flatten(0, 1)[self.target]

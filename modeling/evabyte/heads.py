@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,14 @@ from ..masks import to_device
 from ..wrapped_models import call
 from .backbone import EvaByteDecoderLayer, EvaByteModel
 
+Model = TypeVar("Model", bound="DraftLayersMixin")
+
 
 class EvaDraftLayers(LayerAdapters):
     """Adapters for every linear map of EvaByte's last k layers.
 
     Args:
         config: Of the model; `mtp_head.draft_layers` is k.
-
-    Raises:
-        ValueError: More layers than the backbone has.
     """
 
     def __init__(self, config: EvaByteConfig) -> None:
@@ -45,11 +44,7 @@ class EvaDraftLayers(LayerAdapters):
         super().__init__(shells, config.mtp_head)
 
     def bind(self, body: EvaByteModel) -> Callable[..., Tensor]:
-        """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`.
-
-        Raises:
-            ValueError: See `LayerAdapters.weights`.
-        """
+        """Return `EvaByteModel.continue_from` with the current weights, for a step or a call of `generate`."""
         weights = self.weights(list(body.layers)[-len(self.adapters) :])
         return partial(body.continue_from, layers=[partial(self.run, slot, own) for slot, own in enumerate(weights)])
 
@@ -68,13 +63,13 @@ class DraftLayersMixin:
     train_only: Callable[[str], None]
     distribution_of_features: Callable[[Tensor], WindowDistribution]
 
-    def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> Any:
-        """Put draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
+    def add_draft_layers(self: Model, count: int, rank: int = 8, alpha: float | None = None) -> Model:
+        """Add draft layers below the head (MtPC's stage 2); they start as the backbone's, which is frozen.
 
         Args:
-            count: k, so many of the backbone's last layers; 0 removes them, and the backbone remains frozen until
+            count: k, the number of the backbone's last layers; 0 removes them, and the backbone remains frozen until
                 `train_only` is called.
-            rank: Of their adapters.
+            rank: Rank of their adapters.
             alpha: Scale times rank; None: twice the rank.
 
         Raises:
@@ -179,18 +174,15 @@ class OwnAndDraftHeads(nn.Module):
 
 
 def split_heads(weight: Tensor, vocab_size: int, num_drafts: int) -> dict[str, Tensor]:
-    """Return the weights of the own head and of the draft heads from those of all heads [N V, D], by name.
-
-    A weight of the own head alone is returned as it is.
-    """
+    """Return the weights of the own head and of any draft heads from those of all heads [N V, D], by name."""
     if not num_drafts or len(weight) == vocab_size:
         return {OWN: weight}
     return {OWN: weight[:vocab_size].clone(), DRAFTS: weight[vocab_size:].clone()}
 
 
-def split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+def split_state_dict(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
     """Split the weight of a checkpoint in `state_dict`, before `load_state_dict` of a model reads it."""
-    config: Any = model.config
+    config = cast(EvaByteConfig, model.config)
     if (weight := state_dict.get(prefix + OWN)) is not None and len(weight) > config.vocab_size:
         parts = split_heads(weight, config.vocab_size, config.num_pred_heads - 1)
         state_dict |= {prefix + name: part for name, part in parts.items()}
@@ -207,23 +199,20 @@ class SplitHeads(ConversionOps):
         self.joins = joins
 
     def convert(
-        self, input_dict: dict[str, Any], *args: Any, model: PreTrainedModel, **kwargs: Any
+        self, input_dict: dict[str, list[Tensor]], *args: object, model: PreTrainedModel, **kwargs: object
     ) -> dict[str, Tensor]:
         """Return the new weights by name.
 
         One weight alone is joined with nothing if there are no draft heads, or if the own head is tied.
-
-        Raises:
-            ValueError: One of the two is missing, as in a shard of an offloaded model.
         """
-        config: Any = model.config
+        config = cast(EvaByteConfig, model.config)
         parts = {name: weights[0] for name, weights in input_dict.items()}
         if not self.joins:
             return split_heads(parts[OWN], config.vocab_size, config.num_pred_heads - 1)
         if len(parts) == 2:
             return {OWN: torch.cat([parts[OWN], parts[DRAFTS]])}
         if config.num_pred_heads > 1 and not (DRAFTS in parts and config.tie_word_embeddings):
-            raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which lie in another shard")
+            raise ValueError(f"{', '.join(parts)} cannot be saved without the other heads, which are in another shard")
         return parts
 
     @property

@@ -34,7 +34,7 @@ _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_p
 class EvaByteForMTPC(
     OnlineMixin, WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel
 ):
-    """EvaByte that predicts several bytes per call and emits exactly what one byte at a time would give.
+    """EvaByte that predicts several bytes per call and emits exactly what byte-by-byte decoding emits.
 
     Official checkpoints load unchanged. `generate` speculates by default; `use_mtp=False` decodes byte by byte.
 
@@ -151,7 +151,7 @@ class EvaByteForMTPC(
         weights.
 
         Args:
-            **options: Fields of `MTPHeadConfig`; the window and draft layers are unchanged unless given.
+            **options: Fields of `MTPHeadConfig`; the window and draft layers are unchanged by default.
 
         Raises:
             TypeError: An option that is no field of `MTPHeadConfig`.
@@ -160,8 +160,8 @@ class EvaByteForMTPC(
         """
         check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head
-        kept = {"window": old.window, "gamma": old.gamma} | old.draft_options()
-        self.config.mtp_head = MTPHeadConfig(**(kept | options))
+        unchanged = {"window": old.window, "gamma": old.gamma} | old.draft_options()
+        self.config.mtp_head = MTPHeadConfig(**(unchanged | options))
         try:
             self.config.validate()
             head, layers = self._circuit(), self._layers(old)
@@ -294,20 +294,20 @@ class EvaByteForMTPC(
             **kwargs | {"return_dict": True},
         )
         hidden = outputs.last_hidden_state
-        kept = selected_positions(hidden, logits_to_keep)
+        selected = selected_positions(hidden, logits_to_keep)
         shows_all = return_all_pred_logits and self.config.num_pred_heads > 1
-        logits = (self._all_heads if shows_all else self.lm_head)(kept)
-        found = {}
+        logits = (self._all_heads if shows_all else self.lm_head)(selected)
+        losses = {}
         if learns:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
             states = outputs.hidden_states if self.draft_layers is not None else (hidden,)
             features = self.features(states, attention_mask, position_ids)
-            found = self._loss(features, hidden, targets, input_ids, num_items_in_batch, balance)
+            losses = self._loss(features, hidden, targets, input_ids, num_items_in_batch, balance)
         return MTPOutput(
             logits=logits.float() if self.config.fp32_logits else logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
-            **found,
+            **losses,
         )
 
     def _loss(
@@ -324,13 +324,13 @@ class EvaByteForMTPC(
         head, parts, config, scored = self.whole_head, self._parts(), self.head_config, targets != IGNORE
         resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
         scale = self.loss_scale().to(hidden.device)
-        found = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
+        output = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
         has_own = self.mtp_head is None and config.loss_divergence != "block"  # which leaves depth 1 out
         if has_own or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
-            return dict(found)
+            return dict(output)
         next_byte = MTPHeadConfig(window=1, gamma=config.gamma, loss_normalization=config.loss_normalization)
         own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
-        return dict(found) | dict(loss=found["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
+        return dict(output) | dict(loss=output["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
     def loss_scale(self, first: float = 1.0) -> Tensor:
         """See `WindowHeadMixin`; depth 1 of FF heads is the next-byte head, which has the weight 1."""
@@ -347,7 +347,7 @@ class EvaByteForMTPC(
         return DraftLayersSession(self.distribution_after, options, layer, run, self._new_cache())
 
     def own_cache(self) -> Callable[[], EvaByteCache]:
-        """Return what makes the cache that `generate` starts with."""
+        """Return the function that makes the cache with which `generate` starts."""
         return self._new_cache
 
     def _new_cache(self) -> EvaByteCache:
@@ -365,5 +365,5 @@ def _config_and_options(
         return config, options
     if isinstance(config, PreTrainedConfig):
         return EvaByteConfig.from_dict(config.to_dict()), options
-    found, unused = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
-    return cast(EvaByteConfig, found), cast(dict[str, Any], unused)
+    read, unused = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
+    return cast(EvaByteConfig, read), cast(dict[str, Any], unused)

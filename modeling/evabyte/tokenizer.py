@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..remote_code import TravellingTokenizerMixin
 
+Template = str | dict[str, str] | list[dict[str, str]] | None
 BYTE_OFFSET = 64
 """The id of byte 0."""
 
@@ -68,7 +69,7 @@ _UNMARKED_TEMPLATE_SHA256 = "e7f20b18720fcbdf7a411fe92aa7e944b13b762a7b9afdf269c
 
 _BYTE_TOKENS = {chr(byte): byte + BYTE_OFFSET for byte in range(256)}
 _RESERVED_IDS = frozenset(range(BYTE_OFFSET))
-_ASSISTANT, _OTHERS = -1, -2  # marks of chat tokens: negative, to differ from whatever id pads a row
+_ASSISTANT, _OTHERS = -1, -2  # marks of chat tokens: negative, to differ from the padding id
 _BASE_TOKENS = (*SPECIAL_TOKENS, *_BYTE_TOKENS)
 
 
@@ -84,8 +85,8 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         eos_token: Ends a generation. Base models use `<eos>`, chat (SFT) models `<|eot_id|>`.
         unk_token: Named by the format, never produced.
         sep_token: Separator.
-        pad_token: Fills short rows, on the left by default (`padding_side`), as generation needs.
-        chat_template: Jinja text; `CHAT_TEMPLATE` if not given.
+        pad_token: Fills short sequences, on the left by default (`padding_side`), as generation needs.
+        chat_template: Jinja text; `CHAT_TEMPLATE` by default.
         **kwargs: As for every `PreTrainedTokenizer`. `added_tokens_decoder` and `extra_special_tokens` may add tokens
             from id 320 on; ids 0 to 63 are always the 64 specials, whatever flags a directory gives them.
 
@@ -111,7 +112,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         unk_token: str | AddedToken = "<unk>",
         sep_token: str | AddedToken = "<sep>",
         pad_token: str | AddedToken = "<pad>",
-        chat_template: str | dict[str, str] | list[dict[str, str]] | None = None,
+        chat_template: Template = None,
         **kwargs: Any,
     ) -> None:
         named = {
@@ -150,15 +151,15 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         longest_first = sorted(added, key=len, reverse=True)
         self._literals = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
-    def tokenize(self, text: str, **kwargs: Any) -> list[str]:
+    def tokenize(self, text: str, **kwargs: object) -> list[str]:
         """Cut text into token strings, without `<bos>`.
 
         Args:
-            text: Any text that UTF-8 can encode.
+            text: Text that UTF-8 can encode.
             **kwargs: `split_special_tokens` (bool) reads the literals of special tokens as bytes.
 
         Returns:
-            One string per token: a special's literal, or the Latin-1 character that stands for a byte.
+            One string per token: a special's literal, or the Latin-1 character of a byte.
 
         Raises:
             UnicodeEncodeError: The text holds a lone surrogate.
@@ -170,7 +171,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
             tokens.extend([piece] if index % 2 else self._tokenize(piece))  # odd pieces are what the pattern caught
         return tokens
 
-    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+    def _tokenize(self, text: str, **kwargs: object) -> list[str]:
         return list(text.encode("utf-8").decode("latin-1"))
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
@@ -205,7 +206,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         return tokens[0] if single else tokens
 
     def _convert_id_to_token(self, index: int) -> str:
-        return cast(str, self.convert_ids_to_tokens(index))  # stop strings in `generate` ask for single ids this way
+        return cast(str, self.convert_ids_to_tokens(index))  # called by stop strings in `generate`
 
     def convert_tokens_to_string(self, tokens: Iterable[str]) -> str:
         """Return the text of token strings; bytes that are not UTF-8, an unfinished character included, vanish.
@@ -216,7 +217,7 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         try:
             return b"".join(map(self._bytes_of.__getitem__, tokens)).decode("utf-8", errors="ignore")
         except KeyError as error:
-            raise ValueError(f"{error.args[0]!r} is no token: give Latin-1 characters or special tokens") from None
+            raise ValueError(f"{error.args[0]!r} is no token: pass Latin-1 characters or special tokens") from None
 
     def apply_chat_template(
         self,
@@ -277,18 +278,18 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
             **{**self.special_tokens_map, **template_kwargs},
         )
         options = tokenizer_kwargs or {}
-        rows = [self._ids_and_marks(text, marked, **options) for text, marked in zip(texts, spans, strict=True)]
-        # The marks ride through the base class's truncation and padding as if they were ids, so they cannot drift.
+        chats = [self._ids_and_marks(text, marked, **options) for text, marked in zip(texts, spans, strict=True)]
+        # the base class truncates and pads the marks as if they were ids, so they cannot drift
         sizes = {"padding": padding, "truncation": truncation, "max_length": max_length}
         fit = partial(self, add_special_tokens=False, **sizes, **options)
-        encoded = dict(fit([ids for ids, _ in rows]))
-        marks = fit([marks for _, marks in rows])["input_ids"]
-        encoded["assistant_masks"] = [[int(mark == _ASSISTANT) for mark in row] for row in marks]
+        encoded = dict(fit([ids for ids, _ in chats]))
+        marked = fit([marks for _, marks in chats])["input_ids"]
+        encoded["assistant_masks"] = [[int(mark == _ASSISTANT) for mark in marks] for marks in marked]
         if not is_batched and return_tensors is None:
             encoded = {name: values[0] for name, values in encoded.items()}
         return BatchEncoding(encoded, tensor_type=return_tensors)
 
-    def _ids_and_marks(self, text: str, spans: list[tuple[int, int]], **options: Any) -> tuple[list[int], list[int]]:
+    def _ids_and_marks(self, text: str, spans: list[tuple[int, int]], **options: object) -> tuple[list[int], list[int]]:
         """Return the ids of a rendered chat and, for each, `_ASSISTANT` or `_OTHERS`; spans are the assistant's."""
         cuts = [0, *(cut for span in spans for cut in span), len(text)]
         ids: list[int] = []
@@ -300,10 +301,10 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         return ids, marks
 
 
-def _complete_added_tokens(given: dict[int, AddedToken]) -> dict[int, AddedToken]:
-    """Return all tokens that are not bytes: the 64 specials with true flags, and those of `given` from id 320 on."""
+def _complete_added_tokens(tokens: dict[int, AddedToken]) -> dict[int, AddedToken]:
+    """Return all tokens that are not bytes: the 64 specials with true flags, and those of `tokens` from id 320 on."""
     added = {index: AddedToken(literal, special=True, normalized=False) for index, literal in enumerate(SPECIAL_TOKENS)}
-    for index, token in given.items():
+    for index, token in tokens.items():
         if index < len(_BASE_TOKENS) and str(token) != _BASE_TOKENS[index]:
             raise ValueError(f"added_tokens_decoder: id {index} is {_BASE_TOKENS[index]!r}, not {str(token)!r}")
         if index >= BYTE_OFFSET:
@@ -317,7 +318,7 @@ def _check_named_tokens(named: Mapping[str, str | AddedToken | None], known: set
             raise ValueError(f"{name}={str(token)!r} is not in the vocabulary; take one of the 64 special tokens")
 
 
-def _marked_template(template: str | dict[str, str] | list[dict[str, str]] | None) -> Any:
+def _marked_template(template: Template) -> Template:
     """Return our template in place of none or of the official unmarked one, else `template`."""
     if template is None:
         return CHAT_TEMPLATE
@@ -329,7 +330,7 @@ def _marked_template(template: str | dict[str, str] | list[dict[str, str]] | Non
 def _as_batch(conversation: Any) -> tuple[list[Any], bool]:
     """Return a list of conversations and whether it was one; keys whose value is None are left out."""
     if len(conversation) == 0:
-        raise ValueError("conversation is empty: give at least one message")
+        raise ValueError("conversation is empty: pass at least one message")
     is_batched = isinstance(conversation[0], (list, tuple)) or hasattr(conversation[0], "messages")
     chats = conversation if is_batched else [conversation]
     return [

@@ -1,6 +1,6 @@
-"""Heads that live apart from their backbone: a small directory that makes any plain causal LM speculate.
+"""Heads apart from their backbone: a small directory that makes any plain causal LM speculate.
 
-The heads know the backbone only while attached to it, and what they save is theirs alone.
+The heads have the backbone only while attached to it, and save their own tensors alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession
-from ..draft_vocabulary import DraftIdsMixin, DraftVocabulary
+from ..draft_vocabulary import DraftIdsMixin, DraftVocabulary, TokenIds
 from ..loading import StrictLoadingMixin
 from ..wrapped_models import OfBackboneMixin, unwrap
 from .backbone_parts import BackboneParts, compute_device
@@ -88,12 +88,17 @@ class MTPHeads(
 
     @classmethod
     def from_backbone(
-        cls, backbone: PreTrainedModel, window: int = 4, leaf: str | None = None, draft_ids: Any = None, **options: Any
+        cls,
+        backbone: PreTrainedModel,
+        window: int = 4,
+        leaf: str | None = None,
+        draft_ids: TokenIds | None = None,
+        **options: Any,
     ) -> MTPHeads:
-        """New heads for `backbone`, attached; where they share or copy its unembedding, they start as its own head.
+        """Return new heads for `backbone`, attached; with its unembedding, or a copy, they start as its own head.
 
         Args:
-            backbone: Any causal language model of transformers; of a PeftModel, the model within.
+            backbone: A causal language model of transformers; of a PeftModel, the model within.
             window: n; drafts have n - 1 tokens.
             leaf: See `MTPHeadConfig`; None: `"shared"`, where the family has a choice.
             draft_ids: [Vd] distinct ids of the only tokens that are drafted (see `frequent_tokens`); None: all, or the
@@ -113,7 +118,7 @@ class MTPHeads(
         if leaf is None and kind in takers("leaf"):
             leaf = "shared"
         if draft_ids is not None:
-            draft_ids = DraftVocabulary(draft_ids, text.vocab_size).ids
+            draft_ids = DraftVocabulary(draft_ids, text.vocab_size, "draft_ids").ids
             options["draft_vocab_size"] = len(draft_ids)
         config = MTPHeadConfig(
             window=window,
@@ -136,35 +141,31 @@ class MTPHeads(
         """Return what the heads borrow of the backbone for one call."""
         return BackboneParts(self.backbone, self.draft_vocabulary) if self.is_attached else None
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Layers of a head keep no activations; most heads have none, and their loss is chunked anyway.
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
+        """Recompute layers of heads in backward; the loss is always chunked.
 
-        Never re-entrant, whatever is asked for: states of a frozen backbone need no gradient, and nothing would learn.
+        Never re-entrant, whatever is requested: states of a frozen backbone need no gradient, and nothing would learn.
         """
         if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
             super()._set_gradient_checkpointing(enable, partial(checkpoint, use_reentrant=False))
 
     def get_input_embeddings(self) -> None:
-        """None: heads have no embeddings of their own (FSDP2 asks, to shard them apart)."""
+        """Return None: heads have no embeddings (FSDP2 would shard them apart)."""
 
     def without_code(self) -> str | None:
         """Return why no code can be saved with heads of a family that was registered elsewhere."""
         known = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
-        return None if self.family.is_built_in else known
+        return super().without_code() if self.family.is_built_in else known
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone that the heads were not made for.
-
-        Raises:
-            ValueError: Another hidden size or vocabulary.
-        """
+        """Refuse a backbone with another hidden size or vocabulary."""
         self.check_sizes(backbone, hidden_size=self.config.hidden_size)
         if self.config.vocab_size is not None:
             self.check_sizes(backbone, vocab_size=self.config.vocab_size)
         self.check_embedding(backbone)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's dtype and device, and takes over its special ids."""
+        """Follow the backbone's dtype and device, and adopt its special ids."""
         self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
         adopt_special_ids(self.config, backbone)
         self.config.vocab_size = backbone.config.get_text_config().vocab_size
@@ -174,12 +175,12 @@ class MTPHeads(
         self._expected_embedding = None
 
     def start(self, options: DraftOptions) -> HeadSession:
-        """Return the drafts of the heads for one call of `generate`."""
+        """Return the draft session of one call of `generate`."""
         family, part = self.family, None if self.config.draft_vocab_size is None else self.draft_vocabulary
         parts = BackboneParts(self.backbone, part)
         after = partial(distribution_after, self.head, self.config, backbone=parts, vocabulary=part)
         reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
-        if self.draft_layers is None and reads_last:  # nothing is computed of the states, and there is no cache
+        if self.draft_layers is None and reads_last:  # features are the states, and there is no cache
             return HeadSession(after, options, [-1], vocabulary=part)
         if self.attends:
             return AttendingHeadSession(self, options, self.features_of_call())
@@ -187,52 +188,50 @@ class MTPHeads(
 
     @property
     def family(self) -> HeadFamily:
-        """What the registry says of heads of this type."""
+        """The registered record of heads of this type."""
         return FAMILIES[self.config.head_type]
 
     @property
     def attends(self) -> bool:
-        """Whether features look at other positions; drafting then takes a cache, of verified rows only."""
+        """Whether features depend on other positions; drafting then needs a cache, of verified positions only."""
         return self.draft_layers is not None or self.family.facts.attends(self.config)
 
     @property
     def hidden_layers(self) -> list[int]:
-        """The states of the backbone that the heads read, as `output_hidden_states` counts them; the last one, too."""
+        """The states of the backbone that the heads read, as indices of `output_hidden_states`, and the last."""
         if self.draft_layers is not None:
             return [-1 - self.config.draft_layers, -1]
         return self.family.hidden_layers(self.config)
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> MTPHeads:
-        """Put draft layers below heads that were trained without (MtPC's stage 2); they start as the backbone's.
+        """Add draft layers below heads that were trained without (MtPC's stage 2); they start as the backbone's.
 
         Args:
-            count: k, so many of the backbone's last layers.
-            rank: Of their adapters.
+            count: k, the number of the backbone's last layers.
+            rank: Rank of their adapters.
             alpha: Scale times rank; None: twice the rank.
 
         Raises:
             ValueError: The heads have draft layers, or decoder layers of their own.
         """
         if self.draft_layers is not None:
-            raise ValueError(f"draft_layers={self.config.draft_layers} are there; make new heads for another number")
+            raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
         if self.attends:
             raise ValueError(f"draft_layers={count}: {self.config.head_type} heads have decoder layers of their own")
-        changes = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
-        described = (
-            self.config.to_dict() | changes | {"backbone_config": self.backbone.config.get_text_config().to_dict()}
-        )
-        config = MTPHeadConfig.from_dict(described)  # which is validated
+        changes: dict[str, object] = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
+        changes |= {"backbone_config": self.backbone.config.get_text_config().to_dict()}
+        config = MTPHeadConfig.from_dict(self.config.to_dict() | changes)  # which is validated
         layers = DraftLayers(config)
         for module in layers.modules():
             init_head(module, config.initializer_range)
         own = next(self.head.parameters())
         self.draft_layers = layers.to(device=own.device, dtype=own.dtype)
-        for name in (*changes, "backbone_config"):
-            setattr(self.config, name, described[name])
+        for name, value in changes.items():
+            setattr(self.config, name, value)
         return self
 
     def features_of_call(self) -> Callable[..., Tensor]:
-        """`features` for one call of `generate`, in which no weight changes."""
+        """Return `features` for one call of `generate`, in which no weight changes."""
         if self.draft_layers is None:
             return self.features
         return partial(self.features, layers=self.draft_layers.bind(self.backbone))
@@ -245,13 +244,13 @@ class MTPHeads(
         cache: Cache | None = None,
         layers: BoundLayers | None = None,
     ) -> Tensor:
-        """Return what the distribution of every position is made from, [B, T, F].
+        """Return the features of the distribution of every position, [B, T, F].
 
         Args:
             hidden_states: The backbone's output of that name, with those that `hidden_layers` names (or a mapping).
             attention_mask: [B, past + T], 0 for padding.
             position_ids: [B or 1, T]; None: the real tokens are counted.
-            cache: The heads' own keys and values of earlier rows, where they attend; extended.
+            cache: The heads' own keys and values of earlier positions, where they attend; extended.
             layers: The draft layers, where they are bound already.
         """
         if position_ids is None and self.attends:

@@ -1,8 +1,7 @@
 """What drafters borrow of a backbone: its unembedding, embeddings and norm for a call, and layers of its own class.
 
 Parts are never stored on a module, so that copies stay right. Layers are built from the backbone's config and called
-outside the model that they belong to: with its rotary positions, the mask that it would give them, and a cache of the
-caller.
+outside their model: with its rotary positions, its masks, and the caller's cache.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, c
 
 from ...configuration.fields import field, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
-from ..masks import given_mask
-from ..wrapped_models import call_frozen, is_unit, weights_there
+from ..masks import model_mask
+from ..wrapped_models import call_frozen, is_unit, weights_fetched
 
 if TYPE_CHECKING:
     from ..draft_vocabulary import DraftVocabulary
@@ -35,11 +34,11 @@ Map = Callable[[Tensor], Tensor]
 class BackboneParts:
     """Functions of a causal language model, through which no gradient reaches its parameters. Made anew for every call.
 
-    Each is looked up when it is first read: most heads read none, and a look-up takes longer than they.
+    Each is looked up when it is first read: most heads read none, and a look-up takes longer than a head.
 
     Args:
         model: The model.
-        vocabulary: The tokens whose logits are wanted; None: all. Embeddings are then those of its `codes`.
+        vocabulary: The tokens whose logits are computed; None: all. Embeddings are then those of its `codes`.
     """
 
     def __init__(self, model: PreTrainedModel, vocabulary: DraftVocabulary | None = None) -> None:
@@ -63,22 +62,14 @@ class BackboneParts:
 
 
 def required(backbone: BackboneParts | None) -> BackboneParts:
-    """Return the parts.
-
-    Raises:
-        RuntimeError: There are none.
-    """
+    """Return the parts of an attached backbone."""
     if backbone is None:
         raise RuntimeError("these heads borrow parts of their backbone: call attach(backbone) first")
     return backbone
 
 
 def output_embeddings(model: PreTrainedModel) -> nn.Linear:
-    """Return the unembedding of a causal language model: a linear map, or a quantised one that is called alike.
-
-    Raises:
-        ValueError: It has none.
-    """
+    """Return the unembedding of a causal language model: a linear map, or a quantised one that is called alike."""
     unembedding = model.get_output_embeddings()
     if unembedding is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings")
@@ -93,11 +84,11 @@ def _unembed(unembedding: nn.Module, config: PreTrainedConfig, part: DraftVocabu
     return finished_logits(logits, config)
 
 
-def frozen(module: nn.Module, *args: Any) -> Any:
-    """`module(*args)`, through which gradients reach the arguments but no parameter.
+def frozen(module: nn.Module, *args: object) -> Any:
+    """Return `module(*args)`, through which gradients reach the arguments but no parameter.
 
-    The module itself is called, never its weight read: hooks of accelerate (offloaded weights) and other classes of
-    linear maps (quantised ones) do their work.
+    The module itself is called, never its weight read, for hooks of accelerate (offloaded weights) and other classes of
+    linear maps (quantised ones).
     """
     if is_unit(module):
         return call_frozen(module, *args)
@@ -116,7 +107,7 @@ def dtype_of(module: nn.Module, states: Tensor) -> torch.dtype:
 
 
 def compute_device(model: PreTrainedModel) -> torch.device:
-    """Return where a model computes, which is not where its weights lie while they are offloaded."""
+    """Return the device where a model computes, which differs from that of offloaded weights."""
     hooks = (vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module))
     devices = [device for hook in hooks if (device := vars(hook).get("execution_device")) is not None]
     return torch.device(devices[0]) if devices and model.device.type == "meta" else model.device
@@ -124,9 +115,9 @@ def compute_device(model: PreTrainedModel) -> torch.device:
 
 @torch.no_grad()
 def weight_of(linear: nn.Module, like: Tensor) -> Tensor:
-    """Return the matrix [out, in] of a linear map, [out, in] as `like`, whose dtype and device the map can read.
+    """Return the matrix [out, in] of a linear map, in the dtype and on the device of `like`, [out, in].
 
-    Of a map that is quantised, offloaded or adapted, it is what the map makes of unit vectors.
+    Of a map that is quantised, offloaded or adapted, it is the map's output for unit vectors.
     """
     if type(linear) is nn.Linear and not linear.weight.is_meta:
         return linear.weight.detach()
@@ -138,14 +129,14 @@ def weight_of(linear: nn.Module, like: Tensor) -> Tensor:
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Copy the weights of a layer of a backbone, which may be quantised, offloaded or adapted, into a plain one."""
     for name, own in target.named_modules():
-        given = source.get_submodule(name)
-        if isinstance(own, nn.Linear) and type(given) is not nn.Linear:
-            own.weight.copy_(weight_of(given, own.weight))
+        other = source.get_submodule(name)
+        if isinstance(own, nn.Linear) and type(other) is not nn.Linear:
+            own.weight.copy_(weight_of(other, own.weight))
             if own.bias is not None:
-                own.bias.copy_(given(own.weight.new_zeros(1, own.in_features))[0])
+                own.bias.copy_(other(own.weight.new_zeros(1, own.in_features))[0])
             continue
-        with weights_there(given):
-            stored = dict(given.named_parameters(recurse=False))
+        with weights_fetched(other):
+            stored = dict(other.named_parameters(recurse=False))
             for part, weight in own.named_parameters(recurse=False):
                 weight.copy_(stored[part])
 
@@ -154,7 +145,7 @@ _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
 
 
 class LayerSource:
-    """The decoder layers of an architecture, read from a model without weights.
+    """The decoder layers of an architecture, from a model without weights.
 
     Args:
         config: The config of a model.
@@ -163,9 +154,6 @@ class LayerSource:
         config: The same, as its layers hold it.
         layers: All layers, on the meta device.
         cache_name: The argument by which a layer takes its cache.
-
-    Raises:
-        ValueError: An architecture whose layers cannot stand alone.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -178,11 +166,7 @@ class LayerSource:
         self.cache_name = "layer_past" if "layer_past" in wanted else "past_key_values"
 
     def new_layers(self, count: int) -> list[nn.Module]:
-        """Return `count` new layers like the last one, whose slots in a cache are 0, 1, ...
-
-        Raises:
-            ValueError: Layers that need more than their config.
-        """
+        """Return `count` new layers like the last one, whose slots in a cache are 0, 1, ..."""
         last = len(self.layers) - 1
         try:
             layers = [type(self.layers[-1])(self.config, last) for _ in range(count)]
@@ -232,7 +216,7 @@ def layer_options(
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
-        attention_mask = given_mask(attention_mask[:, 0], config, states.dtype)
+        attention_mask = model_mask(attention_mask[:, 0], config, states.dtype)
     if masks_padding_alone(config):
         mask = _own_tokens(states, attention_mask)
     else:
@@ -292,11 +276,7 @@ def layer_kind(config: PreTrainedConfig, index: int) -> str:
 
 
 def attention_kind(config: PreTrainedConfig, index: int) -> str:
-    """Return `layer_kind` of a layer that can be run by itself.
-
-    Raises:
-        ValueError: It keeps a recurrent state, or attends by the index of another layer.
-    """
+    """Return `layer_kind` of a layer that can be run by itself."""
     kind = layer_kind(config, index)
     if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
         raise _refusal(config, f"its layer {index} is of layer_types {kind!r}, and not of plain attention")
@@ -328,11 +308,7 @@ def set_cache_slots(layers: Iterable[nn.Module]) -> None:
 
 
 def read_config(values: dict[str, Any] | None) -> PreTrainedConfig:
-    """Return the config of a model from the fields of its `config.json`.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the config of a model from the fields of its `config.json`."""
     if values is None:
         raise ValueError("backbone_config is missing: MTPHeads.from_backbone fills it")
     values = dict(values)
@@ -340,11 +316,7 @@ def read_config(values: dict[str, Any] | None) -> PreTrainedConfig:
 
 
 def check_layers(config: PreTrainedConfig, body: nn.Module) -> None:
-    """Refuse a model whose layers cannot stand alone.
-
-    Raises:
-        ValueError: The reason.
-    """
+    """Refuse a model whose layers cannot be called alone."""
     reason = REFUSED.get(config.model_type)
     if reason is None:
         layers = getattr(body, "layers", None)
@@ -355,11 +327,7 @@ def check_layers(config: PreTrainedConfig, body: nn.Module) -> None:
 
 
 def final_norm(body: nn.Module) -> nn.Module:
-    """Return the norm after the last layer.
-
-    Raises:
-        ValueError: An architecture that calls it by another name.
-    """
+    """Return the norm after the last layer, by its known names."""
     for name, module in body.named_children():
         if name in _NORMS:
             return module

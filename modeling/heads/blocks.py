@@ -22,12 +22,12 @@ class ResidualBlock(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., d] to [..., d]."""
+        """Map [..., d] to [..., d]."""
         return states + nn.functional.silu(self.linear(states))
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """A = 0 and a uniform in +-1/sqrt(d), whatever `std` is."""
+        """Set A = 0 and draw a from +-1/sqrt(d), whatever `std` is."""
         _reset(self.linear)
 
 
@@ -39,12 +39,12 @@ class ConcatBlock(nn.Module):
         self.linear, self.res_connection = nn.Linear(inputs, width), nn.Linear(inputs, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., inputs] to [..., d]."""
+        """Map [..., inputs] to [..., d]."""
         return self.res_connection(states) + nn.functional.silu(self.linear(states))
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """A = 0, a uniform in +-1/sqrt(inputs), B = [I, 0] and b = 0, whatever `std` is."""
+        """Set A = 0, B = [I, 0] and b = 0, and draw a from +-1/sqrt(inputs), whatever `std` is."""
         _reset(self.linear)
         init.copy_(self.res_connection.weight, torch.eye(*self.res_connection.weight.shape))
         init.zeros_(self.res_connection.bias)
@@ -58,12 +58,12 @@ class FeedForwardBlock(nn.Module):
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., d] to [..., d]."""
+        """Map [..., d] to [..., d]."""
         return states + self.down(nn.functional.relu(self.up(states)))
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """The second matrix and its bias become 0; the first stays drawn from N(0, std^2)."""
+        """Set the second matrix and its bias to 0; the first is drawn from N(0, std^2)."""
         init.zeros_(self.down.weight)
         init.zeros_(self.down.bias)
 
@@ -76,19 +76,19 @@ class Repeated(nn.ModuleList):
         self.count = count
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., d] to [..., d]."""
+        """Map [..., d] to [..., d]."""
         for index in range(self.count):
             states = self[min(index, len(self) - 1)](states)
         return states
 
 
 def repeated(count: int, tied: bool, width: int) -> Repeated:
-    """`count` residual blocks, of which one exists where they are tied."""
+    """Return `count` residual blocks, of which one exists where they are tied."""
     return Repeated([ResidualBlock(width) for _ in range(min(count, 1) if tied else count)], count)
 
 
 class OwnUnembeddings(nn.Module):
-    """A matrix [V, d] per head, and perhaps a bias [V]."""
+    """A matrix [V, d] per head, and optionally a bias [V]."""
 
     def __init__(self, count: int, hidden_size: int, vocab_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class OwnUnembeddings(nn.Module):
 
     @torch.no_grad()
     def start_from(self, backbone: BackboneParts) -> None:
-        """Copy the backbone's unembedding, whatever form it has: what it makes of the unit vectors."""
+        """Copy the backbone's unembedding, in any form: its output for unit vectors."""
         for head in self.heads.children():
             weight = cast(Tensor, head.weight)
             unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -129,7 +129,7 @@ class BlockHead(nn.Module):
         return required(backbone).unembed(states) if self.unembeddings is None else self.unembeddings(states, index)
 
     def start_from(self, backbone: BackboneParts) -> None:
-        """Every unembedding starts as the backbone's."""
+        """Copy the backbone's unembedding into every own one."""
         if self.unembeddings is not None:
             self.unembeddings.start_from(backbone)
 

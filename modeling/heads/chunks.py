@@ -1,9 +1,8 @@
 """Summed terms of a module over many positions, in chunks: memory grows with neither positions, depths nor vocabulary.
 
-Three things would grow otherwise. Logits: those of a chunk give their terms and, at once, their gradients; they are
-gone before the next chunk, and are made only once. The gradient of leaf weights, n r V d numbers, would be made anew by
-every chunk: here each chunk adds to one tensor in place. Depths that share a module share that tensor, too. Knows no
-circuit, no chain and no loss.
+Logits of a chunk yield their terms and, at once, their gradients; they are freed before the next chunk, and computed
+only once. Each chunk adds to one tensor for the gradient of leaf weights, n r V d numbers, in place; depths that share
+a module share that tensor, too. Knows no circuit, no chain and no loss.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from torch import Tensor, nn
 from ..wrapped_models import gather
 
 LOGITS_PER_CHUNK = 2**24
-"""Logits that exist at a time: 64 MiB of float32 (and a few copies on the way back)."""
+"""Logits that exist at a time: 64 MiB of float32 (and a few copies in backward)."""
 _LOGITS_ON_PROCESSOR = 2**22
-"""The same, where the processor computes: above 32 MiB malloc hands memory back, and every operation gets new pages."""
-_ROWS_ON_PROCESSOR = 32
-"""Fewer positions are not worth it, because every chunk passes over all weights."""
+"""The same on the processor: above 32 MiB malloc returns memory, and every operation gets new pages."""
+_SIZE_ON_PROCESSOR = 32
+"""Least size of a chunk, because every chunk passes over all weights."""
 Terms = Callable[..., Tensor]
 """From hidden states [N, D] and a part's arguments to terms [N, n], 0 where nothing is scored."""
 _GRADIENTS_PER_BLOCK = 2**20
 Chunk = tuple[Tensor, list[Tensor | None]]
-"""Hidden states [rows, D] of some positions, and their arguments, [rows, n] each."""
+"""Hidden states [N, D] of some positions, and their arguments, [N, n] each."""
 
 
 @dataclass
@@ -38,10 +37,10 @@ class Part:
 
     Attributes:
         hidden_states: [..., D].
-        arguments: What the terms need besides, [..., n] each, or None.
-        weights: [n] float, what the sum over positions of each column is multiplied with.
+        arguments: Further arguments of the terms, [..., n] each, or None.
+        weights: [n] float, the factor of each column's sum over positions.
         trains_module: Whether the module's parameters learn from these positions.
-        terms: What computes their terms, where it is not what computes those of other parts.
+        terms: Computes their terms, in place of the function for all parts.
     """
 
     hidden_states: Tensor
@@ -50,10 +49,10 @@ class Part:
     trains_module: bool = True
     terms: Terms | None = None
 
-    def chunks(self, rows: int) -> Iterator[Chunk]:
-        """Hidden states [rows, D] and arguments [rows, n] on the same device, one chunk after the other."""
-        hidden = self.hidden_states.flatten(0, -2).split(rows)
-        pieces = (_split(argument, rows, len(hidden)) for argument in self.arguments)
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        """Yield hidden states [N, D] and arguments [N, n] on the same device, chunk by chunk."""
+        hidden = self.hidden_states.flatten(0, -2).split(size)
+        pieces = (_split(argument, size, len(hidden)) for argument in self.arguments)
         for states, *arguments in zip(hidden, *pieces):
             yield states, [None if argument is None else argument.to(states.device) for argument in arguments]
 
@@ -64,7 +63,7 @@ class WeightTotal:
 
     Attributes:
         total: As the weight, [R, D].
-        anchor: A scalar that requires a gradient, so that backward visits the weight where nothing else asks it to.
+        anchor: A scalar that requires a gradient, so that backward always visits the weight.
     """
 
     total: Tensor
@@ -72,7 +71,7 @@ class WeightTotal:
 
 
 class SummingModule(nn.Module):
-    """A module with one weight, whose gradient goes to `weight_total` while that is set.
+    """A module with one weight, whose gradient is added to `weight_total` while that is set.
 
     Attributes:
         weight: [R, D].
@@ -88,10 +87,7 @@ class SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-        """Return [..., R] of inputs [..., D] and a weight [R, D], whose gradient goes to `total`.
-
-        `anchor`: see `WeightTotal`.
-        """
+        """Return [..., R] of inputs [..., D] and a weight [R, D]; for the others see `WeightTotal`."""
         ctx.save_for_backward(inputs, weight)
         ctx.total = total
         return nn.functional.linear(inputs, weight)
@@ -115,13 +111,13 @@ def chunked_sums(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the sums of the terms of all positions, part by part, and their weighted total.
 
-    Gradients are made together with the sums, unless they are off, and wait for backward: it can go through once.
+    Gradients, unless they are off, are computed together with the sums and wait for backward, which can run once.
 
     Args:
         terms: Computes the terms of some positions with the module's parameters.
-        module: Its modules that have `weight_total` put the gradient of their weight there while it is set.
+        module: The module; a `SummingModule` in it adds up the gradient of its weight.
         parts: The positions.
-        logits_per_position: Numbers that `terms` makes of one position; decides how many positions make a chunk.
+        logits_per_position: Numbers that `terms` makes of one position, which determine the size of a chunk.
 
     Returns:
         A scalar, the weighted sum of all sums; and, detached, the sums of each part, [n].
@@ -129,8 +125,7 @@ def chunked_sums(
     gather(module.modules())
     states = [part.hidden_states for part in parts]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    on_processor = states[0].device.type == "cpu"
-    task = _Task(terms, module, parts, _rows(logits_per_position, on_processor), torch.is_grad_enabled())
+    task = _Task(terms, module, parts, _chunk_size(logits_per_position, states[0].device), torch.is_grad_enabled())
     total, *sums = _ChunkedSums.apply(task, len(states), *states, *parameters)
     return total, sums
 
@@ -138,14 +133,14 @@ def chunked_sums(
 @torch.no_grad()
 def term_rows(terms: Terms, part: Part, logits_per_position: int) -> Tensor:
     """Return the terms of all positions of a part one by one, [positions, n], without gradients."""
-    rows = _rows(logits_per_position, part.hidden_states.device.type == "cpu")
-    return torch.cat([terms(states, *arguments) for states, arguments in part.chunks(rows)])
+    size = _chunk_size(logits_per_position, part.hidden_states.device)
+    return torch.cat([terms(states, *arguments) for states, arguments in part.chunks(size)])
 
 
-def _rows(logits: int, on_processor: bool) -> int:
+def _chunk_size(logits: int, device: torch.device) -> int:
     """Return the number of positions of a chunk."""
     most = max(1, LOGITS_PER_CHUNK // logits)
-    return min(most, max(_ROWS_ON_PROCESSOR, _LOGITS_ON_PROCESSOR // logits)) if on_processor else most
+    return min(most, max(_SIZE_ON_PROCESSOR, _LOGITS_ON_PROCESSOR // logits)) if device.type == "cpu" else most
 
 
 @dataclass
@@ -153,7 +148,7 @@ class _Task:
     terms: Terms
     module: nn.Module
     parts: Sequence[Part]
-    rows: int
+    size: int
     learns: bool
 
 
@@ -164,7 +159,7 @@ class _ChunkedSums(torch.autograd.Function):
         learning = tensors[count:] if task.learns else ()
         totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning}
         device = task.parts[0].weights.device
-        # gradients are kept at the size of a sum: those of a mean would underflow in half precision
+        # gradients have the scale of a sum: those of a mean would underflow in half precision
         ctx.scale = torch.cat([part.weights.to(device) for part in task.parts]).max()
         passes = [_pass(task, part, totals, ctx.scale, want) for part, want in zip(task.parts, wanted)]
         into_states, sums = zip(*passes)
@@ -177,7 +172,7 @@ class _ChunkedSums(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that the forward made, scaled in place: a copy would be n r V d more."""
         if ctx.gradients is None:
-            raise RuntimeError("backward went through this loss before; compute the loss again to go through it twice")
+            raise RuntimeError("backward ran through this loss before; compute the loss again for a second one")
         gradients, ctx.gradients = ctx.gradients, None
         factor = gradient * ctx.scale
         return None, None, *(None if part is None else part.mul_(factor.to(part)) for part in gradients)
@@ -186,11 +181,11 @@ class _ChunkedSums(torch.autograd.Function):
 def _pass(
     task: _Task, part: Part, totals: dict[Tensor, Tensor], scale: Tensor, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the gradient of a part's hidden states, where it is wanted, and its sums [n]; adds to the totals."""
+    """Return the gradient of a part's hidden states, where `wanted`, and its sums [n]; add to the totals."""
     shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
     sums, into_states = [], []
     with _summed(task.module, totals if part.trains_module else {}) as others:
-        for chunk in part.chunks(task.rows):
+        for chunk in part.chunks(task.size):
             summed, gradients = _chunk(part.terms or task.terms, chunk, shares, wanted, others)
             sums.append(summed)
             if wanted:
@@ -204,7 +199,7 @@ def _pass(
 def _chunk(
     terms: Terms, chunk: Chunk, shares: Tensor, wanted: bool, others: list[Tensor]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Sums of one chunk, [n], and gradients of their weighted sum: of the hidden states, if wanted, then `others`."""
+    """Return sums of one chunk, [n], and gradients of their weighted sum: of states, if wanted, then of `others`."""
     states, arguments = chunk
     with torch.set_grad_enabled(wanted or bool(others)):
         states = states.detach().requires_grad_(wanted)
@@ -218,7 +213,7 @@ def _chunk(
 
 @contextmanager
 def _summed(module: nn.Module, totals: dict[Tensor, Tensor]) -> Iterator[list[Tensor]]:
-    """Make the leaves of a module sum up their own gradients; yield the tensors that autograd is left with."""
+    """Make the leaves of a module sum up their own gradients; yield the tensors left to autograd."""
     leaves = [inner for inner in module.modules() if isinstance(inner, SummingModule) and inner.weight in totals]
     anchors = [torch.zeros((), device=leaf.weight.device, requires_grad=True) for leaf in leaves]
     try:
@@ -230,5 +225,5 @@ def _summed(module: nn.Module, totals: dict[Tensor, Tensor]) -> Iterator[list[Te
             leaf.weight_total = None
 
 
-def _split(argument: Tensor | None, rows: int, count: int) -> Sequence[Tensor | None]:
-    return [None] * count if argument is None else argument.flatten(0, -2).split(rows)
+def _split(argument: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if argument is None else argument.flatten(0, -2).split(size)

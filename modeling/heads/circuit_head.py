@@ -49,12 +49,12 @@ class CircuitHead(nn.Module):
 
     @property
     def circuit(self) -> Circuit:
-        """What the record of the family says of its parameters."""
+        """The record of the family's parameters."""
         return _circuit(self.config.head_type)
 
     @property
     def num_sum_matrices(self) -> int:
-        """[r, r] sums besides the root: transitions of an HMM, inner nodes of a BTree."""
+        """Number of [r, r] sums besides the root: transitions of an HMM, inner nodes of a BTree."""
         counts = self.circuit.sum_counts(self.config.num_depths)
         return counts[-1] if self.config.homogeneous else counts[0]
 
@@ -67,7 +67,7 @@ class CircuitHead(nn.Module):
         distribution of earlier tokens depends. The backbone's unembedding is not needed with `leaf="full"`.
 
         Returns:
-            `leaf_logits` [..., n, r, V], `root_logits` [..., r] and what else the family has (`circuit_from_logits`).
+            `leaf_logits` [..., n, r, V], `root_logits` [..., r] and others of the family (`circuit_from_logits`).
         """
         rank = self.config.rank
         sums = self.sum_bias.expand(*hidden_states.shape[:-1], -1)
@@ -86,17 +86,13 @@ class CircuitHead(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Random sum weights whose logits vary over contexts (deviation about 0.5, whatever `std` is).
-
-        States can then separate in training.
-        """
+        """Draw sum weights whose logits vary over contexts (deviation 0.5, whatever `std` is): states differ."""
         if self.sum_weight is not None:
             init.normal_(self.sum_weight, std=0.5 * self.sum_weight.shape[1] ** -0.5)
         bias = torch.zeros_like(self.sum_bias) if self.config.contextual else torch.randn_like(self.sum_bias) * 0.5
         if self.circuit.persistent:
-            rank = self.config.rank
-            given = self.config.identity_bias
-            added = persistence(rank) if given is None else given
+            rank, added = self.config.rank, self.config.identity_bias
+            added = persistence(rank) if added is None else added
             bias[rank:].view(-1, rank, rank).diagonal(dim1=1, dim2=2).add_(added)
         init.copy_(self.sum_bias, bias)
 
@@ -106,20 +102,19 @@ class CircuitHead(nn.Module):
         self.vocab_size = vocab_size
 
     @torch.no_grad()
-    def copy_leaves(self, rows: Tensor) -> None:
-        """Give all states of position i the rows of FF head i (of the last head, beyond it): then q is FF's
-        distribution. `rows` is [heads, V, d]."""
-        source = [min(i, len(rows) - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
-        cast(FFHead, self.leaf).weight.copy_(rows[source].flatten(0, 1))
+    def copy_leaves(self, weights: Tensor) -> None:
+        """Copy matrix i, or the last, of FF heads [heads, V, d] to all states of position i: q is theirs."""
+        source = [min(i, len(weights) - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
+        cast(FFHead, self.leaf).weight.copy_(weights[source].flatten(0, 1))
 
 
-def persistence(rank: int, stay: float = 0.85) -> float:
-    """Return what added to the diagonal of random logits [r, r] makes the mean diagonal of their softmax `stay`.
+def persistence(rank: int) -> float:
+    """Return the number that, added to the diagonal of random logits [r, r], makes the mean of their softmax's 0.85.
 
-    For logits of deviation 0.5: equal ones need log(stay / (1 - stay) (r - 1)), and noise takes 0.2 from that, as it
-    raises the sum of the others and flattens the mean.
+    For logits of deviation 0.5: equal ones need log(0.85 / 0.15 (r - 1)), and noise takes 0.2 from that, as it raises
+    the sum of the others and flattens the mean.
     """
-    return math.log(stay / (1 - stay) * max(rank - 1, 1)) + 0.2
+    return math.log(0.85 / (1 - 0.85) * max(rank - 1, 1)) + 0.2
 
 
 def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
@@ -158,25 +153,25 @@ def circuit_from_logits(
         >>> distribution.condition(torch.tensor(7)).window
         3
     """
-    given = {"root_logits": root_logits, "trans_logits": trans_logits, "node_logits": node_logits}
+    parameters = {"root_logits": root_logits, "trans_logits": trans_logits, "node_logits": node_logits}
     family, (window, rank) = _circuit(head_type), leaf_logits.shape[-3:-1]
-    wanted = family.shapes(window, rank)
-    for name, value in given.items():
-        shapes, found = wanted.get(name, []), () if value is None else tuple(value.shape)
-        if not any(found[-len(shape) :] == shape for shape in shapes) if shapes else found:
+    allowed = family.shapes(window, rank)
+    for name, value in parameters.items():
+        shapes, actual = allowed.get(name, []), () if value is None else tuple(value.shape)
+        if not any(actual[-len(shape) :] == shape for shape in shapes) if shapes else actual:
             needed = " or ".join(map(str, shapes)) or "none"
-            raise ValueError(f"{name} of shape {found}: head_type={head_type!r} needs {needed} for this window")
+            raise ValueError(f"{name} of shape {actual}: head_type={head_type!r} needs {needed} for this window")
     if not family.parameters and rank != 1:
         raise ValueError(f"leaf_logits: {head_type!r} has rank 1, got {tuple(leaf_logits.shape)}")
-    cast = [None if (value := given[name]) is None else value.to(dtype) for name in family.parameters]
-    return family.distribution(*cast, leaf_logits.to(dtype))
+    inputs = [None if (value := parameters[name]) is None else value.to(dtype) for name in family.parameters]
+    return family.distribution(*inputs, leaf_logits.to(dtype))
 
 
 def _circuit(head_type: str) -> Circuit:
-    found = {name: family.circuit for name, family in FAMILIES.items() if family.circuit is not None}
-    if head_type not in found:
-        raise ValueError(f"head_type={head_type!r} is unknown; choose one of {', '.join(found)}")
-    return found[head_type]
+    circuits = {name: family.circuit for name, family in FAMILIES.items() if family.circuit is not None}
+    if head_type not in circuits:
+        raise ValueError(f"head_type={head_type!r} is unknown; choose one of {', '.join(circuits)}")
+    return circuits[head_type]
 
 
 def _distribution(

@@ -31,9 +31,9 @@ class OfficialLayoutsMixin:
         """Load heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
 
         Args:
-            folder: A local directory; its layout is found by its files.
-            **options: Fields of `MTPHeadConfig` that the directory does not say (`vocab_size` for Medusa's version 2),
-                or that should differ, as `loss_weights`.
+            folder: A local directory, whose files determine its layout.
+            **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
+                should differ, as `loss_weights`.
 
         Returns:
             The heads, in the dtype of their tensors, not attached.
@@ -42,10 +42,10 @@ class OfficialLayoutsMixin:
             ValueError: An unknown layout, unknown or missing tensors, or a pickle of more than tensors.
         """
         folder = Path(folder)
-        found, tensors = _layout_of(folder).read(folder)
+        fields, tensors = _layout_of(folder).read(folder)
         embedding = tensors.pop(EMBEDDING, None)
-        heads = cls(MTPHeadConfig(**(found | options)))
-        wrong = f"{folder}: its tensors do not make {found['head_type']!r} heads"
+        heads = cls(MTPHeadConfig(**(fields | options)))
+        wrong = f"{folder}: its tensors do not make {fields['head_type']!r} heads"
         try:
             result = heads.head.load_state_dict(tensors, strict=False)
         except RuntimeError as error:  # another shape
@@ -78,7 +78,7 @@ class OfficialLayoutsMixin:
         """Write the heads as their authors' tools, or an engine, will read them.
 
         Args:
-            folder: Made if it is not there.
+            folder: The directory, which is created.
             layout: `"medusa"` (safetensors), `"vllm"` (Medusa, and independent heads as Medusa without blocks),
                 `"hydra"`, or `"gloeckle"` (with the backbone).
 
@@ -90,7 +90,7 @@ class OfficialLayoutsMixin:
         chosen = next((known for known in family.layouts if known.name == layout), None)
         if chosen is None:
             names = ", ".join(known.name for known in family.layouts) or "none"
-            raise ValueError(f"layout={layout!r} holds no head_type={self.config.head_type!r}; what does: {names}")
+            raise ValueError(f"layout={layout!r} holds no head_type={self.config.head_type!r}; choose one of: {names}")
         if reason := chosen.refusal(self.config) or (self.config.draft_layers and "it holds no draft layers"):
             raise ValueError(f"layout={layout!r}: {reason}")
         if self.config.draft_vocab_size is not None:
@@ -108,11 +108,7 @@ class OfficialLayoutsMixin:
             torch.save(named, folder / chosen.tensors_file)
 
     def check_embedding(self, backbone: PreTrainedModel) -> None:
-        """Hydra's directories repeat the embedding of their backbone, which tells a wrong one.
-
-        Raises:
-            ValueError: Another embedding.
-        """
+        """Refuse a backbone with other embeddings than those that Hydra's directories repeat."""
         expected = self._expected_embedding
         weight = cast(Tensor, backbone.get_input_embeddings().weight)
         if expected is None or weight.is_meta:
@@ -121,16 +117,12 @@ class OfficialLayoutsMixin:
             raise ValueError(f"{type(backbone).__name__} has other embeddings than these heads were trained on")
 
 
-def _layout_of(folder: Path) -> HeadLayout:
-    """Find the layout of a directory.
-
-    Raises:
-        ValueError: No known layout.
-    """
-    fields = read_json(folder / "config.json")
+def _layout_of(directory: Path) -> HeadLayout:
+    """Return the layout of a directory."""
+    fields = read_json(directory / "config.json")
     if fields.get("model_type") == MTPHeadConfig.model_type:
-        raise ValueError(f"{folder} is in this library's own layout: load it with MTPHeads.from_pretrained")
+        raise ValueError(f"{directory} is in this library's own layout: load it with MTPHeads.from_pretrained")
     for layout in (layout for family in FAMILIES.values() for layout in family.layouts):
-        if layout.recognises(folder, fields):
+        if layout.recognises(directory, fields):
             return layout
-    raise ValueError(f"{folder}: no known layout of heads (medusa_lm_head.*, hydra_lm_head.*, params.json, ...)")
+    raise ValueError(f"{directory}: no known layout of heads (medusa_lm_head.*, hydra_lm_head.*, params.json, ...)")

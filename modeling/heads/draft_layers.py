@@ -1,17 +1,17 @@
 """MtPC's draft LoRA: the drafter runs the backbone's last k layers once more, with low-rank adapters of its own.
 
-The backbone's layers are shared up to the last k. The verifier V runs those as they are; the drafter D runs them with
-adapters, on z, the input of the first of them, and over verified tokens only: so D's cache never goes back, the
-backbone is called once per cycle, and its distribution stays bit for bit what it is. Only adapters are parameters here.
-The weights are the backbone's, borrowed for a call: W + s B A is made anew for every step of training and once per call
-of `generate`.
+The backbone's layers are shared up to the last k. The verifier runs those unchanged; the drafter runs them with
+adapters, on z, the input of the first of them, and over verified tokens only: so its cache is never rolled back, the
+backbone is called once per cycle, and its distribution is unchanged bit for bit. Only adapters are parameters here. The
+weights are the backbone's, borrowed for a call: W + s B A is made anew for every step of training and once per call of
+`generate`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -67,11 +67,7 @@ class LayerAdapters(nn.Module):
         )
 
     def weights(self, layers: Sequence[nn.Module]) -> list[Weights]:
-        """Return, by layer, the weights of the backbone's `layers` with what the adapters add at the moment.
-
-        Raises:
-            ValueError: Weights that are no plain matrices (quantised, offloaded, wrapped by peft).
-        """
+        """Return, by layer, the weights of the backbone's `layers` plus those of the adapters."""
         return [self._weights(layer, slot) for slot, layer in enumerate(layers)]
 
     def _weights(self, layer: nn.Module, slot: int) -> Weights:
@@ -85,8 +81,8 @@ class LayerAdapters(nn.Module):
             weights[name] = adapter.added_to(weight)
         return weights
 
-    def run(self, slot: int, weights: Weights, states: Tensor, *args: Any, **options: Any) -> Tensor:
-        """One layer on states [B, T, d]; without a cache its activations may be computed again in backward."""
+    def run(self, slot: int, weights: Weights, states: Tensor, *args: object, **options: object) -> Tensor:
+        """Run one layer on states [B, T, d]; without a cache its activations may be recomputed in backward."""
         shell = self.shells[0][slot]
 
         def layer(states: Tensor) -> Tensor:
@@ -103,9 +99,6 @@ class DraftLayers(LayerAdapters):
 
     Args:
         config: Head options: `backbone_config`, `draft_layers`, `draft_lora_rank`, `draft_lora_alpha`.
-
-    Raises:
-        ValueError: More layers than the backbone has, or an architecture whose layers cannot stand alone.
     """
 
     def __init__(self, config: MTPHeadConfig) -> None:
@@ -118,18 +111,14 @@ class DraftLayers(LayerAdapters):
         self.rotary = source.rotary()
 
     def bind(self, backbone: PreTrainedModel) -> BoundLayers:
-        """Return the layers as they stand now, for a step of training or a call of `generate`.
-
-        Raises:
-            ValueError: A backbone whose weights are no plain matrices (quantised, offloaded, wrapped by peft).
-        """
+        """Return the layers with their current weights, for a step of training or a call of `generate`."""
         layers = list(cast(nn.ModuleList, backbone.get_decoder().layers))[-len(self.adapters) :]
         follow_experts(self.config, backbone)
         return BoundLayers(self, self.weights(layers), backbone)
 
 
 class BoundLayers:
-    """Draft layers with the weights that they have at the moment, and the final norm of a backbone."""
+    """Draft layers with fixed weights, and the final norm of a backbone."""
 
     def __init__(self, layers: DraftLayers, weights: list[Weights], backbone: PreTrainedModel) -> None:
         self.layers, self.weights, self.norm = layers, weights, BackboneParts(backbone).norm
@@ -145,8 +134,8 @@ class BoundLayers:
         dtype = next(iter(self.weights[0].values())).dtype
         states = states.detach().to(dtype)
         for slot, weights in enumerate(self.weights):
-            given = states, attention_mask, position_ids, cache
-            options = layer_options(own.config, own.rotary, *given, own.kinds[slot], slot, own.cache_name)
+            inputs = states, attention_mask, position_ids, cache
+            options = layer_options(own.config, own.rotary, *inputs, own.kinds[slot], slot, own.cache_name)
             states = own.run(slot, weights, states, **options)
         return self.norm(states)
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
-from ..tensor_files import Tensors
+from ..tensor_files import Fields, Tensors
 
 if TYPE_CHECKING:
     from .backbone_parts import BackboneParts
     from .window_distribution import WindowDistribution
 
-Directory = tuple[dict[str, Any], Tensors]
+Directory = tuple[Fields, Tensors]
 """Fields and tensors of a directory."""
 
 
@@ -40,7 +40,7 @@ class HeadLayout:
     """
 
     name: str
-    recognises: Callable[[Path, dict[str, Any]], bool]
+    recognises: Callable[[Path, Fields], bool]
     read: Callable[[Path], Directory]
     refusal: Callable[[MTPHeadConfig], str | None]
     write: Callable[[MTPHeadConfig, Tensors, PreTrainedModel], Directory]
@@ -71,19 +71,19 @@ class Circuit:
         return dict(zip(self.parameters, ([(rank,)], sums if any(counts) else [])))
 
 
-def last_state(head: nn.Module, states: Sequence[Tensor], *context: Any) -> Tensor:
+def last_state(head: nn.Module, states: Sequence[Tensor], *context: object) -> Tensor:
     """Return the last of some states, whatever the head."""
     return states[-1]
 
 
 @dataclass(frozen=True)
 class HeadFamily:
-    """All there is to know of a family of heads.
+    """The record of a family of heads.
 
     Args:
-        facts: What a config and a card say of it.
+        facts: Facts for configs and cards.
         build: From the config, the width d and the number of token ids V to the module, which has `vocab_size`.
-        distribution: From the module (perhaps wrapped by peft), its config, features [..., F], the backbone (or None),
+        distribution: From the module (or a wrapper of peft), its config, features [..., F], the backbone (or None),
             `start` and `stop` to the distribution, in float32 (float64 stays). `start` is the first position that is
             read, 0 by default: what only earlier ones need may be left out, and independent positions are those from
             here on. `stop` is the position after the last one that is read; None: n.
@@ -91,8 +91,8 @@ class HeadFamily:
             cache to features [B, T, F]; the last state by default.
         hidden_layers: Which states of the backbone it reads, as `output_hidden_states` counts them, the last included.
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
-        fit: From the module, its config and a backbone: what heads take over whenever they are attached.
-        start_from: From the module and the parts of a backbone: new heads start as far as possible as its own.
+        fit: From the module, its config and a backbone: adopts its properties whenever heads are attached.
+        start_from: From the module and the parts of a backbone: initialises new heads as its own, as far as possible.
         is_independent: Whether the distribution after the window's first token is the same, whatever that token is.
         layouts: Formats of other tools.
         circuit: Its parameters, where `circuit_from_logits` can build its distribution.
@@ -103,7 +103,7 @@ class HeadFamily:
     distribution: Callable[..., WindowDistribution]
     features: Callable[..., Tensor] = last_state
     hidden_layers: Callable[[MTPHeadConfig], list[int]] = lambda config: [-1]
-    layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], dict[str, Any] | None] = lambda config, text: None
+    layer_config: Callable[[MTPHeadConfig, PreTrainedConfig], Fields | None] = lambda config, text: None
     fit: Callable[[Any, MTPHeadConfig, PreTrainedModel], None] = lambda head, config, backbone: None
     start_from: Callable[[Any, BackboneParts], None] = lambda head, backbone: None
     is_independent: bool = False
@@ -135,7 +135,7 @@ FAMILIES: dict[str, HeadFamily] = {}
 def register(family: HeadFamily) -> HeadFamily:
     """Add a family: its name can then be the `head_type` of a `MTPHeadConfig`.
 
-    A program that loads such heads imports the module which calls this, first.
+    A program that loads such heads first imports the module that calls this.
 
     Raises:
         ValueError: Another family has this name.

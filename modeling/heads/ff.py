@@ -13,7 +13,7 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import FF
-from ..tensor_files import Tensors
+from ..tensor_files import Fields, Tensors
 from ..wrapped_models import call
 from .backbone_parts import BackboneParts, output_embeddings, required
 from .chunks import SummedLinear, SummingModule
@@ -55,13 +55,13 @@ class FFHead(SummingModule):
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
     def append(self, more: FFHead) -> None:
-        """Append other heads; the old ones stay as they are."""
+        """Append other heads."""
         self.weight = nn.Parameter(torch.cat([self.weight.detach(), more.weight.detach()]))
         self.num_heads += more.num_heads
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids; every head keeps its rows, and new ones are drawn, or their mean (None)."""
+        """Change the number of token ids; new rows of a head are drawn, or the mean of its rows (None)."""
         rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))
         new = rows.mean(1, keepdim=True).repeat(1, max(vocab_size - self.vocab_size, 0), 1)
         new = new if std is None else torch.randn_like(new) * std
@@ -93,16 +93,12 @@ class SharedHead(nn.Module):
     def forward(
         self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
     ) -> Tensor:
-        """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`.
-
-        Raises:
-            RuntimeError: No backbone was given whose unembedding could be used.
-        """
+        """Return the logits [..., num_heads - start, V] of hidden states [..., d]; see `FFHead.forward`."""
         maps = self.maps[start:num_heads]
         return required(backbone).unembed(torch.einsum("...d,nde->...ne", hidden_states.to(maps.dtype), maps))
 
     def resize(self, vocab_size: int, std: float | None) -> None:
-        """Change the number of token ids, with the backbone's unembedding; maps know none."""
+        """Change the number of token ids, with the backbone's unembedding; maps have none."""
         self.vocab_size = vocab_size
 
     @torch.no_grad()
@@ -111,7 +107,7 @@ class SharedHead(nn.Module):
         init.copy_(self.maps, torch.eye(self.maps.shape[-1]).expand_as(self.maps))
 
 
-def vllm_fields(config: MTPHeadConfig, **values: Any) -> dict[str, Any]:
+def vllm_fields(config: MTPHeadConfig, **values: Any) -> Fields:
     """Return the `config.json` of heads that vLLM runs with its own Medusa class."""
     return {
         "architectures": ["MedusaModel"],
@@ -127,11 +123,7 @@ def vllm_fields(config: MTPHeadConfig, **values: Any) -> dict[str, Any]:
 
 
 def check_vllm_unembedding(backbone: PreTrainedModel) -> Tensor:
-    """Return the backbone's unembedding [V, d], for vLLM's heads.
-
-    Raises:
-        ValueError: It has a bias.
-    """
+    """Return the backbone's unembedding [V, d], for vLLM's heads."""
     unembedding = output_embeddings(backbone)
     if unembedding.bias is not None:
         raise ValueError(f"layout='vllm' has no bias, which the unembedding of {type(backbone).__name__} has")
@@ -149,8 +141,8 @@ def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedMod
     return vllm_fields(config, num_hidden_layers=0), named
 
 
-def _read_vllm(folder: Path) -> Directory:
-    raise ValueError(f"{folder}: heads written for vLLM lack the first one; load the directory they were written from")
+def _read_vllm(directory: Path) -> Directory:
+    raise ValueError(f"{directory}: heads written for vLLM lack the first one; load their original directory")
 
 
 def _distribution(
@@ -174,7 +166,7 @@ def factorised_distribution(
     start: int = 0,
     stop: int | None = None,
 ) -> WindowDistribution:
-    """Return the distribution of a module whose forward gives `leaf_logits` of independent positions."""
+    """Return the distribution of a module whose forward returns `leaf_logits` of independent positions."""
     return FactorisedDistribution(exact(call(head, features, backbone, start, stop)["leaf_logits"]))
 
 
@@ -184,7 +176,7 @@ register(
         lambda config, *sizes: (FFHead if config.leaf == "full" else SharedHead)(*sizes, config.num_depths),
         _distribution,
         is_independent=True,
-        layouts=[HeadLayout("vllm", lambda folder, fields: False, _read_vllm, lambda config: None, _write_vllm)],
+        layouts=[HeadLayout("vllm", lambda directory, fields: False, _read_vllm, lambda config: None, _write_vllm)],
         circuit=Circuit(FactorisedDistribution, ()),
     )
 )

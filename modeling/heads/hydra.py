@@ -1,4 +1,4 @@
-"""Heads that read the tokens drafted before them (Hydra), perhaps after a decoder layer of their own (Hydra++).
+"""Heads that read the tokens drafted before them (Hydra), optionally after a decoder layer of their own (Hydra++).
 
 Directories of their authors, `hydra_lm_head.pt` and `config.json`, are read and written.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import field
 from ...configuration.head_families import HYDRA
-from ..tensor_files import Names, Tensors, read_json, read_tensors, renamed
+from ..tensor_files import Fields, Names, Tensors, read_json, read_tensors, renamed
 from .backbone_parts import BackboneParts, LayerSource, read_config, required
 from .blocks import BlockHead, ConcatBlock, ResidualBlock, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
@@ -61,7 +61,7 @@ class HydraHead(BlockHead):
         backbone: BackboneParts | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """h and s of every position, [B, T, 2 d], from the states that `hidden_layers` names, [B, T, d] each."""
+        """Return h and s of every position, [B, T, 2 d], from the states that `hidden_layers` names, [B, T, d] each."""
         state = states[0]
         if self.prefix is not None:
             state = self.prefix(state, attention_mask, position_ids, cache)
@@ -72,7 +72,7 @@ class HydraHead(BlockHead):
         return required(backbone).unembed(features[..., : self._width(features)])
 
     def state(self, features: Tensor) -> Tensor:
-        """s, [..., d]."""
+        """Return s, [..., d]."""
         return features[..., -self._width(features) :]
 
     def _width(self, features: Tensor) -> int:
@@ -82,7 +82,7 @@ class HydraHead(BlockHead):
         return cast(ConcatBlock | ResidualBlock, self.firsts[k])
 
     def logits(self, k: int, state: Tensor, known: Tensor, backbone: BackboneParts | None) -> Tensor:
-        """Logits [..., V] of head k (from 0) given s [..., d] and the embeddings of k + 1 tokens [..., k + 1, d]."""
+        """Return logits [..., V] of head k (from 0) given s [..., d] and embeddings of k + 1 tokens [..., k + 1, d]."""
         block = self._first(k)
         inputs = (
             torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
@@ -102,7 +102,7 @@ class PrefixLayer(nn.Module):
     def forward(
         self, states: Tensor, attention_mask: Tensor | None, position_ids: Tensor, cache: Cache | None = None
     ) -> Tensor:
-        """[B, T, d] to [B, T, d]; see `layer_options`."""
+        """Map [B, T, d] to [B, T, d]; see `layer_options`."""
         states = states.to(next(self.layers.parameters()).dtype)
         return self.layers.run([states], self.norm, self.rotary, attention_mask, position_ids, cache)[0]
 
@@ -112,7 +112,7 @@ def _hidden_layers(config: MTPHeadConfig) -> list[int]:
     return [-1 - config.state_offset, -1]
 
 
-def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, Any] | None:
+def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> Fields | None:
     """Return the config of that layer, of the backbone's sizes."""
     if not HYDRA.attends(config):
         return None
@@ -122,7 +122,7 @@ def _layer_config(config: MTPHeadConfig, text: PreTrainedConfig) -> dict[str, An
     return _prefix_config(text.hidden_size, inner, heads, keys, field(text, "rms_norm_eps", default=1e-6))
 
 
-def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> dict[str, Any]:
+def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_heads: int, eps: float) -> Fields:
     """Return the config of a one-layer Llama; its rope base is 10000 for every backbone."""
     config = LlamaConfig(
         hidden_size=hidden_size,
@@ -138,7 +138,7 @@ def _prefix_config(hidden_size: int, intermediate_size: int, heads: int, key_hea
 
 
 def _take_epsilon(head: HydraHead, config: MTPHeadConfig, backbone: PreTrainedModel) -> None:
-    """Give the norms of the prefix layer the epsilon of the backbone's, which the authors' files do not say."""
+    """Set the epsilon of the prefix layer's norms to the backbone's, which the authors' files lack."""
     epsilon = field(backbone.config.get_text_config(), "rms_norm_eps")
     if head.prefix is None or epsilon is None:
         return
@@ -156,7 +156,7 @@ def _distribution(
     start: int = 0,
     stop: int | None = None,
 ) -> WindowDistribution:
-    """The distribution at features [..., 2 d] or [..., d]; conditionals are computed on demand, whatever `stop` is."""
+    """Return the distribution at features [..., 2 d] or [..., d]; conditionals are computed on demand."""
     assert isinstance(head, HydraHead)
     state = head.state(features)
     known = state[..., None, :][..., :0, :]
@@ -172,7 +172,7 @@ def _distribution(
 
 
 def _names(arch: str, blocks: int) -> Names:
-    """Return the names of heads with so many blocks each; of `prefix-mlp` a dropout stands before every block."""
+    """Return the names of heads with `blocks` blocks each; `prefix-mlp` has a dropout before every block."""
     prefix = arch == "prefix-mlp"
     numbers = range(1, 2 * blocks, 2) if prefix else range(blocks)
     ours = ["firsts.{k}", *(f"blocks.{{k}}.{j}" for j in range(blocks - 1))]
@@ -183,20 +183,16 @@ def _names(arch: str, blocks: int) -> Names:
     ]
 
 
-def _read(folder: Path) -> Directory:
-    """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name.
-
-    Raises:
-        ValueError: An architecture without released weights, or unknown tensors.
-    """
-    values, tensors = read_json(folder / "config.json"), read_tensors(sorted(folder.glob("hydra_lm_head.*"))[-1:])
+def _read(directory: Path) -> Directory:
+    """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name."""
+    values, tensors = read_json(directory / "config.json"), read_tensors(sorted(directory.glob("hydra_lm_head.*"))[-1:])
     arch = values.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
-        raise ValueError(f"{folder}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
+        raise ValueError(f"{directory}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
     blocks = 1 + max((int(name.split(".")[2]) for name in tensors if name.startswith("hydra_mlp.")), default=0)
     blocks = blocks // 2 if arch == "prefix-mlp" else blocks
-    read = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, EMBEDDING)}
-    ours = renamed(read, _names(arch, blocks), folder)
+    own = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, EMBEDDING)}
+    ours = renamed(own, _names(arch, blocks), directory)
     heads = sum(name.startswith("unembeddings.") for name in ours) // 2
     ours["unembeddings.bias"] = torch.stack([ours.pop(f"unembeddings.heads.{k}.bias") for k in range(heads)])
     tied, ours = untied(ours, heads, blocks - 1)
@@ -215,7 +211,7 @@ def _read(folder: Path) -> Directory:
         "base_model_name_or_path": values.get("base_model_name_or_path"),
     }
     if arch == "prefix-mlp":
-        options["backbone_config"] = _stored_layer_config(folder, tensors, vocab_size)
+        options["backbone_config"] = _stored_layer_config(directory, tensors, vocab_size)
     return options, ours | ({EMBEDDING: tensors[EMBEDDING]} if EMBEDDING in tensors else {})
 
 
@@ -227,7 +223,7 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
     every |= {f"unembeddings.heads.{k}.bias": bias for k, bias in biases}
     names = _names(config.arch, config.num_blocks)
     named = renamed(every, names, "these heads", back=True) | {EMBEDDING: embedding}
-    if prefix:  # their loader is strict about what it does not use
+    if prefix:  # their strict loader requires these unused tensors
         head_dim = cast(dict, config.backbone_config)["head_dim"]
         named |= {_UNUSED[0]: embedding, _UNUSED[1]: 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)}
     fields = {
@@ -240,11 +236,11 @@ def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -
     return fields, named
 
 
-def _stored_layer_config(folder: Path, tensors: Tensors, vocab_size: int) -> dict[str, Any]:
-    """Shapes say all but the norm's epsilon, which is the backbone's as soon as there is one."""
+def _stored_layer_config(directory: Path, tensors: Tensors, vocab_size: int) -> Fields:
+    """Return the config of the stored layer from its shapes; `_take_epsilon` sets the norm's."""
     frequencies = tensors.get(_UNUSED[1])
     if frequencies is None:
-        raise ValueError(f"{folder}: without {_UNUSED[1]} the number of attention heads is not known")
+        raise ValueError(f"{directory}: without {_UNUSED[1]} the number of attention heads is unknown")
     head_dim = 2 * len(frequencies)
     inner, width = tensors[_PREFIX + "layers.0.mlp.gate_proj.weight"].shape
     keys = len(tensors[_PREFIX + "layers.0.self_attn.k_proj.weight"])
@@ -264,7 +260,7 @@ register(
         layouts=[
             HeadLayout(
                 "hydra",
-                lambda folder, fields: bool(list(folder.glob("hydra_lm_head.*"))),
+                lambda directory, fields: bool(list(directory.glob("hydra_lm_head.*"))),
                 _read,
                 lambda config: None if config.unembed == "own" else "it holds unembed='own', not unembed='shared'",
                 _write,

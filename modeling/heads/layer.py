@@ -47,10 +47,10 @@ _LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-_PLACES = {"layers": "model.layers", "extra_heads": "extra_heads"}
+_STACKS = {"layers": "model.layers", "extra_heads": "extra_heads"}
 _NAMES = [
-    *((f"{place}.{{k}}.{part}.weight", f"{own}.{{k}}.{name}.weight")
-      for place, own in _PLACES.items() for part, name in _LAYER.items()),
+    *((f"{stack}.{{k}}.{part}.weight", f"{own}.{{k}}.{name}.weight")
+      for stack, own in _STACKS.items() for part, name in _LAYER.items()),
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("norm.weight", "model.norm.weight"),
     ("output.weight", "lm_head.weight"),
@@ -121,7 +121,7 @@ class LayerHead(nn.Module):
         backbone: BackboneParts,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return what the unembedding reads for every position of the window, [B, T, n d].
+        """Return the inputs of the unembedding for every position of the window, [B, T, n d].
 
         `states` are those that `hidden_layers` names, [B, T, d] each; `cache` holds earlier positions, and is extended.
         """
@@ -141,7 +141,7 @@ class LayerHead(nn.Module):
     def forward(
         self, features: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """`leaf_logits` [..., n, 1, V] from features [..., n d], or those of the positions start .. stop - 1."""
+        """Return `leaf_logits` [..., n, 1, V] from features [..., n d], or those of positions start .. stop - 1."""
         states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]
         return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}
 
@@ -156,7 +156,7 @@ class LayerHead(nn.Module):
         init.copy_(self.mix, start)
 
     def start_from(self, backbone: BackboneParts) -> None:
-        """Every layer starts as the backbone's last one, as its adapters, if it has any, make it."""
+        """Copy the backbone's last layer, with its adapters if any, into every layer."""
         last = cast(nn.ModuleList, backbone.model.get_decoder().layers)[-1]
         for layer in self.layers.children():
             copy_weights(last, layer)
@@ -170,15 +170,11 @@ def _hidden_layers(config: MTPHeadConfig) -> list[int]:
     return [*range(1, layers), -1]
 
 
-def _read(folder: Path) -> Directory:
-    """Return the options of the heads and their tensors.
-
-    Raises:
-        ValueError: A model without further heads.
-    """
-    config, tensors, count = _read_model(folder)
+def _read(directory: Path) -> Directory:
+    """Return the options of the heads and their tensors."""
+    config, tensors, count = _read_model(directory)
     if count < 2:
-        raise ValueError(f"{folder}: n_future_tokens={count}: no heads; MTPHeads.backbone_from_official loads it")
+        raise ValueError(f"{directory}: n_future_tokens={count}: no heads; MTPHeads.backbone_from_official loads it")
     heads = {name.replace("extra_heads", "layers"): part for name, part in tensors.items() if "extra_heads" in name}
     options = {
         "head_type": "layer",
@@ -190,9 +186,9 @@ def _read(folder: Path) -> Directory:
     return options, heads
 
 
-def read_backbone(folder: Path) -> tuple[LlamaConfig, Tensors]:
+def read_backbone(directory: Path) -> tuple[LlamaConfig, Tensors]:
     """Return the Llama whose last layer is head 1."""
-    config, tensors, _ = _read_model(folder)
+    config, tensors, _ = _read_model(directory)
     return config, {name: tensor for name, tensor in tensors.items() if not name.startswith("extra_heads")}
 
 
@@ -221,12 +217,12 @@ _PARAMS = ("dim", "n_heads", "n_layers", "norm_eps")
 _TENSORS = ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight")
 
 
-def _read_model(folder: Path) -> tuple[LlamaConfig, Tensors, int]:
-    params, tensors = read_json(folder / PARAMS), read_tensors([folder / FILE])
+def _read_model(directory: Path) -> tuple[LlamaConfig, Tensors, int]:
+    params, tensors = read_json(directory / PARAMS), read_tensors([directory / FILE])
     tensors.pop("rope.freqs", None)
-    for found, needed, file in ((params, _PARAMS, PARAMS), (tensors, _TENSORS, FILE)):
-        if missing := [name for name in needed if name not in found]:
-            raise ValueError(f"{folder / file} holds no {', '.join(missing)}")
+    for content, needed, file in ((params, _PARAMS, PARAMS), (tensors, _TENSORS, FILE)):
+        if missing := [name for name in needed if name not in content]:
+            raise ValueError(f"{directory / file} holds no {', '.join(missing)}")
     count, width, heads = params.get("n_future_tokens", 1), params["dim"], params["n_heads"]
     config = LlamaConfig(
         hidden_size=width,
@@ -242,7 +238,7 @@ def _read_model(folder: Path) -> tuple[LlamaConfig, Tensors, int]:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return config, _half_split(renamed(tensors, _NAMES, folder), width // heads), count
+    return config, _half_split(renamed(tensors, _NAMES, directory), width // heads), count
 
 
 def _refusal(config: MTPHeadConfig) -> str | None:
@@ -276,7 +272,7 @@ register(
         layouts=[
             HeadLayout(
                 "gloeckle",
-                lambda folder, fields: (folder / PARAMS).is_file(),
+                lambda directory, fields: (directory / PARAMS).is_file(),
                 _read,
                 _refusal,
                 _write,

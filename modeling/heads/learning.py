@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...generation.online import OnlineLearner
 
 STATES = "cached_states"
-"""The states' name among the columns of a row, as the `forward` of drafters calls it."""
+"""The states' column in training data, and the keyword of the `forward` of drafters."""
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
@@ -33,8 +33,8 @@ class OnlineMixin:
     """A drafter that can learn from what its own calls verified: its forward takes `cached_states`.
 
     Attributes:
-        learning_layers: The backbone's states that it learns from, as `output_hidden_states` counts them.
-        attends: Whether what is drafted at a position depends on the states of all before it.
+        learning_layers: The backbone's states that it learns from, as indices of `output_hidden_states`.
+        attends: Whether drafts at a position depend on the states of all positions before it.
     """
 
     learning_layers: list[int]
@@ -42,11 +42,7 @@ class OnlineMixin:
 
     @property
     def drafting_part(self) -> nn.Module:
-        """The module that learns.
-
-        Raises:
-            ValueError: There is none apart from the policy's own.
-        """
+        """The module that learns."""
         return cast(nn.Module, self)
 
     @property
@@ -55,18 +51,14 @@ class OnlineMixin:
         return cast(PreTrainedModel, self)
 
     def check_policy(self) -> None:
-        """Refuse a policy that has other sizes than the drafter.
-
-        Raises:
-            ValueError: It has.
-        """
+        """Refuse a policy that has other sizes than the drafter."""
 
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the loss on rows that calls have kept (`collate`), whose gradients of the drafting part are taken."""
+        """Return the loss on sequences that calls have recorded (`collate`), from which the drafting part learns."""
         return cast(nn.Module, self)(**batch).loss
 
     def learn_while_decoding(self, every: int = 4096, budget: float = 0.1, **options: Any) -> OnlineLearner:
-        """Learn from now on from what calls of `generate` with this drafter verify; texts keep their distribution.
+        """Learn from now on from what calls of `generate` with this drafter verify; outputs keep their distribution.
 
         Args:
             every: New tokens after which the drafter learns, at the end of a call.
@@ -82,13 +74,12 @@ class OnlineMixin:
 
 
 class FrozenBackboneMixin(OnlineMixin):
-    """The training forward of a drafter that learns beside a frozen backbone, or from stored states of it."""
+    """The training forward of a drafter that learns on a frozen backbone, or from stored states of it."""
 
     training: bool
     backbone: PreTrainedModel
     check_backbone: Callable[[PreTrainedModel], None]
     learn: Callable[..., CausalLMOutputWithPast]
-    _run_backbone: Callable[..., Any]
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -109,7 +100,7 @@ class FrozenBackboneMixin(OnlineMixin):
         logits_to_keep: int | Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         cached_states: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> CausalLMOutputWithPast:
         """Return the loss of the drafter on the frozen backbone (`learn`), and the backbone's own logits.
 
@@ -118,8 +109,8 @@ class FrozenBackboneMixin(OnlineMixin):
             attention_mask: [B, L], 0 for padding.
             position_ids: [B or 1, L]; where they restart, a packed document begins.
             labels: [B, L] int64, shifted here, -100 ignored.
-            logits_to_keep: Logits of the last so many positions only (0: all), or of these positions. None: of the last
-                one in training, which nobody reads, else of all.
+            logits_to_keep: Number of last positions whose logits are returned (0: all), or these positions. None: the
+                last one in training, which nothing reads, else all.
             num_items_in_batch: Targets per depth (or step) over all micro-batches, [n] or one number (from the
                 Trainer).
             cached_states: [B, L, S, d], the states that `learning_layers` names, from an earlier run of the backbone on
@@ -137,14 +128,26 @@ class FrozenBackboneMixin(OnlineMixin):
         if cached_states is not None:
             states, logits = split_states(cached_states, self.learning_layers), None
         else:
-            kept = int(self.training) if logits_to_keep is None else logits_to_keep
-            outputs = self._run_backbone(input_ids, attention_mask, position_ids, kept)
+            logits_to_keep = int(self.training) if logits_to_keep is None else logits_to_keep
+            outputs = self._run_backbone(input_ids, attention_mask, position_ids, logits_to_keep)
             states, logits = outputs.hidden_states, outputs.logits
-        given = input_ids, attention_mask, position_ids, labels, num_items_in_batch
-        found = self.learn(states, logits, *given, **kwargs)
+        inputs = input_ids, attention_mask, position_ids, labels, num_items_in_batch
+        output = self.learn(states, logits, *inputs, **kwargs)
         if kwargs.get("output_hidden_states") and cached_states is None:
-            found.hidden_states = cast(tuple, states)
-        return found
+            output.hidden_states = cast(tuple, states)
+        return output
+
+    def _run_backbone(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor = 1,
+    ) -> Any:
+        """Return the backbone's outputs, with the states that the drafter reads, and the last."""
+        layers = [*dict.fromkeys([*self.learning_layers, -1])]
+        with torch.no_grad():
+            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
 
 
 class WindowHeadMixin(DepthCountsMixin):
@@ -153,7 +156,7 @@ class WindowHeadMixin(DepthCountsMixin):
     Attributes:
         mtp_loss_weight: lambda, what the heads' loss is multiplied with.
         head_config: Options of the head.
-        whole_head: The module that gives the distribution of the whole window.
+        whole_head: The module that makes the distribution of the whole window.
     """
 
     mtp_loss_weight: float = 1.0
@@ -180,8 +183,10 @@ class WindowHeadMixin(DepthCountsMixin):
 
         `parts` are those of the backbone, where they are looked up already.
         """
-        given = features, last, length, parts or self._parts(), self.draft_vocabulary
-        return distribution_after(self.whole_head, self.head_config, *given)
+        backbone = parts or self._parts()
+        return distribution_after(
+            self.whole_head, self.head_config, features, last, length, backbone, self.draft_vocabulary
+        )
 
     def window_distribution(self, hidden_states: Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].
@@ -195,21 +200,18 @@ class WindowHeadMixin(DepthCountsMixin):
         return self.distribution_of_features(hidden_states)
 
     def loss_scale(self, first: float = 1.0) -> Tensor:
-        """What the depths of the loss are multiplied with besides weights, [n]: lambda, and `first` at depth 1."""
+        """Return the factors of the depths of the loss besides weights, [n]: lambda, and `first` at depth 1."""
         scale = torch.full((self.head_config.num_depths,), float(self.mtp_loss_weight), device=self.device)
         scale[0] *= first
         return scale
 
     def pooled_loss(self, sums: Tensor, counts: Tensor, first: float = 1.0) -> Tensor:
-        """Return the loss of the head on data of which only sums per depth are known.
+        """Return the loss of the head on data in one batch, without `backbone_loss`, from sums per depth.
 
         Args:
             sums: [n], summed terms in nats.
             counts: [n], targets.
             first: Weight of depth 1, 0 where the backbone learns it itself.
-
-        Returns:
-            Scalar: what `forward` would return for all of the data in one batch, without `backbone_loss`.
         """
         scale = self.loss_scale(first).to(sums)
         return (sums * scale * depth_weights(self.head_config, counts.to(sums))).sum()
@@ -236,22 +238,10 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
 
     @property
     def learning_layers(self) -> list[int]:
-        """The states of the backbone that training reads, as `output_hidden_states` counts them."""
+        """The states of the backbone that training reads, as indices of `output_hidden_states`."""
         layers = sorted(set(self.hidden_layers), key=self.hidden_layers.index)
         needs_last = self.draft_layers is None or self.config.loss_target == "teacher"
         return [index for index in layers if index != -1 or needs_last]
-
-    def _run_backbone(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        logits_to_keep: int | Tensor = 1,
-    ) -> Any:
-        """Return the backbone's outputs, with the states that the heads read."""
-        layers = self.hidden_layers
-        with torch.no_grad():
-            return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
 
     def learn(
         self,
@@ -265,7 +255,7 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
         shift_labels: Tensor | None = None,
         balance: Tensor | None = None,
         first: float = 1.0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> MTPOutput:
         """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
 
@@ -274,7 +264,7 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
         targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
-        found = head_loss(
+        output = head_loss(
             self.head,
             self.config,
             self.features(states, attention_mask, position_ids),
@@ -287,8 +277,8 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
             balance,
             self.draft_vocabulary,
         )
-        found.logits = logits
-        return found
+        output.logits = logits
+        return output
 
 
 def run_backbone(
@@ -311,10 +301,10 @@ def run_backbone(
     )
 
 
-def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a batch of rows with stored states, padded on the right; with `attention_mask` if their lengths differ."""
-    lengths, fills = [len(row["input_ids"]) for row in rows], {"labels": IGNORE}
-    batch = {name: nn.utils.rnn.pad_sequence([row[name] for row in rows], True, fills.get(name, 0)) for name in rows[0]}
+def collate(sequences: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch of sequences with stored states, padded on the right; with `attention_mask` if lengths differ."""
+    lengths, fills, pad = [len(each["input_ids"]) for each in sequences], {"labels": IGNORE}, nn.utils.rnn.pad_sequence
+    batch = {name: pad([each[name] for each in sequences], True, fills.get(name, 0)) for name in sequences[0]}
     if len(set(lengths)) > 1:
         real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
         batch["attention_mask"] = real.long()
@@ -322,11 +312,7 @@ def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def split_states(cached: Tensor, layers: list[int]) -> dict[int, Tensor]:
-    """Return cached states [B, L, S, d] by the indices of their layers.
-
-    Raises:
-        ValueError: Another number of layers.
-    """
+    """Return cached states [B, L, S, d] by the indices of their layers."""
     if cached.dim() != 4 or cached.shape[2] != len(layers):
         wanted = f"[B, L, {len(layers)}, d], the hidden states {layers}"
         raise ValueError(f"cached_states has shape {tuple(cached.shape)}, but this drafter needs {wanted}")

@@ -1,4 +1,4 @@
-"""Losses of multi-token prediction: which labels are targets at which depth, how depths are weighed, a head's loss."""
+"""Losses of multi-token prediction: the targets of every depth, the weights of depths, the loss of a head."""
 
 from __future__ import annotations
 
@@ -33,19 +33,16 @@ def depth_targets(
         window: n.
         attention_mask: See `window_targets`.
         position_ids: See `window_targets`.
-        shift_labels: [B, L] int64, the target of every position one token ahead; as in transformers, they count and
-            not the labels where both are given.
+        shift_labels: [B, L] int64, the target of every position one token ahead; as in transformers, they replace the
+            labels.
 
     Returns:
         [B, L, n] int64, -100 where there is no target.
-
-    Raises:
-        ValueError: Labels of another number of depths, or neither labels nor shift_labels.
     """
     if shift_labels is not None:
         return _targets_of_shifted(shift_labels, window, attention_mask, position_ids)
     if labels is None:
-        raise ValueError("labels=None: give labels or shift_labels")
+        raise ValueError("labels=None: pass labels or shift_labels")
     if labels.dim() == 2:
         return window_targets(labels, window, attention_mask, position_ids)
     if labels.shape[2] != window:
@@ -56,7 +53,7 @@ def depth_targets(
 def _targets_of_shifted(
     shift_labels: Tensor, window: int, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Tensor:
-    """Shifted back, labels are one column longer: the last position may have a target, too."""
+    """Return targets of labels shifted back, which are one column longer: the last position may have a target."""
     if attention_mask is not None:
         attention_mask = nn.functional.pad(attention_mask[:, -shift_labels.shape[1] :], (0, 1), value=1)
     if position_ids is not None:
@@ -68,11 +65,8 @@ def _targets_of_shifted(
 def check_targets(targets: Tensor, vocab_size: int, name: str = "labels") -> Tensor:
     """Return the targets [...] int64, if every one is a token id or -100.
 
-    On an accelerator they are not read, which would stop the program until the device is done; there, the kernel that
-    looks up the logits of targets asserts the same.
-
-    Raises:
-        ValueError: A target that is neither.
+    On an accelerator they are not read, which would synchronise; there, the kernel that reads the logits of targets
+    asserts the same.
     """
     if targets.device.type == "cpu":
         ignored = (targets == IGNORE) & (name != "input_ids")
@@ -154,45 +148,37 @@ def discounted_weights(counts: Tensor, gamma: float) -> Tensor:
 
 
 def _discounts(like: Tensor, gamma: float) -> Tensor:
-    """gamma^(j-1) for j = 1..n, for a vector of n."""
+    """Return gamma^(j-1) for j = 1..n, for a vector of n."""
     return gamma ** torch.arange(len(like), device=like.device, dtype=like.dtype)
 
 
 def counted(scored: Tensor, normalization: str = "tokens") -> Tensor:
-    """Return what the summed terms of each depth are divided by, [n] int64: targets, or sequences (`"paper"`).
+    """Return the divisors of the summed terms of each depth, [n] int64: targets, or sequences (`"paper"`).
 
-    Args:
-        scored: [B, L, n] bool.
-        normalization: `MTPHeadConfig.loss_normalization`.
+    `scored` is [B, L, n] bool, `normalization` is `MTPHeadConfig.loss_normalization`.
     """
     if normalization == "paper":
         return scored.flatten(1).any(1).sum().expand(scored.shape[-1])
     return scored.sum((0, 1))
 
 
-def counts_of_update(own: Tensor, given: Tensor | int | None, first: Tensor | None = None) -> Tensor:
-    """Return the targets per depth of a whole update, of which a micro-batch has `own`.
+def counts_of_update(own: Tensor, items: Tensor | int | None, first: Tensor | None = None) -> Tensor:
+    """Return the targets per depth of a whole update, [n], of which a micro-batch has `own`.
 
     Args:
         own: [n] int64, targets per depth in this micro-batch.
-        given: `num_items_in_batch`: [n] from `MTPTrainer`; one number, the first depth's, from `Trainer`, and then the
-            other depths are taken to be as much rarer as they are here; or None, where this is the whole update.
+        items: `num_items_in_batch`: [n] from `MTPTrainer`; one number, the first depth's, from `Trainer`, where the
+            other depths are taken to be as much rarer as in this micro-batch; or None, where this is the whole update.
         first: The number in this micro-batch of what one number counts; None: `own[0]`.
-
-    Returns:
-        [n].
-
-    Raises:
-        ValueError: Another number of depths.
     """
-    if given is None:
+    if items is None:
         return own
-    given = torch.as_tensor(given, device=own.device).flatten()
-    if len(given) not in (1, len(own)):
-        raise ValueError(f"num_items_in_batch has {len(given)} entries; give one number, or one for each of {len(own)}")
-    if len(given) < len(own):
-        return own * given / (own[0] if first is None else first).clamp(min=1)
-    return given
+    items = torch.as_tensor(items, device=own.device).flatten()
+    if len(items) not in (1, len(own)):
+        raise ValueError(f"num_items_in_batch has {len(items)} entries; pass one number, or one for each of {len(own)}")
+    if len(items) < len(own):
+        return own * items / (own[0] if first is None else first).clamp(min=1)
+    return items
 
 
 def depth_means(terms: Tensor, valid: Tensor) -> Tensor:
@@ -228,17 +214,11 @@ def head_loss(
         targets: [B, L, n] int64, -100 where nothing is scored.
         input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
         counts: `num_items_in_batch`, see `counts_of_update`.
-        backbone: What the head borrows of its backbone.
+        backbone: The parts of its backbone that the head borrows.
         last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
-        scale: What the loss is multiplied with, or every depth of it, [n]; the means are not.
+        scale: Factor of the loss, or of every depth, [n]; not of the reported means.
         balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
-        vocabulary: The tokens that are drafted, which the head's columns and the backbone's logits stand for.
-
-    Returns:
-        The loss, and what is shown of it, detached.
-
-    Raises:
-        ValueError: A target that is no token id, or a teacher where there is no backbone to teach.
+        vocabulary: The tokens that are drafted, those of the head's columns and the backbone's logits.
     """
     num_columns = cast(int, head.vocab_size)
     vocab_size = num_columns if vocabulary is None else vocabulary.vocab_size
@@ -288,8 +268,8 @@ def head_loss(
     if balanced:
         factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)
         weights = weights * factors
-    shown = (teacher is not None) + (balanced and balance is not None)
-    part.weights = nn.functional.pad(weights, (0, window * shown))  # what is only shown weighs nothing
+    reported = (teacher is not None) + (balanced and balance is not None)
+    part.weights = nn.functional.pad(weights, (0, window * reported))  # reported values have the weight 0
     loss, (sums,) = chunked_sums(terms, head, [part], size)
     means = list(sums.unflatten(0, (-1, window)) / own)
     if teacher is not None:
@@ -303,24 +283,23 @@ def head_loss(
 
 
 def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
-    """Return what the summed terms of each depth are multiplied with, [n], from targets per depth [n]; 0 counts as 1.
+    """Return the factors of the summed terms of each depth, [n], from targets per depth [n]; 0 counts as 1.
 
-    `loss_weights`, or the family's own recipe with `gamma` for its discount, are divided by the counts; where there are
-    none, `gamma` gives weights that sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`. The loss
-    `"block"` is divided by the targets at depth 2, the places where a cycle may begin, and no discount is read there.
+    `loss_weights`, or the family's own recipe with `gamma` for its discount, are divided by the counts; without either,
+    weights of `gamma` sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`. The loss `"block"` is
+    divided by the targets at depth 2, the positions where a cycle may begin, and no discount is read there.
     """
-    given, recipe = config.loss_weights, config.family.loss_weights
-    if config.loss_divergence == "block":  # depth 1 has but its labels
-        given = [1.0] * len(counts) if given is None else given
-        places = counts[1:2].expand(len(counts) - 1)
-        counts = torch.cat([counts[:1], places])
-        given = [config.loss_label_weight * given[0], *given[1:]]
-    if given is None and recipe is not None:
-        given = recipe(len(counts))
+    weights, recipe = config.loss_weights, config.family.loss_weights
+    if config.loss_divergence == "block":  # depth 1 has only its labels
+        weights = [1.0] * len(counts) if weights is None else weights
+        counts = torch.cat([counts[:1], counts[1:2].expand(len(counts) - 1)])
+        weights = [config.loss_label_weight * weights[0], *weights[1:]]
+    if weights is None and recipe is not None:
+        weights = recipe(len(counts))
         if config.gamma is not None:
-            given = [given[0], *(config.gamma**k for k in range(1, len(counts)))]
-    if given is not None:
-        return torch.tensor(given, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
+            weights = [weights[0], *(config.gamma**k for k in range(1, len(counts)))]
+    if weights is not None:
+        return torch.tensor(weights, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
     gamma = cast(float, config.gamma)
     if config.loss_normalization == "paper":
         return _discounts(counts, gamma) / counts.clamp(min=1)
@@ -328,7 +307,7 @@ def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
 
 
 def _rms_balance(terms: Callable[..., Tensor], head: nn.Module, part: Part, size: int, counts: Tensor) -> Tensor:
-    """Root mean square of the terms of depth 1 over that of each depth, [n] (Mehra et al. 2025); it takes a pass."""
+    """Return `balance_factors` of a batch (Mehra et al. 2025), which takes a pass."""
     window = len(counts)
     with torch.no_grad():
         _, (squares,) = chunked_sums(lambda *chunk: terms(*chunk)[..., :window].square(), head, [part], size)

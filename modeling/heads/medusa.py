@@ -8,7 +8,6 @@ Merged: the same after `medusa_head.` in a model's files. vLLM: `blocks.{k}.laye
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import MEDUSA
-from ..tensor_files import Names, Tensors, read_json, read_tensors, renamed
+from ..tensor_files import Fields, Names, Tensors, read_json, read_tensors, renamed
 from .backbone_parts import BackboneParts, required
 from .blocks import BlockHead, FeedForwardBlock, Repeated, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
@@ -41,11 +40,7 @@ class MedusaHead(BlockHead):
     def forward(
         self, hidden_states: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
-        """`leaf_logits` [..., n, 1, V] of last hidden states [..., d], or those of the positions start .. stop - 1.
-
-        Raises:
-            RuntimeError: No backbone was given.
-        """
+        """Return `leaf_logits` [..., n, 1, V] of states [..., d], or those of positions start .. stop - 1."""
         positions = range(len(self.blocks) + 1)[start:stop]
         logits = [self._logits(position, hidden_states, backbone) for position in positions]
         return {"leaf_logits": torch.stack([exact(part) for part in logits], -2).unsqueeze(-2)}
@@ -73,48 +68,47 @@ _VLLM = (
 )
 
 
-def _read_official(folder: Path) -> Directory:
+def _read_official(directory: Path) -> Directory:
     """Return the options of the heads and their tensors, from `medusa_lm_head.*` or the files of a merged model."""
-    values = read_json(folder / "config.json")
-    if files := sorted(folder.glob("medusa_lm_head.*")):
+    values = read_json(directory / "config.json")
+    if files := sorted(directory.glob("medusa_lm_head.*")):
         tensors = read_tensors(files[-1:])  # safetensors rather than a pickle
     else:
-        tensors = read_tensors(sorted(folder.glob("*.safetensors")), "medusa_head.")
-    return _options(folder, values, renamed(tensors, _OFFICIAL, folder))
+        tensors = read_tensors(sorted(directory.glob("*.safetensors")), "medusa_head.")
+    return _options(directory, values, renamed(tensors, _OFFICIAL, directory))
 
 
-def _read_vllm(folder: Path) -> Directory:
+def _read_vllm(directory: Path) -> Directory:
     """Return the options of the heads and their tensors, from a directory that vLLM serves."""
-    values = read_json(folder / "config.json")
-    tensors = read_tensors(sorted(folder.glob("*.safetensors")))
+    values = read_json(directory / "config.json")
+    tensors = read_tensors(sorted(directory.glob("*.safetensors")))
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
     if "token_map" in tensors:
-        raise ValueError(f"{folder}: token_map, a vocabulary of {len(tensors['token_map'])} tokens, is not supported")
+        raise ValueError(f"{directory}: token_map of {len(tensors['token_map'])} tokens is not supported")
     if values.get("original_lm_head"):
         tensors.pop("lm_heads.0.weight", None)
-    ours = renamed(tensors, _VLLM, folder)
+    ours = renamed(tensors, _VLLM, directory)
     for name, tensor in list(ours.items()):
         if name.endswith("linear.weight"):
             ours.setdefault(name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor)))
-    return _options(folder, values, ours)
+    return _options(directory, values, ours)
 
 
 def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields and tensors of version 1, or of version 2 where the unembedding is the backbone's."""
-    fields: dict[str, Any] = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
+    fields: Fields = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
     if config.unembed == "shared":
         fields["version"] = "2"
     return fields, _named(config, tensors, _OFFICIAL)
 
 
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    """Fields and tensors of a directory that vLLM serves; biases are announced, which it would else drop in silence."""
-    own = config.unembed == "own"
+    """Return fields and tensors for vLLM; biases are announced, which it would else drop silently."""
     fields = vllm_fields(config, num_hidden_layers=config.num_blocks, medusa_fc_bias=True)
-    if not own:
-        fields["original_lm_head"] = True
-    shared = {} if own else {"lm_heads.0.weight": check_vllm_unembedding(backbone)}
-    return fields, shared | _named(config, tensors, _VLLM)
+    if config.unembed == "own":
+        return fields, _named(config, tensors, _VLLM)
+    shared = {"lm_heads.0.weight": check_vllm_unembedding(backbone)}
+    return fields | {"original_lm_head": True}, shared | _named(config, tensors, _VLLM)
 
 
 def _named(config: MTPHeadConfig, tensors: Tensors, names: Names) -> Tensors:
@@ -126,17 +120,17 @@ def _refusal(config: MTPHeadConfig) -> str | None:
     return None if config.block == "residual" else f"it holds block='residual', not block={config.block!r}"
 
 
-def _is_official(folder: Path, fields: dict[str, Any]) -> bool:
-    return bool(list(folder.glob("medusa_lm_head.*"))) or "medusa_num_heads" in fields
+def _is_official(directory: Path, fields: Fields) -> bool:
+    return bool(list(directory.glob("medusa_lm_head.*"))) or "medusa_num_heads" in fields
 
 
-def _options(folder: Path, values: dict[str, Any], ours: Tensors) -> Directory:
-    """Return the options, by the weights alone: released configs say 2 heads where there are 5."""
+def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:
+    """Return the options from the weights alone: released configs have 2 heads for 5."""
     indices = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
     if not indices:
         if "unembeddings.heads.0.weight" in ours:
-            raise ValueError(f"{folder}: 'ff' heads for vLLM lack the first one; load where they were written from")
-        raise ValueError(f"{folder}: no Medusa heads among its tensors")
+            raise ValueError(f"{directory}: 'ff' heads for vLLM lack the first one; load their original directory")
+        raise ValueError(f"{directory}: no Medusa heads among its tensors")
     heads, blocks = (1 + max(numbers) for numbers in zip(*indices))
     unembedding = ours.get("unembeddings.heads.0.weight")
     width = next(tensor.shape[1] for name, tensor in ours.items() if name.endswith("linear.weight"))
@@ -162,9 +156,7 @@ register(
         start_from=lambda head, backbone: head.start_from(backbone),
         is_independent=True,
         layouts=[
-            HeadLayout(
-                "vllm", lambda folder, fields: fields.get("model_type") == "medusa", _read_vllm, _refusal, _write_vllm
-            ),
+            HeadLayout("vllm", lambda _, raw: raw.get("model_type") == "medusa", _read_vllm, _refusal, _write_vllm),
             HeadLayout("medusa", _is_official, _read_official, _refusal, _write_official, "medusa_lm_head.safetensors"),
         ],
     )

@@ -1,4 +1,4 @@
-"""What is done with a head of any family: build it, initialise it."""
+"""Building and initialising a head of any family."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .medusa import MedusaHead as MedusaHead
 
 @runtime_checkable
 class Resettable(Protocol):
-    """A module that initialises the parameters which it holds itself."""
+    """A module that initialises its own parameters."""
 
     def reset_head(self, std: float) -> None:
-        """Initialise; tensors that were loaded stay. `std` is `initializer_range` of the model."""
+        """Initialise all but loaded tensors; `std` is `initializer_range` of the model."""
 
 
 def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:

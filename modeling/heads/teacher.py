@@ -5,14 +5,15 @@ between the drafter's distribution q and the verifier's p are computed from log-
 differentiable where q is. The acceptance of a drafted token is alpha = sum_x min(p(x), q(x)) (Leviathan et al. 2023),
 so total variation is 1 - alpha, and LK is -log alpha.
 
-The loss "block" is what is paid. Along a text x that was drawn from p, a cycle that begins with x_t accepts at least k
-drafts with the probability m_k(t) = min over j <= k of min(1, Q_j / P_j), Q and P the products of q and p over the
-drafts' tokens (`training.evaluation.expected`). The loss is - sum_k m_k, averaged over places. It reads log p of the
-text's own tokens alone, and that text must be the verifier's own, drawn at temperature 1 from its whole distribution.
+The loss "block" is the acceptance of block verification. Along a sequence x drawn from p, a cycle that begins with x_t
+accepts at least k drafts with the probability m_k(t) = min over j <= k of min(1, Q_j / P_j), Q and P the products of q
+and p over the drafts' tokens (`training.evaluation.expected`). The loss is - sum_k m_k, averaged over positions. It
+reads log p of the sequence's own tokens alone, which must be the verifier's, drawn at temperature 1 from its whole
+distribution.
 
-Cycles begin more often where drafts are rejected. The expected number of calls W = sum_t w_t, with C(t) those that are
-left at t, has the derivative dW / dm_k(t) = - w_t (C(t+k) - C(t+k+1)), so that these weights of m_k, without gradient,
-make the loss that of the calls (`loss_places="calls"`).
+Cycles begin more often where drafts are rejected. The expected number of calls W = sum_t w_t, with C(t) the calls left
+at t, has the derivative dW / dm_k(t) = - w_t (C(t+k) - C(t+k+1)), so that with these weights of m_k, without gradient,
+the loss is the number of calls (`loss_places="calls"`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from .window_distribution import WindowDistribution, at_tokens
 DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
 """Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
 LOSSES = (*DIVERGENCES, "block")
-"""And the drafts that block verification is expected to accept, which is no distance."""
+"""With the expected number of drafts that block verification accepts, which is no distance."""
 ACCEPTANCES = ("tv", "lk", "lk_kl")
-"""Those that are made of the acceptance itself."""
+"""Divergences that are functions of the acceptance."""
 _KL_SCALE, _KL_DECAY = 1.0, 3.0
 
 
@@ -45,8 +46,8 @@ class Teacher:
     Attributes:
         config: The head's options.
         backbone: The teacher's unembedding.
-        arguments: Per position, what `terms` needs: states of the next n - 1 positions [B, L, (n - 1) d], and what
-            their logits sum to if not those of the columns do, [B, L, n - 1].
+        arguments: Per position, states of the next n - 1 positions [B, L, (n - 1) d], and logsumexp of their logits
+            over all tokens, [B, L, n - 1], where that over the columns differs.
     """
 
     config: MTPHeadConfig
@@ -57,26 +58,23 @@ class Teacher:
     def of(
         cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, window: int
     ) -> Teacher:
-        """Return a teacher for windows of n tokens after each of the last hidden states [B, L, d].
-
-        Raises:
-            ValueError: There is no backbone to teach.
-        """
+        """Return a teacher for windows of n tokens after each of the last hidden states [B, L, d]."""
         if last_states is None or backbone is None:
-            raise ValueError("loss_target='teacher' needs the backbone's last hidden states, and none were given")
+            raise ValueError("loss_target='teacher' needs the backbone's last hidden states, not None")
         states = last_states.detach()
         # over a draft vocabulary p is renormalised, but for what is accepted: a token that is never drafted never is
-        is_part = backbone.vocabulary is not None and config.loss_divergence in ACCEPTANCES
-        norms = log_norms(backbone, states) if is_part else None
-        parts = [states] if norms is None else [states, norms]
+        parts = [states]
+        if backbone.vocabulary is not None and config.loss_divergence in ACCEPTANCES:
+            whole = BackboneParts(backbone.model)
+            parts += of_logits(whole, states, lambda logits: (logits.logsumexp(-1, keepdim=True),))
         return cls(config, backbone, tuple(ahead(part, window) for part in parts))
 
     def terms(
         self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the terms of some positions and the acceptances there, [N, n] each; at depth 1 of the tokens, and 0.
+        """Return the terms and acceptances of some positions, [N, n] each; at depth 1 the likelihood, and 0.
 
-        `tokens` are [N, n] int64; `taught` are pieces of `arguments`.
+        `tokens` are [N, n] int64; `taught` are chunks of `arguments`.
         """
         log_probs = distribution.conditional_log_probs(tokens)
         likelihood = at_tokens(log_probs, tokens)
@@ -90,26 +88,20 @@ class Teacher:
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
 
 
-def log_norms(backbone: BackboneParts, states: Tensor) -> Tensor:
-    """Return the log of what the logits of all tokens sum to at every state [B, L, d], [B, L, 1]."""
-    whole = BackboneParts(backbone.model)
-    return of_logits(whole, states, lambda logits: (logits.logsumexp(-1, keepdim=True),))[0]
-
-
 @torch.no_grad()
 def of_logits(
     backbone: BackboneParts, states: Tensor, read: Callable[..., tuple[Tensor, ...]], *arguments: Tensor
 ) -> list[Tensor]:
     """Return what `read` makes of the logits at states [B, L, d] and of arguments [B, L, ..], a chunk at a time."""
     flat = states.flatten(0, -2)
-    rows = max(1, LOGITS_PER_CHUNK // backbone.unembed(flat[:1]).shape[-1])
-    chunks = zip(flat.split(rows), *(argument.flatten(0, 1).split(rows) for argument in arguments))
-    pieces = [read(backbone.unembed(part).float(), *given) for part, *given in chunks]
+    size = max(1, LOGITS_PER_CHUNK // backbone.unembed(flat[:1]).shape[-1])
+    chunks = zip(flat.split(size), *(argument.flatten(0, 1).split(size) for argument in arguments))
+    pieces = [read(backbone.unembed(part).float(), *parts) for part, *parts in chunks]
     return [torch.cat(piece).unflatten(0, states.shape[:-1]) for piece in zip(*pieces)]
 
 
 def ahead(values: Tensor, window: int) -> Tensor:
-    """For every position the values [B, L, (n - 1) c] of the n - 1 following positions; 0 beyond the end."""
+    """Return for every position the values [B, L, (n - 1) c] of the n - 1 following ones; 0 beyond the end."""
     padded = nn.functional.pad(values, (0, 0, 0, window - 1))
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)
 
@@ -159,84 +151,75 @@ def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """alpha = sum_x min(p(x), q(x)), [...]: the probability that a token drawn from q is kept."""
+    """Return alpha = sum_x min(p(x), q(x)), [...]: the probability that a token drawn from q is accepted."""
     return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
 def log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log alpha, [...], without underflow where p and q hardly meet."""
+    """Return log alpha, [...], without underflow where p and q hardly overlap."""
     return torch.minimum(log_p, log_q).logsumexp(-1)
 
 
-PLACES = ("all", "calls")
-"""Which places count how much: all alike, or by what a rejection there costs."""
+WEIGHTINGS = ("all", "calls")
+"""How positions are weighed: all alike, or by the calls that a rejection there costs."""
 
 
 def accepted_along(log_q: Tensor, log_p: Tensor, drafted: Tensor) -> Tensor:
-    """Return m_k, the probability that block verification accepts at least k drafts given the text, for k = 1 .. m.
+    """Return m_k, the probability that block verification accepts at least k drafts of a sequence, for k = 1 .. m.
 
     Args:
-        log_q: [..., m], of the text's tokens after a cycle's first one, each given those before it.
+        log_q: [..., m], of the sequence's tokens after a cycle's first one, each given those before it.
         log_p: [..., m], the verifier's.
-        drafted: [..., m] bool, False where the text ends or a token is never drafted; from there on m_k is 0.
+        drafted: [..., m] bool, False where the sequence ends or a token is never drafted; from there on m_k is 0.
     """
     ratios = torch.where(drafted, log_q - log_p, 0.0)
     accepted = ratios.cumsum(-1).cummin(-1).values.clamp(max=0).exp()
     return torch.where(drafted.long().cumprod(-1).bool(), accepted, 0.0)
 
 
-def cycle_starts(accepted: Tensor, places: Tensor) -> Tensor:
+def cycle_starts(accepted: Tensor, eligible: Tensor) -> Tensor:
     """Return w, the probability that a cycle begins at each position, [B, L] float64.
 
     Args:
-        accepted: [B, L, m], m_k of the drafts at each position; 0 where they would reach beyond the text.
-        places: [B, L] bool, True where a cycle may begin; every run of them is a text of its own.
+        accepted: [B, L, m], m_k of the drafts at each position; 0 where they would reach beyond the sequence.
+        eligible: [B, L] bool, True where a cycle may begin; every run of True is a sequence.
     """
-    jumps = _jumps(accepted, places)
+    jumps = _jumps(accepted, eligible)
     length, reach = jumps.shape[1:]
-    starts = pad((places & ~pad(places, (1, -1))).double(), (0, reach))
+    starts = pad((eligible & ~pad(eligible, (1, -1))).double(), (0, reach))
     for position in range(length):
         starts[:, position + 1 : position + 1 + reach] += starts[:, position, None] * jumps[:, position]
-    return starts[:, :length] * places
+    return starts[:, :length] * eligible
 
 
-def _jumps(accepted: Tensor, places: Tensor) -> Tensor:
+def _jumps(accepted: Tensor, eligible: Tensor) -> Tensor:
     """Return the probability that exactly 0 .. m drafts are accepted, [B, L, m + 1]; 0 where no cycle begins."""
-    return (pad(accepted, (1, 0), value=1.0) - pad(accepted, (0, 1))) * places[..., None]
+    return (pad(accepted, (1, 0), value=1.0) - pad(accepted, (0, 1))) * eligible[..., None]
 
 
-def call_weights(accepted: Tensor, places: Tensor) -> Tensor:
-    """Return w_t (C(t+k) - C(t+k+1)), what a greater m_k(t) saves in expected calls, [B, L, m] float64.
-
-    Arguments as for `cycle_starts`.
-    """
+def call_weights(accepted: Tensor, eligible: Tensor) -> Tensor:
+    """Return w_t (C(t+k) - C(t+k+1)), the expected calls that m_k(t) saves, [B, L, m] float64; see `cycle_starts`."""
     accepted = accepted.detach().double()
-    jumps = _jumps(accepted, places)
+    jumps = _jumps(accepted, eligible)
     length, reach = jumps.shape[1:]
     left = jumps.new_zeros(len(jumps), length + reach + 1)
     for position in reversed(range(length)):
         later = (jumps[:, position] * left[:, position + 1 : position + 1 + reach]).sum(-1)
-        left[:, position] = (1 + later) * places[:, position]
+        left[:, position] = (1 + later) * eligible[:, position]
     after = left[:, 1:].unfold(1, reach, 1)[:, :length]
-    return cycle_starts(accepted, places)[..., None] * (after[..., :-1] - after[..., 1:])
+    return cycle_starts(accepted, eligible)[..., None] * (after[..., :-1] - after[..., 1:])
 
 
-def place_weights(kind: str, accepted: Tensor, places: Tensor) -> Tensor:
-    """Return the weights of m_k, [B, L, m], like `accepted`: 0 where no cycle begins.
-
-    Args:
-        kind: One of `PLACES`.
-        accepted: [B, L, m]; read for `"calls"` alone, on the processor.
-        places: [B, L] bool, see `cycle_starts`.
-    """
+def position_weights(kind: str, accepted: Tensor, eligible: Tensor) -> Tensor:
+    """Return the weights of m_k by one of `WEIGHTINGS`, [B, L, m] as `accepted`; see `cycle_starts`."""
     if kind == "all":
-        return places[..., None].to(accepted).expand_as(accepted)
-    return call_weights(accepted.cpu(), places.cpu()).to(accepted)
+        return eligible[..., None].to(accepted).expand_as(accepted)
+    return call_weights(accepted.cpu(), eligible.cpu()).to(accepted)
 
 
 @torch.no_grad()
-def text_log_probs(backbone: BackboneParts, states: Tensor, following: Tensor) -> Tensor:
-    """Return log p of the token `following` [B, L] every state [B, L, d], given all tokens before: [B, L] float32."""
+def sequence_log_probs(backbone: BackboneParts, states: Tensor, following: Tensor) -> Tensor:
+    """Return log p of the token `following` [B, L] each state [B, L, d], given all tokens before: [B, L] float32."""
 
     def read(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
         return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
@@ -245,21 +228,16 @@ def text_log_probs(backbone: BackboneParts, states: Tensor, following: Tensor) -
 
 
 def block_terms(
-    log_q: Tensor, log_p: Tensor, drafted: Tensor, places: Tensor, kind: str = "all", label_weight: float = 0.0
+    log_q: Tensor, log_p: Tensor, drafted: Tensor, eligible: Tensor, kind: str = "all", label_weight: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the terms of all depths of a whole text, and m_k, [B, L, m] each.
+    """Return the terms of all depths of whole sequences, and m_k, [B, L, m] each.
 
-    Args:
-        log_q: [B, L, m], see `accepted_along`.
-        log_p: [B, L, m].
-        drafted: [B, L, m] bool.
-        places: [B, L] bool, see `cycle_starts`.
-        kind: One of `PLACES`.
-        label_weight: Share of the likelihood of drafted tokens that is mixed in.
+    For `log_q`, `log_p` and `drafted`, [B, L, m], see `accepted_along`, for `eligible` [B, L] `cycle_starts`; `kind` is
+    one of `WEIGHTINGS`, and `label_weight` the share of the likelihood of drafted tokens that is mixed in.
     """
-    drafted = drafted & places[..., None]
+    drafted = drafted & eligible[..., None]
     accepted = accepted_along(log_q, log_p, drafted)
-    terms = -(1 - label_weight) * place_weights(kind, accepted.detach(), places) * accepted
+    terms = -(1 - label_weight) * position_weights(kind, accepted.detach(), eligible) * accepted
     if label_weight:
         terms = terms - label_weight * torch.where(drafted, log_q, 0.0)
     return terms, accepted.detach()
@@ -271,8 +249,8 @@ class BlockTarget:
 
     Attributes:
         label_weight: Share of the labels' likelihood that is mixed in.
-        arguments: Per position, log p of the drafts' tokens, whether they are drafted, and the places' weights,
-            [B, L, n - 1] each.
+        arguments: Per position, log p of the drafts' tokens, whether they are drafted, and the weights, [B, L, n - 1]
+            each.
     """
 
     label_weight: float
@@ -288,31 +266,23 @@ class BlockTarget:
         scored: Tensor,
         drafted: Tensor,
     ) -> BlockTarget:
-        """Return the target of a batch, all places alike.
+        """Return the target of a batch, with all positions weighed alike.
 
-        Args:
-            label_weight: See the class.
-            backbone: The verifier.
-            last_states: [B, L, d], its last hidden states.
-            tokens: [B, L, n] int64, the window after every position.
-            scored: [B, L, n] bool, where something is scored.
-            drafted: [B, L, n] bool, where such a token may be drafted, too.
-
-        Raises:
-            ValueError: There is no verifier.
+        `last_states` [B, L, d] are those of the verifier, `tokens` [B, L, n] the window after every position, `scored`
+        [B, L, n] says where something is scored, and `drafted` where such a token may also be drafted.
         """
         if last_states is None or backbone is None:
-            raise ValueError("loss_divergence='block' needs the backbone's last hidden states, and none were given")
-        log_p = text_log_probs(backbone, last_states, tokens[..., 0])
-        places = scored[..., :2].all(-1)[..., None]
-        drafted = drafted[..., 1:] & places
-        arguments = ahead(log_p[..., None], scored.shape[-1]), drafted, places.to(log_p).expand(drafted.shape)
+            raise ValueError("loss_divergence='block' needs the backbone's last hidden states, not None")
+        log_p = sequence_log_probs(backbone, last_states, tokens[..., 0])
+        eligible = scored[..., :2].all(-1)[..., None]
+        drafted = drafted[..., 1:] & eligible
+        arguments = ahead(log_p[..., None], scored.shape[-1]), drafted, eligible.to(log_p).expand(drafted.shape)
         return cls(label_weight, arguments)
 
     def terms(
         self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the terms of some positions, and m_k there, [N, n] each; see `Teacher.terms`."""
+        """Return the terms and m_k of some positions, [N, n] each; see `Teacher.terms`."""
         log_p, drafted, weights = taught
         log_q, share = distribution.token_log_probs(tokens), self.label_weight
         accepted = accepted_along(log_q[..., 1:], log_p.to(log_q.dtype), drafted)
@@ -322,6 +292,6 @@ class BlockTarget:
         return torch.cat([-log_q[..., :1], terms], -1), pad(accepted.detach(), (1, 0))
 
     def by_calls(self, accepted: Tensor) -> None:
-        """Weigh places by what a rejection there costs, from m_k at all of them, [B, L, n - 1]."""
+        """Weigh positions by the calls that a rejection there costs, from m_k at all of them, [B, L, n - 1]."""
         log_p, drafted, weights = self.arguments
-        self.arguments = log_p, drafted, place_weights("calls", accepted, weights[..., 0].bool())
+        self.arguments = log_p, drafted, position_weights("calls", accepted, weights[..., 0].bool())

@@ -1,7 +1,7 @@
 """Distributions over a window of n tokens: the contract, independent positions, and products of conditionals (Hydra).
 
-A distribution computes in the dtype of the logits it is built from: float32 from models, whatever their own dtype,
-float64 for exact work. -inf logits are legal: they are safe in value and in gradient. A head of any family makes one.
+A distribution computes in the dtype of its logits: float32 from models, whatever their own dtype, float64 for exact
+work. -inf logits are legal: they are safe in value and in gradient. A head of any family makes one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
-
-
 NextLogits = Callable[[Tensor], Tensor]
 """From the embeddings [..., k, d] of the first k tokens of the window to the logits [..., V] of the next one."""
 
@@ -37,19 +35,19 @@ class WindowDistribution(ABC):
     leaf_logits: Tensor
     """[..., n, r, v], unnormalised."""
     reads_codes: bool = False
-    """Tokens are codes of a `DraftVocabulary`: those from v on have no column and say nothing of latent states."""
+    """Tokens are codes of a `DraftVocabulary`: those from v on have no column and are no evidence of latent states."""
 
     @abstractmethod
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """log q(x_1..x_i) for every i and tokens [..., n]: [..., n]; tokens that are `unknown` are summed out."""
+        """Return log q(x_1..x_i) for every i and tokens [..., n]: [..., n]; `unknown` tokens are summed out."""
 
     @abstractmethod
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """log q(X_i = . | x_1..x_{i-1}) for tokens [..., n]: [..., n, v]."""
+        """Return log q(X_i = . | x_1..x_{i-1}) for tokens [..., n]: [..., n, v]."""
 
     @abstractmethod
     def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """log q(X_{j+1} = . | x_1..x_j) for prefixes [..., j], j < n: [..., v], up to a constant of each prefix.
+        """Return log q(X_{j+1} = . | x_1..x_j) for prefixes [..., j], j < n: [..., v], up to a constant per prefix.
 
         Many prefixes of one distribution broadcast: a distribution with axes [B, 1] takes prefixes [B, k, j].
         """
@@ -64,14 +62,14 @@ class WindowDistribution(ABC):
 
         Args:
             choose: Picks tokens and states the distribution that it picked from.
-            length: Stop after so many tokens; None goes to the end of the window.
+            length: Number of tokens; None: the window.
 
         Returns:
             tokens [..., length], and the distributions they were drawn from [..., length, v].
         """
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n].
+        """Return log q(x_i | x_1..x_{i-1}) for tokens [..., n]: [..., n].
 
         Args:
             tokens: [..., n] int64.
@@ -82,7 +80,7 @@ class WindowDistribution(ABC):
         return prefix - torch.where(before.isfinite(), before, torch.zeros_like(before))
 
     def log_prob(self, tokens: Tensor) -> Tensor:
-        """log q(x) for tokens [..., n]: [...]."""
+        """Return log q(x) for tokens [..., n]: [...]."""
         return self.prefix_log_prob(tokens)[..., -1]
 
     def greedy(self, length: int | None = None) -> Tensor:
@@ -90,16 +88,16 @@ class WindowDistribution(ABC):
         return self.draft(lambda probs: (probs.argmax(-1), probs), length)[0]
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """One window per batch element by ancestral sampling, [..., n]."""
+        """Return one window per batch element by ancestral sampling, [..., n]."""
         return self.draft(lambda probs: (draw(probs, generator), probs))[0]
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
-        """An ancestral sample and the distributions that its tokens follow, [..., length] and [..., length, v]."""
+        """Return an ancestral sample and the distributions of its tokens, [..., length] and [..., length, v]."""
         return self.draft(lambda probs: (draw(probs), probs), length)
 
 
-class _GivenConditionals(WindowDistribution):
-    """A distribution whose conditionals are given: none is computed from a joint distribution."""
+class _ConditionalsDistribution(WindowDistribution):
+    """A distribution that is defined by its conditionals."""
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return the conditionals at the tokens."""
@@ -107,11 +105,11 @@ class _GivenConditionals(WindowDistribution):
         return chosen if unknown is None else chosen.masked_fill(unknown, 0)
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
-        """Cumulated conditionals."""
+        """Return cumulated conditionals."""
         return self.token_log_probs(tokens, unknown).cumsum(-1)
 
 
-class FactorisedDistribution(_GivenConditionals):
+class FactorisedDistribution(_ConditionalsDistribution):
     """FF: q(x) = prod_i leaf_i[x_i] (Gloeckle et al. 2024).
 
     Args:
@@ -123,7 +121,7 @@ class FactorisedDistribution(_GivenConditionals):
         self.window = leaf_logits.shape[-3]
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """log leaf_i, whatever the tokens."""
+        """Return log leaf_i, whatever the tokens."""
         return normalised_logits(self.leaf_logits[..., 0, :]).expand(*tokens.shape, -1)
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
@@ -132,7 +130,7 @@ class FactorisedDistribution(_GivenConditionals):
         return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
     def condition(self, first: Tensor) -> FactorisedDistribution:
-        """Independence: the other positions as they are."""
+        """Return the other positions, which are independent."""
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
@@ -144,12 +142,11 @@ class FactorisedDistribution(_GivenConditionals):
         return self.leaf_logits[..., :length, 0, :].argmax(-1)
 
 
-class SequentialDistribution(_GivenConditionals):
+class SequentialDistribution(_ConditionalsDistribution):
     """q(x) = prod_k softmax(next_logits(e(x_1), .., e(x_{k-1})))[x_k].
 
-    Binding a token is exact and free: every conditional is given, none is computed from a joint distribution. With
-    known tokens all conditionals are evaluated without a loop over the batch or over drafts; drafting takes one step
-    per token.
+    Conditioning on a token is exact and free. With known tokens all conditionals are evaluated without a loop over the
+    batch or over drafts; drafting takes one step per token.
 
     Args:
         next_logits: The conditionals.
@@ -167,7 +164,7 @@ class SequentialDistribution(_GivenConditionals):
         return self._logits(self.known)[..., None, None, :]
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Teacher-forced: every conditional sees the given tokens before it."""
+        """Return teacher-forced conditionals: each reads the tokens before it."""
         prefix = self._extended(tokens[..., :-1])
         bound = self.known.shape[-2]
         steps = [self._logits(prefix[..., : bound + i, :]) for i in range(self.window)]
@@ -192,7 +189,7 @@ class SequentialDistribution(_GivenConditionals):
         return SequentialDistribution(self.next_logits, self.embed, self.window - 1, self._extended(first[..., None]))
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """One token after the other."""
+        """Draft one token after the other."""
         distribution, tokens, draft_probs = self, [], []
         for _ in range(self.window if length is None else min(length, self.window)):
             token, probs = choose(distribution._logits(distribution.known).softmax(-1))
@@ -213,10 +210,10 @@ class SequentialDistribution(_GivenConditionals):
 class PartialDistribution(WindowDistribution):
     """A distribution whose columns are the tokens of a draft vocabulary, over all token ids: 0 for the others.
 
-    A token without a column may come first, as what verification adds may be any token, or stand in a text.
+    A token without a column may come first, as verification may add any token, or be in a sequence to evaluate.
 
     Args:
-        inner: The distribution; it is told to read codes.
+        inner: The distribution; its `reads_codes` is set.
         vocabulary: The tokens.
     """
 
@@ -226,7 +223,7 @@ class PartialDistribution(WindowDistribution):
 
     @property
     def leaf_logits(self) -> Tensor:
-        """Those of the columns."""
+        """Return those of the columns."""
         return self.inner.leaf_logits
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
@@ -250,7 +247,7 @@ class PartialDistribution(WindowDistribution):
         return self.inner.next_log_probs(self.vocabulary.codes(prefix))
 
     def condition(self, first: Tensor) -> PartialDistribution:
-        """Bind a token; circuits learn nothing from one without a column."""
+        """Condition on a token; one without a column is no evidence for circuits."""
         return PartialDistribution(self.inner.condition(self.vocabulary.codes(first)), self.vocabulary)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
@@ -288,12 +285,12 @@ def at_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def normalised_logits(logits: Tensor) -> Tensor:
-    """log_softmax over the last axis."""
+    """Return log_softmax over the last axis."""
     return logits.log_softmax(-1)
 
 
 def logsumexp(values: Tensor, dim: int) -> Tensor:
-    """log sum exp over one axis; where all values are -inf, the result is -inf and the gradient 0 (torch's is NaN)."""
+    """Return log sum exp over one axis; where all values are -inf, -inf with the gradient 0 (torch's is NaN)."""
     if not (torch.is_grad_enabled() and values.requires_grad):
         return values.logsumexp(dim)
     top = values.detach().amax(dim, keepdim=True)
@@ -333,10 +330,9 @@ def distribution_after(
     backbone: BackboneParts | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
-    """Return `window_distribution` given its first token `last` [...] int64; only what `length` drafts read is made.
+    """Return `window_distribution` given its first token `last` [...] int64, of which the next `length` are exact.
 
-    `length` is at least 1, at most `config.window` - 1. The distribution may have more tokens; the first `length` are
-    exact.
+    Only what these drafts read is computed; `length` is at least 1, at most `config.window` - 1.
     """
     family, features = FAMILIES[config.head_type], _in_dtype(features, head)
     if family.is_independent:

@@ -5,40 +5,34 @@ from __future__ import annotations
 import re
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
 
 from ...configuration.ptp import PTPConfig
-from ..tensor_files import read_json, read_tensors
+from ..tensor_files import Fields, read_json, read_tensors
 
 _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
 
 
-def read_official(folder: str | PathLike) -> tuple[PTPConfig, dict[str, Tensor]]:
-    """Return the configuration and the tensors, in this library's names.
-
-    Raises:
-        ValueError: An embedding of uniforms that this library does not have, or a pickle of more than tensors.
-        FileNotFoundError: No weights in the directory.
-    """
-    folder = Path(folder)
-    values = read_json(folder / "config.json")
-    config = _config(folder, values)
-    found = dict(_renamed(_PREFIXES.sub("", name), tensor) for name, tensor in _tensors(folder).items())
-    for layer in [name.split(".lora_")[0] for name in found if ".lora_A." in name]:
+def read_official(directory: str | PathLike) -> tuple[PTPConfig, dict[str, Tensor]]:
+    """Return the configuration and the tensors, in this library's names."""
+    directory = Path(directory)
+    values = read_json(directory / "config.json")
+    config = _config(directory, values)
+    tensors = dict(_renamed(_PREFIXES.sub("", name), tensor) for name, tensor in _tensors(directory).items())
+    for layer in [name.split(".lora_")[0] for name in tensors if ".lora_A." in name]:
         for part in ("weight", "bias"):
-            if (tensor := found.pop(f"{layer}.{part}", None)) is not None:
-                found[f"{layer}.base_layer.{part}"] = tensor
-    return config, found
+            if (tensor := tensors.pop(f"{layer}.{part}", None)) is not None:
+                tensors[f"{layer}.base_layer.{part}"] = tensor
+    return config, tensors
 
 
-def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
+def _config(directory: Path, values: Fields) -> PTPConfig:
     kind = values["aux_embedding"]
     if kind not in _EMBEDDINGS:
-        raise ValueError(f"{folder}: aux_embedding={kind!r} is not supported; {', '.join(_EMBEDDINGS)} are")
+        raise ValueError(f"{directory}: aux_embedding={kind!r} is not supported; {', '.join(_EMBEDDINGS)} are")
     features, bias = _EMBEDDINGS[kind]
     llama = dict(values["llama"])
     rope = {"rope_theta": llama.pop("rope_theta"), "rope_type": llama.pop("rope_type", "default")}
@@ -54,12 +48,12 @@ def _config(folder: Path, values: dict[str, Any]) -> PTPConfig:
     )
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(directory: Path) -> dict[str, Tensor]:
     """Return all tensors of a directory; pickles are read with `weights_only=True`."""
     for patterns in (["*.safetensors"], ["weights.npz"], ["*.ckpt", "*.pt", "*.bin"]):
-        if files := sorted(file for pattern in patterns for file in folder.glob(pattern)):
+        if files := sorted(file for pattern in patterns for file in directory.glob(pattern)):
             return read_tensors(files[:1])
-    raise FileNotFoundError(f"{folder}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
+    raise FileNotFoundError(f"{directory}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
 
 
 def _renamed(name: str, tensor: Tensor) -> tuple[str, Tensor]:

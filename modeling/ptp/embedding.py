@@ -24,13 +24,10 @@ class _WideLinear(nn.Linear):
 
 
 class _GreedyEmbedding(nn.Embedding):
-    """The one embedding that requests the most likely token.
-
-    Its own forward reads the row: where weights are offloaded, they arrive with the call of the module that has them.
-    """
+    """The one embedding that requests the most likely token; its forward reads it, so that weights may be offloaded."""
 
     def forward(self, uniforms: Tensor, embeds: Tensor) -> Tensor:
-        """Return `embeds` [B, A, H], replaced by the request where uniforms [B, A] are `GREEDY`."""
+        """Return `embeds` [B, A, H], replaced where uniforms [B, A] are `GREEDY`."""
         return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)
 
 
@@ -70,7 +67,7 @@ def slot_parts(config: PTPConfig, hidden_size: int) -> dict[str, nn.Module | Non
 class Sampler(nn.Sequential):
     """MLP([e(x_{i-1}); z_i]): two times Linear, SiLU, LayerNorm, the first from 2 d to d.
 
-    The unembedding of what it gives is the distribution of x_i, so that the distributions of a group of slots are
+    The unembedding of its output is the distribution of x_i, so that the distributions of a group of slots are
     sequential.
 
     Args:
@@ -90,5 +87,5 @@ class Sampler(nn.Sequential):
         `before` [..., d] are embeddings of the tokens before those that the slots predict; broadcast.
         """
         both = torch.broadcast_tensors(before, states)
-        read = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)
-        return super().forward(read).to(states.dtype)
+        inputs = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)
+        return super().forward(inputs).to(states.dtype)

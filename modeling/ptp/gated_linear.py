@@ -11,7 +11,7 @@ from .gated_lora import Siblings, current_gate, with_adapter
 
 
 class GatedLinear(Linear):
-    """W x everywhere, and s B (A x) added on auxiliary rows.
+    """W x everywhere, and s B (A x) added at auxiliary positions.
 
     Attributes:
         siblings: The adapters that read the same input, this one among them.
@@ -19,7 +19,7 @@ class GatedLinear(Linear):
 
     siblings: Siblings | None = None
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Map [..., in] to [..., out]."""
         result, gate = self.base_layer(x), current_gate()
         return result if gate is None else with_adapter(self, gate, x, result)
@@ -38,11 +38,7 @@ class GatedLinear(Linear):
             self.siblings.forget()
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Make the adapter, once.
-
-        Raises:
-            ValueError: Another adapter, which could not be told from this one.
-        """
+        """Make the adapter, once."""
         if self.lora_A:
             raise ValueError("PTPForCausalLM has gated adapters and takes no others: merge them before from_backbone")
         super().update_layer(*args, **kwargs)

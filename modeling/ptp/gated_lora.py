@@ -1,9 +1,9 @@
-"""Low-rank adapters that act on auxiliary rows only: W x everywhere, and B (A x) added on those rows.
+"""Low-rank adapters that act on auxiliary positions only: W x everywhere, and B (A x) added there.
 
-The rows of ordinary tokens are computed by the untouched base layers alone, so one checkpoint is exactly the base model
-and the student at once. peft makes, initialises and names the adapters, which are float32 at least: in bfloat16 the
-steps of an optimizer would be lost in rounding. Adapters that read the same input (q, k and v; gate and up) share one
-product. A gate says which rows are auxiliary, per call and thread."""
+Ordinary tokens are computed by the unchanged base layers alone, so one checkpoint is exactly the base model and the
+student at once. peft makes, initialises and names the adapters, which are float32 at least: in bfloat16 rounding would
+lose the steps of an optimizer. Adapters that read the same input (q, k and v; gate and up) share one product. A gate
+marks the auxiliary positions, per call and thread."""
 
 from __future__ import annotations
 
@@ -21,38 +21,37 @@ from transformers.pytorch_utils import Conv1D
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_ROUTED = "gated adapters need all rows, and do not fit this backbone"
+
+Products = list[tuple[Tensor, Tensor]]
+"""A x and s B of each of some adapters."""
 
 
 @dataclass
 class Gate:
-    """Which rows of one forward are auxiliary: those from `start` on.
+    """Which positions of one forward are auxiliary: those from `start` on.
 
     Attributes:
         start: Number of ordinary tokens before them.
-        length: Rows in all, to find them where a layer sees the rows of all sequences in one axis.
+        length: Number of all positions, to find them where a layer has all sequences on one axis.
         shared: Last products of adapters that read the same input: that input, their owner, the products.
     """
 
     start: int
     length: int
-    shared: tuple[Tensor, Any, Any] | None = None
+    shared: tuple[Tensor, Siblings, Products] | None = None
 
-    def found(self, x: Tensor, owner: Any) -> Any:
+    def products(self, x: Tensor, owner: Siblings) -> Products | None:
         """Return the products that `owner` computed of x, if they were the last; None otherwise."""
         shared = self.shared
         return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
 
-    def rows(self, x: Tensor) -> Tensor:
-        """Return a view of x, [B, Q, d] or [B Q, d], with an axis of rows: [B, Q, d].
-
-        Raises:
-            ValueError: A layer that sees only some rows (those that were routed to an expert, say).
-        """
+    def unflattened(self, x: Tensor) -> Tensor:
+        """Return a view [B, Q, d] of x, [B, Q, d] or [B Q, d]."""
         if x.dim() == 3 and x.shape[1] == self.length:
             return x
         if x.dim() != 2 or x.shape[0] % self.length:
-            raise ValueError(f"a layer sees rows {tuple(x.shape)}, not all {self.length} of every sequence: {_ROUTED}")
+            reads = f"a layer reads {tuple(x.shape)}, not all {self.length} positions of every sequence"
+            raise ValueError(f"{reads}: gated adapters need all positions, and do not fit this backbone")
         return x.unflatten(0, (-1, self.length))
 
 
@@ -75,33 +74,29 @@ def opened(gate: Gate | None) -> Iterator[None]:
         _OF_THREAD.gate = before
 
 
-class KeepsGate:
-    """A checkpointing function whose layers find the gate of their forward again in the backward pass.
+class GatePreserver:
+    """A checkpointing function whose recomputed layers find the gate of their forward, also in another thread."""
 
-    That pass runs layers anew after the forward is over, and on an accelerator in another thread.
-    """
-
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+    def __init__(self, checkpoint: Callable[..., object]) -> None:
         self.checkpoint = checkpoint
 
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, function: Callable[..., object], *args: object) -> object:
         """Call `function` under the gate that is open now, and again under it."""
         gate = current_gate()
 
-        def gated(*inputs: Any) -> Any:
+        def gated(*inputs: object) -> object:
             with opened(None if gate is None else Gate(gate.start, gate.length)):
                 return function(*inputs)
 
         return self.checkpoint(gated, *args)
 
 
-def keep_gates(model: nn.Module) -> None:
-    """Let all checkpointing layers of a model find their gates again; idempotent."""
+def preserve_gates(model: nn.Module) -> None:
+    """Let all checkpointing layers of a model find their gates in backward; idempotent."""
     for module in model.modules():
-        own = vars(module)
-        function = own.get("_gradient_checkpointing_func")
-        if function is not None and not isinstance(function, KeepsGate):
-            own["_gradient_checkpointing_func"] = KeepsGate(function)
+        function = vars(module).get("_gradient_checkpointing_func")
+        if function is not None and not isinstance(function, GatePreserver):
+            vars(module)["_gradient_checkpointing_func"] = GatePreserver(function)
 
 
 ADAPTER = "default"
@@ -117,17 +112,13 @@ class Siblings:
         self.layers = layers
         self._packed: tuple[tuple, list[Tensor], Tensor, list[Tensor]] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Leave packed weights out of copies and pickles."""
         return {"layers": self.layers, "_packed": None}
 
     def add(self, layer: Any, gate: Gate, x: Tensor, result: Tensor) -> bool:
-        """Add s B A x to the auxiliary rows of `result` in place, without gradients and in few kernels.
-
-        Returns:
-            Whether it could: weights that are offloaded, or whose changes are not counted, are not packed.
-        """
-        parts, base = gate.found(x, self), gate.rows(result)
+        """Add s B A x to auxiliary positions of `result` in place, in few kernels; False without packed weights."""
+        parts, base = gate.products(x, self), gate.unflattened(result)
         if parts is None:
             # on processors, narrow products of this size take longer than wide ones
             is_slow = result.device.type == "cpu" and result.dtype in (torch.bfloat16, torch.float16)
@@ -135,7 +126,7 @@ class Siblings:
             if packed is None:
                 return False
             down, ups = packed
-            low = nn.functional.linear(gate.rows(x)[:, gate.start :].to(down.dtype), down)
+            low = nn.functional.linear(gate.unflattened(x)[:, gate.start :].to(down.dtype), down)
             parts = list(zip(low.split(len(down) // len(ups), dim=-1), ups))
             gate.shared = x, self, parts
         low, up = parts[self.layers.index(layer)]
@@ -150,20 +141,20 @@ class Siblings:
     def packed(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]] | None:
         """Return the factors of decoding: the A's of all [n r, in], and each s B, transposed: [r, out].
 
-        Cached until a weight changes; call `forget` where that does not show (weights that are set through `.data`).
-        None where weights are offloaded, or their changes not counted.
+        Cached until a weight changes; call `forget` where the version does not change (weights set through `.data`).
+        None where weights are offloaded, or have no version.
         """
         halves = self.halves
         if any(half.is_meta or half.is_inference() for half in halves):
             return None
-        marks = (dtype, halves[0].dtype, halves[0].device, *(half._version for half in halves))
+        key = (dtype, halves[0].dtype, halves[0].device, *(half._version for half in halves))
         known = self._packed
-        if known is not None and known[0] == marks and all(map(operator.is_, known[1], halves)):
+        if known is not None and known[0] == key and all(map(operator.is_, known[1], halves)):
             return known[2], known[3]
         down = torch.cat(halves[::2]).to(dtype)
         scales = (layer.scaling[ADAPTER] for layer in self.layers)
         ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]
-        self._packed = marks, halves, down, ups  # it holds the weights, so that no other can be taken for one of them
+        self._packed = key, halves, down, ups  # with the weights, so that no other can be taken for one of them
         return down, ups
 
     def forget(self) -> None:
@@ -178,12 +169,7 @@ class Siblings:
 
 
 def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
-    """Give all linear layers of a model but `skip` gated adapters, float32 (float64 for layers of float64), in place.
-
-    Raises:
-        ValueError: The model has no linear layers to adapt.
-        ImportError: peft is not installed.
-    """
+    """Give all linear layers of a model but `skip` gated adapters, float32 (float64 in float64 layers), in place."""
     from peft import LoraConfig, inject_adapter_in_model
 
     from .gated_linear import GatedLinear
@@ -204,13 +190,13 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
 
 
 def _join(parent: nn.Module, kind: type) -> None:
-    """Tell the adapted layers of one module which of them read the same input."""
+    """Give the adapted layers of one module their `Siblings`."""
     layers = {name: layer for name, layer in parent.named_children() if isinstance(layer, kind)}
     groups: list[list[Any]] = []
     for names in _TOGETHER:
-        found = [layers[name] for name in names if name in layers]
-        if len(found) == len(names) and len({layer.in_features for layer in found}) == 1:
-            groups.append(found)
+        group = [layers[name] for name in names if name in layers]
+        if len(group) == len(names) and len({layer.in_features for layer in group}) == 1:
+            groups.append(group)
             layers = {name: layer for name, layer in layers.items() if name not in names}
     for group in [*groups, *([layer] for layer in layers.values())]:
         siblings = Siblings(group)
@@ -219,12 +205,12 @@ def _join(parent: nn.Module, kind: type) -> None:
 
 
 def with_adapter(layer: Any, gate: Gate, x: Tensor, result: Tensor) -> Tensor:
-    """Return `result` = W x with s B (A x) added on auxiliary rows; the others are unchanged."""
+    """Return `result` = W x with s B (A x) added at auxiliary positions; the others are unchanged."""
     is_learning = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not is_learning and layer.siblings.add(layer, gate, x, result):
         return result
     # the halves are called, not read: weights that are offloaded arrive with the call of their own layer
-    base, down, up, start = gate.rows(result), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], gate.start
-    added = up(down(gate.rows(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))
+    base, down, up, start = gate.unflattened(result), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], gate.start
+    added = up(down(gate.unflattened(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))
     added = base[:, start:].add(added.to(result.dtype), alpha=layer.scaling[ADAPTER])
     return (added if start == 0 else torch.cat([base[:, :start], added], dim=1)).view(result.shape)

@@ -1,7 +1,7 @@
 """Masks and positions of completions packed after their sequences; checks of inputs and of backbones.
 
-A row of a batch reads [tokens 0..T-1 | completion 0, slots 0..L-1 | completion 1, ...]. `documents` [B, T] says which
-tokens belong together: 0 for padding, else the number of a document, which may be an ordinary attention mask.
+A sequence is [tokens 0..T-1 | completion 0, slots 0..L-1 | completion 1, ...]. `documents` [B, T] numbers the document
+of each token, 0 for padding; it may be an ordinary attention mask.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ from .embedding import GREEDY
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse a model by its configuration.
-
-    Raises:
-        ValueError: Sliding windows, or layers of other kinds than full attention.
-    """
+    """Refuse a model with sliding windows, or layers of other kinds than full attention."""
     kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
     slides = window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}
-    name, needed = config.model_type, "auxiliary rows need a backbone with full attention in every layer"
+    name, needed = config.model_type, "auxiliary positions need a backbone with full attention in every layer"
     others = kinds - {"full_attention"}
     refuse([(slides, f"{name}: sliding_window={window}; {needed}"), (others, f"{name}: layers of {others}; {needed}")])
 
@@ -40,23 +36,19 @@ def check_logits(config: PreTrainedConfig) -> None:
 
 
 def check_model(backbone: PreTrainedModel) -> None:
-    """Refuse a model by its class.
-
-    Raises:
-        ValueError: A recurrent state, positions that cannot be chosen, attention without dense masks.
-    """
+    """Refuse a model with a recurrent state, positions that cannot be chosen, or attention without dense masks."""
     name, takes = backbone.config.model_type, signature(backbone.get_decoder().forward).parameters
     reasons = [
         (has_own_cache(backbone), "its attention has a cache of its own and takes no dense masks"),
         (backbone._is_stateful, "a recurrent state cannot be cropped; only full attention can be verified"),
-        ("position_ids" not in takes, "its forward takes no position_ids, which auxiliary rows need"),
+        ("position_ids" not in takes, "its forward takes no position_ids, which auxiliary positions need"),
     ]
     refuse((refused, f"{name}: {reason}") for refused, reason in reasons)
-    check_attention(backbone.config, "auxiliary rows")
+    check_attention(backbone.config, "auxiliary positions")
 
 
 def packed_mask(documents: Tensor, starts: Tensor, slots: int) -> Tensor:
-    """Return the visibility between tokens and auxiliary rows, with several completions per sequence.
+    """Return the visibility between tokens and auxiliary positions, with several completions per sequence.
 
     Tokens see the tokens of their document up to themselves. Slot k of a completion that starts at column s sees the
     tokens of the same document before s, and the slots 0..k of its own completion.
@@ -121,9 +113,8 @@ def packed_positions(
         documents: [B, T] int64.
         starts: [B, C] int64.
         slots: L.
-        offset: Position of slot 0, less that of the token at the start: -1 for one-hot slots, at the position where the
-            backbone would predict their token, and 0 for categorical ones, at that of the token itself; or one for
-            each sequence, [B, 1, 1].
+        offset: Position of slot 0 less that of the token at the start: -1 for one-hot slots, whose position is that
+            where the backbone predicts their token, and 0 for categorical ones; or one per sequence, [B, 1, 1].
         own: [B, T] int64, positions of the tokens; None: those in their documents.
 
     Returns:
@@ -131,8 +122,8 @@ def packed_positions(
     """
     own = token_positions(documents) if own is None else own
     order = torch.arange(slots, device=documents.device) + offset
-    behind = (own.gather(1, starts)[..., None] + order).flatten(1)
-    return torch.cat([own, behind], dim=1).clamp(min=0)
+    after = (own.gather(1, starts)[..., None] + order).flatten(1)
+    return torch.cat([own, after], dim=1).clamp(min=0)
 
 
 def check_positions(config: PTPConfig, position_ids: Tensor) -> None:
@@ -142,23 +133,23 @@ def check_positions(config: PTPConfig, position_ids: Tensor) -> None:
         return
     if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
         last, kind = int(position_ids.max()), config.backbone_config.model_type
-        raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; auxiliary rows need room")
+        raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; shorten the sequence")
 
 
 def has_slots(config: PTPConfig, uniforms: Tensor | None, masks: Tensor | None) -> bool:
     """Return whether a forward has slots; refuse inputs of another variant."""
-    name, given, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
+    name, slots, other = ("uniforms", uniforms, masks) if config.reads_uniforms else ("masks", masks, uniforms)
     if other is not None:
-        raise ValueError(f"variant={config.variant!r}: slots are given as {name}=, and nothing else")
-    return given is not None
+        raise ValueError(f"variant={config.variant!r}: slots are passed as {name}=, and nothing else")
+    return slots is not None
 
 
 def check_uniforms(uniforms: Tensor, may_be_greedy: bool) -> None:
     """Refuse numbers outside [0, 1), and dtypes of few bits."""
     if not uniforms.is_floating_point() or uniforms.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(f"uniforms have dtype {uniforms.dtype}; give float32 or float64, fewer bits are too coarse")
+        raise ValueError(f"uniforms have dtype {uniforms.dtype}; pass float32 or float64, fewer bits are too coarse")
     if uniforms.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # to look at their values the host would wait for an accelerator in every forward
+        return  # reading their values would make the host wait for the accelerator in every forward
     valid = (uniforms >= 0) & (uniforms < 1)
     if not bool((valid | (uniforms == GREEDY) if may_be_greedy else valid).all()):
         low, high = float(uniforms.min()), float(uniforms.max())

@@ -1,4 +1,4 @@
-"""PTPForCausalLM: parallel token prediction, whose auxiliary rows predict several tokens from uniforms."""
+"""PTPForCausalLM: parallel token prediction, whose auxiliary positions predict several tokens from uniforms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.fields import check_options
@@ -19,10 +19,16 @@ from ..heads.window_distribution import FactorisedDistribution, SequentialDistri
 from ..loading import StrictLoadingMixin
 from ..loss_options import OwnLossMixin
 from ..masks import additive_mask, selected_positions
-from ..outputs import PTPOutput, states_asked_for
-from ..wrapped_models import AroundBackboneMixin, PicklableMixin, caches_kept, checkpoints_activations, merged_copy
+from ..outputs import PTPOutput, requested_states
+from ..wrapped_models import (
+    AroundBackboneMixin,
+    PicklableMixin,
+    checkpointing_paused,
+    checkpoints_activations,
+    merged_copy,
+)
 from .embedding import Sampler, UniformEmbedding, slot_parts
-from .gated_lora import ADAPTER, Gate, gate_linears, keep_gates, opened
+from .gated_lora import ADAPTER, Gate, gate_linears, opened, preserve_gates
 from .inputs import check_config, check_logits, check_model, check_positions, check_uniforms, has_slots
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "sampler"}
@@ -35,7 +41,7 @@ class PTPForCausalLM(
 ):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
-    A forward may have auxiliary rows after its tokens, one per uniform (or mask). Gated adapters act on them
+    A forward may have auxiliary positions after its tokens, one per uniform (or mask). Gated adapters act on them
     alone: on ordinary tokens the model is the backbone, bit for bit. `variant="one_hot"` (O-PTP): slot k, after a
     context of s tokens, reads u_{s+k} and predicts the token that this uniform picks, at position s + k - 1.
     `"categorical"` (C-PTP): slot k reads u_{s+k} in place of token s + k and predicts the distribution of token s + k +
@@ -47,8 +53,8 @@ class PTPForCausalLM(
         config: Configuration, with the backbone's inside.
 
     Raises:
-        ValueError: A backbone that cannot carry auxiliary rows exactly (sliding windows, recurrent states, positions
-            that cannot be chosen, attention without dense masks).
+        ValueError: A backbone that cannot carry auxiliary positions exactly (sliding windows, recurrent states,
+            positions that cannot be chosen, attention without dense masks).
 
     Example:
         >>> model = PTPForCausalLM.from_backbone(base, num_slots=8)
@@ -75,7 +81,7 @@ class PTPForCausalLM(
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self.backbone = backbone or AutoModelForCausalLM.from_config(config.backbone_config)
-        if attention is not None:  # putting it into a model resets it as well
+        if attention is not None:  # the new model resets it as well
             self.backbone.config._attn_implementation = attention
         check_model(self.backbone)
         parts = slot_parts(config, config.backbone_config.hidden_size)
@@ -89,17 +95,17 @@ class PTPForCausalLM(
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as `PreTrainedModel.from_pretrained` does, and nothing but what the checkpoint was trained as.
+        """Load a model as `PreTrainedModel.from_pretrained` does, with the embedding of uniforms of the checkpoint.
 
         Raises:
             ValueError: A directory of another architecture, another embedding of uniforms than the checkpoint has,
                 missing tensors, wrong shapes.
         """
-        asked = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
+        requested = {name: kwargs.pop(name) for name in _EMBEDDING & kwargs.keys()}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         config = (loaded[0] if isinstance(loaded, tuple) else loaded).config
-        for name, value in asked.items():
-            if value != (own := getattr(config, name)):  # the same shapes would not tell
+        for name, value in requested.items():
+            if value != (own := getattr(config, name)):  # shapes may be the same
                 raise ValueError(f"{name}={value!r}: the checkpoint was trained with {name}={own!r}; leave {name} out")
         return loaded
 
@@ -109,19 +115,19 @@ class PTPForCausalLM(
     ) -> PTPForCausalLM:
         """Add gated adapters and an embedding of uniforms (or masks) to a model; they alone are trained.
 
-        The given model is unchanged: `backbone` is a copy of it that shares its tensors, so that only training the
-        backbone (`train_only("all")`) would show in it. Adapters of peft that it carries are merged into the copy.
+        The model is unchanged: `backbone` is a copy of it that shares its tensors, so that only training the backbone
+        (`train_only("all")`) changes it. Adapters of peft are merged into the copy.
 
         Args:
-            model_or_path: A causal language model of transformers, a PeftModel, or where to load one.
+            model_or_path: A causal language model of transformers, a PeftModel, or a path to load one from.
             variant: `"one_hot"`, `"categorical"` or `"mask"`.
-            **options: Further fields of `PTPConfig`. Defaults are what learns fast: `features="arithmetic"`,
+            **options: Further fields of `PTPConfig`. Defaults learn fast: `features="arithmetic"`,
                 `projection="mlp"`, `lora_rank=64`, `greedy=True`; `sampling` is by default what the model's generation
                 config sets.
 
         Raises:
             TypeError: An option that is no field of `PTPConfig`.
-            ValueError: A backbone that cannot carry auxiliary rows exactly, or with adapters that cannot be merged.
+            ValueError: A backbone that cannot carry auxiliary positions exactly, or whose adapters cannot be merged.
         """
         check_options(options, PTPConfig, "PTPForCausalLM.from_backbone", ("backbone_config",))
         loads = isinstance(model_or_path, (str, PathLike))
@@ -130,7 +136,7 @@ class PTPForCausalLM(
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
         options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
         config = PTPConfig(backbone_config=base.config, **_recommended({"variant": variant} | options))
-        base.config._attn_implementation = attention  # a config that takes in another one resets it
+        base.config._attn_implementation = attention  # the config around it resets it
         model = cls(config, base)
         for part in model.slot_parts():
             part.to(device=base.device, dtype=torch.promote_types(base.dtype, torch.float32))
@@ -194,7 +200,7 @@ class PTPForCausalLM(
 
     @property
     def trains_backbone(self) -> bool:
-        """Return whether anything but the student's own parts is trained."""
+        """Whether anything but the student's own parts is trained."""
         parameters = self.backbone.named_parameters()
         return any(parameter.requires_grad for name, parameter in parameters if f".{ADAPTER}." not in name)
 
@@ -210,45 +216,44 @@ class PTPForCausalLM(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         uniforms: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         logits_to_keep: int | Tensor = 0,
         inputs_embeds: Tensor | None = None,
-        read: Callable[[Tensor, nn.Module], Any] | None = None,
+        read: Callable[[Tensor, nn.Module], object] | None = None,
         masks: Tensor | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
-        """Return logits of the tokens (the backbone's own) and of the auxiliary rows after them.
+        """Return logits of the tokens (the backbone's own) and of the auxiliary positions after them.
 
         Args:
             input_ids: [B, T] int64.
-            attention_mask: [B, past + T], 0 for padding; or [B, 1, T + A, past + T + A] bool, what each row sees.
-            position_ids: [B or 1, T + A]. By default the auxiliary rows follow the last token, as one completion.
-            past_key_values: Cache to continue and to extend (with the auxiliary rows, too: crop them).
-            uniforms: [B, A] float32 in [0, 1), one per auxiliary row; `GREEDY` (-1) requests the most likely token.
+            attention_mask: [B, past + T], 0 for padding; or visibility [B, 1, T + A, past + T + A] bool.
+            position_ids: [B or 1, T + A]. By default the slots follow the last token, as one completion.
+            past_key_values: Cache to continue and to extend (with the slots, too: crop them).
+            uniforms: [B, A] float32 in [0, 1), one per slot; `GREEDY` (-1) requests the most likely token.
             labels: [B, T] for the backbone's own loss (shifted here, -100 ignored).
             use_cache: Return a cache.
             output_hidden_states: True for all layers, or indices of those to return (-1: after the final norm). None:
                 as in the config.
-            logits_to_keep: Compute the logits of the last so many rows only (0: all).
+            logits_to_keep: Number of last positions whose logits are computed (0: all).
             inputs_embeds: [B, T, D], in place of `input_ids`.
-            read: Applied to the last hidden states [B, T + A, D] and the head in place of logits. Losses over
-                large vocabularies are made in pieces there, inside of what distribution wraps around this forward.
-            masks: [B or 1, A] int64 in [0, num_slots), the mask that each auxiliary row reads, in place of `uniforms`;
-                with `variant="mask"`.
+            read: Applied to the last hidden states [B, T + A, D] and the head in place of logits, within the wrappers
+                of distributed training. Losses over large vocabularies are computed in chunks there.
+            masks: [B or 1, A] int64 in [0, num_slots), the mask that each slot reads, in place of `uniforms`; with
+                `variant="mask"`.
             **kwargs: For the backbone without its head; `shift_labels` [B, T], the target of every token, in place of
                 `labels`; `num_items_in_batch`, targets over all micro-batches (from the Trainer).
 
         Returns:
-            `logits` [B, T + A, V]; or `read`, what the function of that name gave.
+            `logits` [B, T + A, V]; or `read`, the result of the function of that name.
 
         Raises:
-            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), uniforms
-                for masks or the other way round, positions beyond a table of learned ones, labels that are no token ids
-                or without logits of all tokens.
+            ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), uniforms for masks or vice versa,
+                positions beyond a table of learned ones, labels that are no token ids or without logits of all tokens.
         """
         loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
         if (input_ids is None) == (inputs_embeds is None):
@@ -263,15 +268,15 @@ class PTPForCausalLM(
             position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
         check_positions(self.config, position_ids)
         if self.backbone.training and checkpoints_activations(self.backbone):
-            keep_gates(self.backbone)
-        with caches_kept(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
+            preserve_gates(self.backbone)
+        with checkpointing_paused(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
             outputs = self.backbone.get_decoder()(
                 inputs_embeds=embeds,
                 attention_mask=_as_mask(attention_mask, embeds),
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
-                output_hidden_states=states_asked_for(output_hidden_states, self.config, self.backbone.config),
+                output_hidden_states=requested_states(output_hidden_states, self.config, self.backbone.config),
                 **kwargs,
             )
         hidden, head = outputs.last_hidden_state, self.get_output_embeddings()
@@ -286,7 +291,7 @@ class PTPForCausalLM(
         )
 
     def _embedded(self, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
-        """Return the embeddings of the auxiliary rows, [B or 1, A, D]."""
+        """Return the embeddings of the slots, [B or 1, A, D]."""
         if masks is not None and self.mask_embedding is not None:
             return self.mask_embedding(masks)
         if uniforms is None or self.uniform_embedding is None:
@@ -306,11 +311,10 @@ class PTPForCausalLM(
         """Return the backbone's own loss, from logits of all tokens."""
         if labels is None and shift_labels is None:
             return None
-        given = depth_targets(labels, 1, shift_labels=shift_labels)[..., 0]
-        if given.shape[1] != logits.shape[1]:
-            raise ValueError(f"labels have {given.shape[1]} columns, but there are logits of {logits.shape[1]} tokens")
-        targets = check_targets(given.contiguous(), self.config.vocab_size)
-        size = self.config.vocab_size
+        size, targets = self.config.vocab_size, depth_targets(labels, 1, shift_labels=shift_labels)[..., 0]
+        if (columns := targets.shape[1]) != logits.shape[1]:
+            raise ValueError(f"labels have {columns} columns, but there are logits of {logits.shape[1]} tokens")
+        targets = check_targets(targets.contiguous(), size)
         return self.loss_function(logits, None, size, num_items_in_batch, shift_labels=targets)
 
     def prepare_inputs_for_generation(
@@ -319,7 +323,9 @@ class PTPForCausalLM(
         """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
-    def _positions(self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, past_key_values: Any) -> Tensor:
+    def _positions(
+        self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, past_key_values: Cache | None
+    ) -> Tensor:
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         order = torch.arange(embeds.shape[1], device=embeds.device)
         if self.config.variant == "one_hot":  # slot 0 shares the position of the last token
@@ -329,8 +335,8 @@ class PTPForCausalLM(
         real = attention_mask.long()
         begun = real[:, :past].sum(1)[:, None]
         own = begun + real[:, past : past + tokens].cumsum(1) - 1
-        behind = own[:, -1:] + 1 + order[None, tokens:] - tokens
-        return torch.cat([own, behind], dim=1).clamp(min=0)
+        after = own[:, -1:] + 1 + order[None, tokens:] - tokens
+        return torch.cat([own, after], dim=1).clamp(min=0)
 
 
 def _recommended(options: dict[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
         backbone: A causal language model of transformers, or a PeftModel.
 
     Raises:
-        ValueError: A model that owns a drafter, or that cannot carry rows after its tokens (sliding windows, recurrent
-            states, positions that cannot be chosen, attention without dense masks).
+        ValueError: A model that owns a drafter, or that cannot carry positions after its tokens (sliding windows,
+            recurrent states, positions that cannot be chosen, attention without dense masks).
     """
 
     config_class = None
@@ -48,7 +48,7 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
         check_config(backbone.config)
         check_model(plain)
         super().__init__(backbone.config)
-        backbone.config._attn_implementation = attention  # putting it into a model resets it
+        backbone.config._attn_implementation = attention  # the new model resets it
         self.backbone = backbone
         self._no_split_modules = plain._no_split_modules
         table = plain.get_input_embeddings().weight.detach()
@@ -64,7 +64,7 @@ class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
             input_ids: [B, T] int64.
             attention_mask: [B, T] int64, 0 for padding, else the number of a document.
             position_ids: [B, T] int64.
-            starts: [B, R] int64, the columns after the tokens that have registers: t + 1.
+            starts: [B, R] int64, the columns after the tokens with registers: t + 1.
             offsets: [B] int64, d of every sequence.
 
         Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.parallel import ParallelDrafter
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
+from ..outputs import PTPOutput
 from ..wrapped_models import OfBackboneMixin, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER
@@ -23,7 +25,7 @@ _SAME = (
     *("model_type", "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
-"""Fields of a backbone that decide over the shapes of adapters."""
+"""Fields of a backbone that determine the shapes of adapters."""
 
 
 class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, AttachableDrafter, PreTrainedModel):
@@ -37,7 +39,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         config: Configuration, with the backbone's inside.
 
     Raises:
-        ValueError: A config without the backbone's, or of a backbone that cannot carry auxiliary rows exactly.
+        ValueError: A config without the backbone's, or of a backbone that cannot carry auxiliary positions exactly.
 
     Example:
         >>> student = PTPStudent.from_backbone(backbone, num_slots=8)
@@ -96,9 +98,9 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
             RuntimeError: The student is not attached.
         """
         backbone = self.backbone
-        marks = _marks_of(backbone)
-        if not self._models or self._models[0] != marks:
-            self._models = [marks, self._joined(backbone)]
+        state = _state_of(backbone)
+        if not self._models or self._models[0] != state:
+            self._models = [state, self._joined(backbone)]
         return self._models[1]
 
     def runner(self, backbone: PreTrainedModel) -> PTPForCausalLM:
@@ -115,16 +117,12 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         model.train_only("drafter")
         return model.train(self.training)
 
-    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+    def sampling_defaults(self, sources: tuple[object, ...]) -> dict[str, Any]:
         """transformers' own: an assistant does not change the distribution of its target."""
         return {}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone that the student was not made for.
-
-        Raises:
-            ValueError: Another kind of model, or another size.
-        """
+        """Refuse another kind of model or another size than the student was made for."""
         made = self.config.get_text_config().get_text_config()
         self.check_sizes(backbone, **{name: field(made, name) for name in _SAME})
 
@@ -132,13 +130,13 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         """Follow the backbone's device; its own parts have float32 at least, whatever the backbone's dtype."""
         self.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
         adopt_special_ids(self.config, backbone)
-        self._models = [_marks_of(backbone), self._joined(backbone)]
+        self._models = [_state_of(backbone), self._joined(backbone)]
 
     def on_detach(self) -> None:
         """Drop the model around the backbone's tensors."""
         self._models = []
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> PTPOutput:
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
         return self.whole(*args, **kwargs)
 
@@ -184,18 +182,18 @@ def _layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
-def _hand_over(giver: tuple[nn.Module, nn.Module], taker: tuple[nn.Module, nn.Module]) -> None:
-    """Share the trained parts of one model (which holds slot parts, and one that holds adapters) with another."""
-    given = dict(_layers(giver[1]))
-    for name, own in _layers(taker[1]):
-        if (layer := given.get(name)) is not None:
+def _hand_over(source: tuple[nn.Module, nn.Module], target: tuple[nn.Module, nn.Module]) -> None:
+    """Share the trained parts of one model (the module with slot parts, that with adapters) with another."""
+    layers = dict(_layers(source[1]))
+    for name, own in _layers(target[1]):
+        if (layer := layers.get(name)) is not None:
             own.lora_A[ADAPTER], own.lora_B[ADAPTER] = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     for name in SLOT_PARTS:
-        setattr(taker[0], name, getattr(giver[0], name))
+        setattr(target[0], name, getattr(source[0], name))
 
 
-def _marks_of(backbone: PreTrainedModel) -> tuple[Any, ...]:
-    """Return marks that change when the tensors of a backbone are moved, cast, resized or adapted."""
+def _state_of(backbone: PreTrainedModel) -> tuple[Hashable, ...]:
+    """Return values that change when the tensors of a backbone are moved, cast, resized or adapted."""
     backbone = unwrap(backbone)
     tensors = tuple((p.data_ptr(), p.dtype) for name, p in backbone.named_parameters() if "lora_" not in name)
     return tensors, backbone.config._attn_implementation, adapter_marks(backbone)

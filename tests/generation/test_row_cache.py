@@ -12,8 +12,8 @@ from tests.internals import (
     RowTarget,
     block_mask,
     cache_module,
-    given_mask,
     grouped_attention,
+    model_mask,
     target_of,
 )
 from tests.internals import cache_module_Rows as Rows
@@ -69,7 +69,7 @@ def test_grouped_queries_with_a_mask_give_what_repeated_keys_give():
     module = torch.nn.Module()
     module.num_key_value_groups = 3
     visible = torch.rand(2, 4, 9, generator=generator) < 0.7
-    mask = given_mask(visible, backbone().config, torch.float32)
+    mask = model_mask(visible, backbone().config, torch.float32)
     expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
     found, _ = grouped_attention(module, query, key, value, mask, scaling=0.3)
     torch.testing.assert_close(found, expected)

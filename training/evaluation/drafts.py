@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from ...modeling.deepseek.main_model import run_main
 from ...modeling.deepseek.model import DeepSeekMTP
-from ...modeling.eagle.batch import TrainingBatch
+from ...modeling.eagle.losses import TrainingBatch
 from ...modeling.eagle.model import EagleHead
 from ...modeling.evabyte.model import EvaByteForMTPC
 from ...modeling.heads.attached import MTPHeads

@@ -18,7 +18,7 @@ from ...modeling.heads.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import token_positions
 from ...modeling.sampling import interval
-from ...modeling.uniforms import beta_shares, place_between
+from ...modeling.uniforms import beta_shares, uniform_between
 from .losses import target_probs
 
 _GOLDEN = 0.6180339887498949
@@ -177,7 +177,7 @@ class Completions:
             u [B, C, K] float32, and reached [B, C, K] bool: False from the first token on that does not exist or that
             no uniform picks, because later uniforms would belong to another sequence.
         """
-        u, valid = place_between(self.low, self.high, shares)
+        u, valid = uniform_between(self.low, self.high, shares)
         return u, (valid & self.known).long().cumprod(-1).bool()
 
 

@@ -17,7 +17,7 @@ from ...configuration.ptp import PTPConfig
 from ...modeling.masks import additive_mask
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
 from ...modeling.sampling import pick
-from ...modeling.uniforms import place
+from ...modeling.uniforms import uniform_for
 from .completions import Completions, Scores, Sequences, at_columns, before_eos, completion_tokens, token_intervals
 from .losses import target_probs
 
@@ -123,7 +123,7 @@ class PackedRows:
         """
 
         def placed(logits: Tensor, own: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-            return place(own, logits.double().softmax(-1), share)
+            return uniform_for(own, logits.double().softmax(-1), share)
 
         found, scores, count = [], first, tokens.shape[2]
         for step in range(count):

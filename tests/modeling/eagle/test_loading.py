@@ -134,10 +134,10 @@ REFUSED = [
     ({"hidden_size": 64}, {}, "columns|shapes"),
     ({"fc_norm": True}, {}, r"lacks 3 tensors of EagleHead: fc_norm\.0\.weight"),
     ({"draft_vocab_size": 47}, {}, r"d2t .*\(48,\).*draft_vocab_size=47"),
-    ({}, {"d2t": torch.full((48,), 60)}, r"d2t maps draft ids to 60\.\.107, outside the vocabulary 0\.\.95"),
-    ({}, {"d2t": torch.full((48,), -1)}, "outside the vocabulary"),
-    ({}, {"d2t": -torch.arange(48)}, "one to one"),
-    ({}, {"d2t": torch.arange(48.0)}, r"d2t has dtype torch\.float32"),
+    ({}, {"d2t": torch.full((48,), 60)}, r"d2t .*107.*95"),
+    ({}, {"d2t": torch.full((48,), -1)}, r"d2t .*-1\b"),
+    ({}, {"d2t": -torch.arange(48)}, "d2t .*once"),
+    ({}, {"d2t": torch.arange(48.0)}, r"d2t .*torch\.float32"),
     ({"hidden_size": None}, {}, "hidden_size"),
     ({}, {"t2d": VOCABULARY}, "t2d and d2t do not name the same tokens"),
     ({AUX: [2, 4]}, {}, r"fc\.weight .*96.*aux_layers=\[2, 4\]"),
@@ -158,8 +158,8 @@ def test_bad_folders_are_refused_by_name(config, tensors, message, tmp_path):
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
-        (torch.full((48,), 60), "d2t .*60.*107"),
-        (-torch.arange(48), "one to one"),
+        (torch.full((48,), 60), "d2t .*107"),
+        (-torch.arange(48), "d2t .*once"),
     ],
     ids=["out of range", "twice"],
 )

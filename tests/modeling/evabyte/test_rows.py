@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.internals import Rows
+from tests.internals import SequenceMap
 
 
-def check(rows: Rows, mask: torch.Tensor, want: list[list[int]]) -> None:
+def check(rows: SequenceMap, mask: torch.Tensor, want: list[list[int]]) -> None:
     """Row r must hold the columns `want[r]` of the flattened batch, from its column 0 on, and `restore` undoes it."""
     flat = torch.arange(mask.numel()).view(mask.shape)
     gathered = rows.gather(flat)
@@ -31,7 +31,7 @@ MASKS = {
 def test_rows_of_a_padded_batch(name):
     mask = torch.tensor(MASKS[name]).bool()
     flat = torch.arange(8).view(2, 4)
-    check(Rows.from_mask(mask), mask, [row[real].tolist() for row, real in zip(flat, mask)])
+    check(SequenceMap.from_mask(mask), mask, [row[real].tolist() for row, real in zip(flat, mask)])
 
 
 def documents(*lengths: int) -> torch.Tensor:
@@ -41,12 +41,12 @@ def documents(*lengths: int) -> torch.Tensor:
 def test_rows_of_packed_documents():
     mask = torch.ones(2, 7, dtype=torch.bool)
     positions = torch.stack([documents(3, 1, 3), documents(2, 5)])
-    check(Rows.from_documents(mask, positions), mask, [[0, 1, 2], [3], [4, 5, 6], [7, 8], [9, 10, 11, 12, 13]])
+    check(SequenceMap.from_documents(mask, positions), mask, [[0, 1, 2], [3], [4, 5, 6], [7, 8], [9, 10, 11, 12, 13]])
 
 
 def test_one_row_of_positions_serves_the_batch():
     mask = torch.ones(2, 5, dtype=torch.bool)
-    rows = Rows.from_documents(mask, documents(2, 3)[None])
+    rows = SequenceMap.from_documents(mask, documents(2, 3)[None])
     check(rows, mask, [[0, 1], [2, 3, 4], [5, 6], [7, 8, 9]])
 
 
@@ -56,20 +56,20 @@ def test_packed_documents_in_a_padded_batch(filler):
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
     positions = torch.full((2, 6), filler)
     positions[0, 2:], positions[1, :3] = documents(1, 3), documents(2, 1)
-    check(Rows.from_documents(mask, positions), mask, [[2], [3, 4, 5], [6, 7], [8]])
+    check(SequenceMap.from_documents(mask, positions), mask, [[2], [3, 4, 5], [6, 7], [8]])
 
 
 def test_a_sequence_that_starts_late_is_a_document():
     """Positions that count on from an earlier call have no 0; the sequence still begins a row."""
     mask = torch.ones(2, 4, dtype=torch.bool)
     positions = torch.tensor([[7, 8, 9, 10], [5, 6, 0, 1]])
-    check(Rows.from_documents(mask, positions), mask, [[0, 1, 2, 3], [4, 5], [6, 7]])
+    check(SequenceMap.from_documents(mask, positions), mask, [[0, 1, 2, 3], [4, 5], [6, 7]])
 
 
 def test_features_travel_with_their_tokens():
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]]).bool()
     batch = torch.randn(2, 3, 4, 5, requires_grad=True)
-    for rows in (Rows.from_mask(mask), Rows.from_documents(mask, torch.tensor([[0, 0, 1], [0, 0, 1]]))):
+    for rows in (SequenceMap.from_mask(mask), SequenceMap.from_documents(mask, torch.tensor([[0, 0, 1], [0, 0, 1]]))):
         gathered = rows.gather(batch)
         assert gathered.shape[2:] == (4, 5)
         restored = rows.restore(gathered)
@@ -84,13 +84,13 @@ def test_random_masks_come_back():
         mask = torch.rand(4, 9, generator=generator) < 0.6
         positions = torch.randint(0, 3, (4, 9), generator=generator)
         flat = torch.arange(36).view(4, 9)
-        for rows in (Rows.from_mask(mask), Rows.from_documents(mask, positions)):
+        for rows in (SequenceMap.from_mask(mask), SequenceMap.from_documents(mask, positions)):
             assert torch.equal(rows.restore(rows.gather(flat))[mask], flat[mask])
             assert int(rows.counts.sum()) == int(mask.sum())
 
 
 def test_a_batch_of_padding_alone_has_rows_too():
     mask = torch.zeros(2, 3, dtype=torch.bool)
-    rows = Rows.from_documents(mask, torch.arange(3)[None])
+    rows = SequenceMap.from_documents(mask, torch.arange(3)[None])
     assert rows.counts.tolist() == [0, 0]
     assert rows.restore(rows.gather(torch.randn(2, 3, 4))).shape == (2, 3, 4)

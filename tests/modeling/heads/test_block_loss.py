@@ -13,7 +13,7 @@ from tests.internals import (
     cycle_starts,
     drafted_probs,
     eagle_losses,
-    place_weights,
+    position_weights,
 )
 from tests.modeling.heads.backbones import backbone
 from tests.modeling.heads.test_draft_vocabularies import KEPT, TYPES, made
@@ -59,7 +59,7 @@ def test_weights_of_calls_are_the_gradient_of_the_expected_calls():
     loss = -(call_weights(accepted, places) * accepted).sum()
     (found,) = torch.autograd.grad(loss, log_q)
     assert (found - wanted).abs().max() < 1e-10 and wanted.abs().max() > 0.1
-    assert torch.equal(place_weights("calls", accepted, places), call_weights(accepted, places))
+    assert torch.equal(position_weights("calls", accepted, places), call_weights(accepted, places))
 
 
 def test_accepted_drafts_are_the_smallest_product_of_ratios_so_far():
@@ -117,7 +117,7 @@ def test_every_family_learns_it(name, kind):
     gradients = [parameter.grad.clone() for parameter in heads.parameters() if parameter.grad is not None]
     heads.zero_grad()
     kept, places = expected_terms(base, heads, ids, labels, positions)
-    weights = place_weights(kind, kept.detach(), places)
+    weights = position_weights(kind, kept.detach(), places)
     counts = heads.loss_counts(labels, position_ids=positions)
     assert counts[1] == places.sum() + 1  # a target after the prompt's last token, where no cycle begins
     want = -(weights * kept).sum() / counts[1]
@@ -187,7 +187,7 @@ def reference(drafter, labels, drafts, kind="all"):
         found = accepted_along(log_q, log_p, part.scored & log_q.isfinite())
         kept = kept.index_put((part.rows, part.columns), found)
         places[part.rows, part.columns] = True
-    return (place_weights(kind, kept.detach(), places) * kept).sum(), kept
+    return (position_weights(kind, kept.detach(), places) * kept).sum(), kept
 
 
 def gradients(drafter, loss):

@@ -109,7 +109,8 @@ def test_bfloat16_heads_have_a_float32_loss():
     torch.testing.assert_close(loss, discounted_mtp_loss(terms, targets != IGNORE, 0.9, "tokens"))
 
 
-def test_chunks_are_smaller_on_a_processor_unless_they_are_few_rows_already():
+def test_chunks_are_smaller_on_a_processor_unless_they_are_few_positions_already():
     """Of 4,096 tokens at rank 8 and window 4; of 32,768; and of one state."""
     wanted = {2**17: (32, 128), 2**20: (16, 16), 2**14: (256, 1024), 2**25: (1, 1)}
-    assert {logits: (chunks._rows(logits, True), chunks._rows(logits, False)) for logits in wanted} == wanted
+    devices = torch.device("cpu"), torch.device("meta")
+    assert {logits: tuple(chunks._chunk_size(logits, each) for each in devices) for logits in wanted} == wanted

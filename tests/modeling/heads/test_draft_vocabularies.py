@@ -170,7 +170,7 @@ def test_unembeddings_of_their_own_start_as_rows_of_the_backbone_s():
 
 @pytest.mark.parametrize("wrong", [[], [3, 64], [-1], [4, 4]])
 def test_ids_that_cannot_be_meant(wrong):
-    with pytest.raises(ValueError, match="draft_vocabulary"):
+    with pytest.raises(ValueError, match="draft_ids"):
         MTPHeads.from_backbone(backbone(), draft_ids=wrong)
     with pytest.raises(StrictDataclassClassValidationError, match="draft_vocab_size=65"):
         MTPHeads.from_backbone(backbone(), draft_vocab_size=65)

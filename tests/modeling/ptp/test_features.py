@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.internals import best_of, beta_shares, interval, pick, place, uniform_features
+from tests.internals import best_of, beta_shares, interval, pick, uniform_features, uniform_for
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
 LAWS = st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any)
@@ -34,7 +34,7 @@ def test_a_pick_is_possible_and_lies_in_its_interval(weights, value):
 def test_a_placed_uniform_picks_its_token(weights, z, data):
     probs = distribution(weights)
     token = torch.tensor(data.draw(st.integers(0, len(weights) - 1)))
-    u, valid = place(token, probs, torch.tensor(z, dtype=torch.float64))
+    u, valid = uniform_for(token, probs, torch.tensor(z, dtype=torch.float64))
     assert u.dtype == torch.float32 and 0 <= u < 1
     assert bool(valid) == (weights[int(token)] > 0)
     if valid:
@@ -43,7 +43,7 @@ def test_a_placed_uniform_picks_its_token(weights, z, data):
 
 def test_intervals_narrower_than_float32_are_not_valid():
     probs = torch.tensor([0.5 + 1e-12, 1e-13, 0.5 - 1.1e-12], dtype=torch.float64)
-    assert not place(torch.tensor(1), probs, torch.tensor(0.5))[1]
+    assert not uniform_for(torch.tensor(1), probs, torch.tensor(0.5))[1]
 
 
 def test_intervals_cover_the_unit_once():
@@ -83,7 +83,7 @@ def test_beta_placements_have_the_moments_of_beta():
     probs = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
     tokens = torch.ones(40_000, dtype=torch.long)
     for moments in json.loads((GOLDENS / "beta.json").read_text())["moments"]:
-        u, valid = place(tokens, probs.expand(40_000, -1), beta_shares(tokens, moments["b"]))
+        u, valid = uniform_for(tokens, probs.expand(40_000, -1), beta_shares(tokens, moments["b"]))
         z = (u.double() - 0.25) / 0.5
         assert valid.all() and abs(z.mean() - 0.5) < 0.01 and abs(z.var() - moments["var"]) < 0.005
 

@@ -16,6 +16,7 @@ from ..target.backbones import target_of
 from ..target.repacking import hold, release
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
+from ..trees.growth import grow_chain
 from .vocabulary import SharedVocabulary
 
 _NO_TABLE = 2**31
@@ -82,8 +83,9 @@ class AssistantSession(DraftSession):
             return DraftTree.chain(tokens.ids[:, :0])
         self._catch_up(tokens)
         logits = self._extend(self.vocabulary.readable(tokens.newest(2 + self.lag)))
-        self.draft, probs = self._chain(logits, length, tokens)
-        return DraftTree.chain(self.draft, probs)
+        tree = self._chain(logits, length, tokens)
+        self.draft = tree.tokens
+        return tree
 
     def _catch_up(self, tokens: Sequences) -> None:
         """Feeds what is missing where sequences differ in its length; else the next block begins with it."""
@@ -102,18 +104,15 @@ class AssistantSession(DraftSession):
         options = {} if position_ids is None else {"position_ids": position_ids}
         return self.target.extend(block.to(self.model.device), logits_to_keep=1, **options).logits[:, -1]
 
-    def _chain(self, logits: Tensor, length: int, tokens: Sequences) -> tuple[Tensor, Tensor | None]:
-        """Returns drafted tokens [B, m], and the distributions that they were drawn from where the call samples."""
-        drafts, probs, masks = [], [], self.options.masks(tokens)
-        for step in range(length):
-            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options, masks)
-            drafts.append(token)
-            probs.append(distribution)
-            if step + 1 == length or self.options.is_unsure(token, distribution):
-                break
-            logits = self._extend(self.vocabulary.readable(token)[:, None])
-        is_drawn = self.options.do_sample and probs[0] is not None
-        return torch.stack(drafts, 1), torch.stack(probs, 1) if is_drawn else None
+    def _chain(self, logits: Tensor, length: int, tokens: Sequences) -> DraftTree:
+        """Return a chain after every sequence, whose next token has the logits [B, V]."""
+        masks = self.options.masks(tokens)
+
+        def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            following = logits if token is None else self._extend(self.vocabulary.readable(token)[:, None])
+            return self.vocabulary.choose(following.to(tokens.ids.device), self.options, masks)
+
+        return grow_chain(step, self.options, length)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Leaves in the assistant's cache what it was fed of the text, but for the last two tokens."""

@@ -139,9 +139,9 @@ class CommonSession(TranslatedSession):
 
     def _drafted(self, logits: Tensor, tokens: Sequences, length: int) -> DraftTree:
         """See `TranslatedSession`."""
-        draft, probs = self._chain(logits, length, tokens)
-        self.drafted = draft.shape[1] - 1
-        return DraftTree.chain(draft, probs)
+        tree = self._chain(logits, length, tokens)
+        self.drafted = tree.tokens.shape[1] - 1
+        return tree
 
 
 class TextSession(TranslatedSession):
@@ -158,7 +158,7 @@ class TextSession(TranslatedSession):
 
     def _drafted(self, logits: Tensor, tokens: Sequences, length: int) -> DraftTree:
         """See `TranslatedSession`; no more than `length` tokens of the backbone."""
-        own = self._chain(logits, length, tokens)[0].tolist()
+        own = self._chain(logits, length, tokens).tokens.tolist()
         for cached, ids in zip(self.cached, own):
             cached += ids[:-1]
         rows = [ids[:length] for ids in self.translation.drafts(self.scripts, own)]

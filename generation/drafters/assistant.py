@@ -17,12 +17,10 @@ from ..call.options import CallOptions, DraftOptions
 from ..protocols import DraftSession
 from ..target.backbones import can_roll_back
 from ..target.target import is_recurrent
-from .assistant_session import AssistantSession
+from .assistant_session import AssistantSession, SharedVocabulary, shared_vocabulary
 from .dflash import DFlashSession, check_source
 from .gemma4 import Gemma4Chain, check_lender
-from .translated import CommonSession, TextSession
-from .translation import Tokenizers, Translation
-from .vocabulary import SharedVocabulary, shared_vocabulary
+from .translation import CommonSession, TextSession, Tokenizers, Translation
 
 _TOKENIZERS = "tokenizer", "assistant_tokenizer"
 _WAYS = "vocabulary", "text"

@@ -1,4 +1,7 @@
-"""Drafts of a smaller language model with a cache of its own, which reads the same tokens as the backbone."""
+"""Drafts of a smaller language model with a cache of its own, which reads the same tokens as the backbone.
+
+Of one tokenizer, models pad their vocabularies to different sizes (Qwen2.5: 151,936 and 152,064 ids).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from ...configuration.fields import learned_positions
+from ...modeling.masks import cached_arange
+from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
@@ -17,10 +22,44 @@ from ..target.repacking import hold, release
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import grow_chain
-from .vocabulary import SharedVocabulary
 
 _NO_TABLE = 2**31
 """Positions of models that look none up."""
+_LEAST = 1e-30
+"""Probability of tokens that an assistant lacks: logits processors may leave no others."""
+
+
+class SharedVocabulary:
+    """The ids by which an assistant and its backbone mean the same tokens: 0 .. `shared` - 1.
+
+    Args:
+        own: Ids of the assistant.
+        theirs: Ids of the backbone.
+        shared: How many of them are the same.
+    """
+
+    def __init__(self, own: int, theirs: int, shared: int) -> None:
+        self.own, self.theirs, self.shared = own, theirs, shared
+        self.is_whole = own == theirs == shared
+
+    def readable(self, ids: Tensor) -> Tensor:
+        """Return ids that the assistant can embed: for those that it lacks, its last one."""
+        return ids if self.own >= self.theirs else ids.clamp(max=self.own - 1)
+
+    def choose(
+        self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return tokens [B], and the distributions that they were drawn from (`DraftOptions.choose`)."""
+        if self.is_whole:
+            return options.choose(logits, masks=masks)
+        return options.choose(logits[..., : self.shared], cached_arange(self.shared, logits.device), self.theirs, masks)
+
+    def fitted(self, probs: Tensor) -> Tensor:
+        """Return the assistant's probabilities [..., own] over the ids of the backbone, [..., theirs]."""
+        if self.is_whole:
+            return probs
+        probs = torch.nn.functional.pad(probs[..., : self.shared], (0, self.theirs - self.shared)).clamp(min=_LEAST)
+        return probs / probs.sum(-1, keepdim=True)
 
 
 class AssistantSession(DraftSession):
@@ -129,3 +168,57 @@ class AssistantSession(DraftSession):
         if self.lag:
             kept = NewTokens([count + self.lag if count else 0 for count in kept.counts], kept.device)
         self.target.keep(kept)
+
+
+def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, shared: int | None) -> SharedVocabulary:
+    """Return what two models share.
+
+    Args:
+        assistant: Drafts.
+        backbone: Verifies.
+        shared: How many ids mean the same token in both, as the user says; None: where the models have different
+            numbers of ids, the tokenizers beside them say it.
+
+    Raises:
+        ValueError: Nothing, or more than there is.
+    """
+    own, theirs = (model.config.get_text_config().vocab_size for model in (assistant, backbone))
+    if shared is None and own != theirs:
+        shared = _of_tokenizers(assistant, backbone)
+    if shared is None:
+        shared = own
+    if isinstance(shared, bool) or not isinstance(shared, int) or not 1 <= shared <= min(own, theirs):
+        sizes = f"the assistant has {own} ids, the backbone {theirs}"
+        raise ValueError(f"vocab_size={shared!r} must be a whole number from 1 to {min(own, theirs)}: {sizes}")
+    return SharedVocabulary(own, theirs, shared)
+
+
+def _of_tokenizers(assistant: PreTrainedModel, backbone: PreTrainedModel) -> int:
+    """Return how many ids the tokenizers of two models share, where one knows all tokens of the other."""
+    own, theirs = (
+        f"{type(model).__name__} has {model.config.get_text_config().vocab_size} ids" for model in (assistant, backbone)
+    )
+    sizes = f"vocab_size: the assistant {own}, but {theirs}; they must share a tokenizer"
+    others = "; tokenizer= and assistant_tokenizer= let an assistant with another one draft"
+    first, second = (_tokens(model) for model in (assistant, backbone))
+    if first is None or second is None:
+        bare = "assistant" if first is None else "backbone"
+        raise ValueError(
+            f"{sizes}; beside the {bare} is none: AssistantDrafter(model, vocab_size=len(tokenizer)){others}"
+        )
+    fewer, more = sorted((first, second), key=len)
+    other = next((token for token, index in fewer.items() if more.get(token) != index), None)
+    if other is not None:
+        ids = first.get(other), second.get(other)
+        names = f"{other!r} is id {ids[0]} in the assistant's, {ids[1]} in the backbone's"
+        raise ValueError(f"{sizes}, and {names}{others}")
+    return max(fewer.values()) + 1
+
+
+def _tokens(model: PreTrainedModel) -> dict[str, int] | None:
+    """Return the tokens of the tokenizer that lies where a model was loaded from; None: there is none."""
+    name: Any = model.config.name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name).get_vocab() if name else None
+    except (OSError, ValueError, KeyError):
+        return None

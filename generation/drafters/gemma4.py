@@ -28,7 +28,7 @@ from ..target.cache import RowLayer
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import grow_chain
-from .vocabulary import SharedVocabulary
+from .assistant_session import SharedVocabulary
 
 
 def lending_layers(config: PreTrainedConfig) -> dict[str, int]:

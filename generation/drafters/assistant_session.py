@@ -1,6 +1,6 @@
 """Drafts of a smaller language model with a cache of its own, which reads the same tokens as the backbone.
 
-Of one tokenizer, models pad their vocabularies to different sizes (Qwen2.5: 151,936 and 152,064 ids).
+Models of one tokenizer may pad their vocabularies to different sizes (Qwen2.5: 151,936 and 152,064 ids).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SharedVocabulary:
         self.is_whole = own == theirs == shared
 
     def readable(self, ids: Tensor) -> Tensor:
-        """Return ids that the assistant can embed: for those that it lacks, its last one."""
+        """Return ids that the assistant can embed: its last one where it lacks an id."""
         return ids if self.own >= self.theirs else ids.clamp(max=self.own - 1)
 
     def choose(
@@ -65,14 +65,14 @@ class SharedVocabulary:
 class AssistantSession(DraftSession):
     """The drafts of one call; see `AssistantDrafter`.
 
-    Between cycles the assistant's cache holds all tokens but the last two of every sequence: a sequence that keeps its
-    whole draft ends with one that the assistant was never fed, and so all sequences are fed alike. It holds fewer where
-    others drafted (`DrafterCascade`), or nobody: the next draft begins with what is missing.
+    Between cycles the assistant's cache holds all tokens but the last two of every sequence: a fully accepted draft
+    ends with a token that the assistant never read, and so all sequences read as many tokens. It holds fewer where
+    another session drafted (`DrafterCascade`), or none: the next draft begins with what is missing.
 
     Attributes:
         missing: How many tokens of every sequence before its last two have no columns.
-        lag: Missing tokens that were fed before the last draft.
-        draft: What was drafted in this cycle, [B, m]; None: nothing.
+        lag: Missing tokens that were read right before the last draft.
+        draft: The draft of this cycle, [B, m]; None: there is none.
     """
 
     supports_confidence_threshold = True
@@ -85,16 +85,19 @@ class AssistantSession(DraftSession):
         self.table = learned_positions(model.config.get_text_config()) or _NO_TABLE  # beyond it nothing is drafted
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Reads the prompt, all but its last token."""
-        self.view, whole = view, self.options.prompt
-        prompt = whole[:, :-1]
-        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -whole.shape[1] : -1]
-        if mask.shape[1] < prompt.shape[1]:  # the call continues from a cache: there is nothing to read of it
-            prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
-        self._read(self.vocabulary.readable(prompt), mask)
+        """Read the prompt, all but its last token."""
+        self.view = view
+        prompt, mask = self._prompt(view)
+        self._read(self.vocabulary.readable(prompt[:, :-1]), mask[:, :-1])
+
+    def _prompt(self, view: CacheView) -> tuple[Tensor, Tensor]:
+        """Return the prompt and its mask [B, L]; of a call that continues a cache, what the cache has columns of."""
+        prompt = self.options.prompt
+        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -prompt.shape[1] :]
+        return prompt[:, prompt.shape[1] - mask.shape[1] :], mask
 
     def _read(self, prompt: Tensor, mask: Tensor, span: int = 0) -> None:
-        """Reads ids [B, L] of the assistant, of which some are padding; `span` are columns that may be fed again."""
+        """Read ids [B, L] of the assistant, of which some are padding; `span` columns may be read again."""
         cache, device = DynamicCache(config=self.model.config), self.model.device
         if span:  # layers with a window keep what may be fed again
             hold(cache)
@@ -115,7 +118,7 @@ class AssistantSession(DraftSession):
             self.target.last_position = self.table - 1
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
+        """See `DraftSession`."""
         length = min(length, self.table + 1 - max(tokens.lengths))
         self.tokens, self.draft = tokens, None
         if length < 1:
@@ -127,7 +130,7 @@ class AssistantSession(DraftSession):
         return tree
 
     def _catch_up(self, tokens: Sequences) -> None:
-        """Feeds what is missing where sequences differ in its length; else the next block begins with it."""
+        """Read what is missing where sequences differ in its length; else the next block begins with it."""
         most = max(self.missing)
         self.lag = most if min(self.missing) == most else 0
         if self.lag < most:
@@ -139,7 +142,7 @@ class AssistantSession(DraftSession):
         self.missing = [0] * len(self.missing)
 
     def _extend(self, block: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Feeds ids [B, F] behind the last ones, and returns logits [B, V] of what follows."""
+        """Read ids [B, F] after the last ones, and return logits [B, V] of the next token."""
         options = {} if position_ids is None else {"position_ids": position_ids}
         return self.target.extend(block.to(self.model.device), logits_to_keep=1, **options).logits[:, -1]
 
@@ -154,39 +157,36 @@ class AssistantSession(DraftSession):
         return grow_chain(step, self.options, length)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Leaves in the assistant's cache what it was fed of the text, but for the last two tokens."""
-        kept = self.view.new_tokens
+        """Leave in the assistant's cache its columns of the accepted tokens, but for the last two."""
+        new = self.view.new_tokens
         if self.draft is None:
-            self.missing = [old + count for old, count in zip(self.missing, kept.counts)]
+            self.missing = [old + count for old, count in zip(self.missing, new.counts)]
             return
         if max(self.tokens.drafted_on_host) > self.draft.shape[1]:  # others' tokens were verified beside the draft
             width = min(self.draft.shape[1], result.tokens.shape[1])
             same = (self.draft[:, :width] == result.tokens[:, :width]).long().cumprod(1).sum(1).tolist()
-            read = [min(count, 2 + right) for count, right in zip(kept.counts, same)]
-            self.missing = [count - own for count, own in zip(kept.counts, read)]
-            kept = NewTokens(read, kept.device)
+            read = [min(count, 2 + right) for count, right in zip(new.counts, same)]
+            self.missing = [count - known for count, known in zip(new.counts, read)]
+            new = NewTokens(read, new.device)
         if self.lag:
-            kept = NewTokens([count + self.lag if count else 0 for count in kept.counts], kept.device)
-        self.target.keep(kept)
+            new = NewTokens([count + self.lag if count else 0 for count in new.counts], new.device)
+        self.target.keep(new)
 
 
 def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, shared: int | None) -> SharedVocabulary:
-    """Return what two models share.
+    """Return the vocabulary that two models share.
 
     Args:
         assistant: Drafts.
         backbone: Verifies.
-        shared: How many ids mean the same token in both, as the user says; None: where the models have different
-            numbers of ids, the tokenizers beside them say it.
+        shared: How many ids mean the same token in both; None: the models' tokenizers decide where their sizes differ.
 
     Raises:
-        ValueError: Nothing, or more than there is.
+        ValueError: No common ids, or more than there are.
     """
     own, theirs = (model.config.get_text_config().vocab_size for model in (assistant, backbone))
-    if shared is None and own != theirs:
-        shared = _of_tokenizers(assistant, backbone)
     if shared is None:
-        shared = own
+        shared = own if own == theirs else _of_tokenizers(assistant, backbone)
     if isinstance(shared, bool) or not isinstance(shared, int) or not 1 <= shared <= min(own, theirs):
         sizes = f"the assistant has {own} ids, the backbone {theirs}"
         raise ValueError(f"vocab_size={shared!r} must be a whole number from 1 to {min(own, theirs)}: {sizes}")
@@ -203,9 +203,7 @@ def _of_tokenizers(assistant: PreTrainedModel, backbone: PreTrainedModel) -> int
     first, second = (_tokens(model) for model in (assistant, backbone))
     if first is None or second is None:
         bare = "assistant" if first is None else "backbone"
-        raise ValueError(
-            f"{sizes}; beside the {bare} is none: AssistantDrafter(model, vocab_size=len(tokenizer)){others}"
-        )
+        raise ValueError(f"{sizes}; the {bare} has none: AssistantDrafter(model, vocab_size=len(tokenizer)){others}")
     fewer, more = sorted((first, second), key=len)
     other = next((token for token, index in fewer.items() if more.get(token) != index), None)
     if other is not None:
@@ -217,7 +215,7 @@ def _of_tokenizers(assistant: PreTrainedModel, backbone: PreTrainedModel) -> int
 
 def _tokens(model: PreTrainedModel) -> dict[str, int] | None:
     """Return the tokens of the tokenizer that lies where a model was loaded from; None: there is none."""
-    name: Any = model.config.name_or_path
+    name = model.config.name_or_path
     try:
         return AutoTokenizer.from_pretrained(name).get_vocab() if name else None
     except (OSError, ValueError, KeyError):

@@ -283,10 +283,7 @@ class TranslatedSession(AssistantSession):
 
     def begin(self, outputs: object, view: CacheView) -> None:
         """See `DraftSession`."""
-        prompt = self.options.prompt
-        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -prompt.shape[1] :]
-        prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
-        real = zip(prompt.tolist(), mask.tolist())
+        real = zip(*(part.tolist() for part in self._prompt(view)))
         prompts = [[number for number, is_token in zip(ids, is_real) if is_token] for ids, is_real in real]
         self.scripts = self.translation.open(prompts)
         self.cached, self.sure = [list(script.ids) for script in self.scripts], [0] * len(prompts)

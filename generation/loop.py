@@ -53,7 +53,7 @@ class SpeculativeLoop:
         model_kwargs: Keyword arguments of the model, prepared, the cache among them.
         keywords: Those that forwards after the prompt are given, too; None: none beside the usual ones.
         streamer: Receives every column of tokens once all open sequences have it.
-        cache_is_given: Whether the user passed the cache, and may look into it after the call.
+        has_user_cache: Whether the user passed the cache, and may look into it after the call.
     """
 
     target: Target
@@ -71,14 +71,14 @@ class SpeculativeLoop:
         model_kwargs: dict[str, Any],
         keywords: Keywords | None,
         streamer: BaseStreamer | None = None,
-        cache_is_given: bool = False,
+        has_user_cache: bool = False,
     ) -> None:
         prompt = options.prompt
         self.processing = options.processing if options.processors else None
         self.backbone, self.runner, self.session, self.verifier = backbone, runner, session, verifier
         self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
         self.keywords = keywords
-        self.cache_is_seen = cache_is_given or config.return_dict_in_generate
+        self.cache_is_seen = has_user_cache or config.return_dict_in_generate
         is_read = self.cache_is_seen or session.reads_cache
         self.may_leave_out = not (is_read or session.lookahead) and keywords is None
         self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers

@@ -76,7 +76,7 @@ class Keywords:
     Attributes:
         position_ids: Of the prompt, counted as the model counts after it; None where none are given.
         constant: What every forward is given; filled where the model is asked once.
-        is_asked: Whether the model is asked for every column.
+        is_prepared: Whether the model is asked for every column.
         reason: What cannot be handed on, in the user's words; None: nothing.
     """
 
@@ -90,9 +90,9 @@ class Keywords:
         self.update = cast(Callable[..., dict[str, Any]], model._update_model_kwargs_for_generation)
         owner = self.prepare.__self__ if ismethod(self.prepare) else model
         if owner is not model:  # peft's virtual tokens, which are in the cache and have no ids
-            self.reason, self.is_asked = f"inputs that {type(owner).__name__} prepares", False
+            self.reason, self.is_prepared = f"inputs that {type(owner).__name__} prepares", False
             return
-        self.is_asked = not (_is_base(self.update) and _is_known(self.prepare))
+        self.is_prepared = not (is_base(self.update) and _is_known(self.prepare))
         self.by_length = {prompt.shape[1]: given}
         self.cached_before = _given_columns(given, prompt.shape[1]) - prompt.shape[1]
         try:
@@ -105,7 +105,7 @@ class Keywords:
         length, more = prompt.shape[1], torch.arange(2, device=prompt.device).expand(len(prompt), -1)
         text = torch.cat([prompt, more], dim=1)
         inputs, given = self._inputs(text[:, : length + 1]), self._given(length + 1)
-        if self.is_asked and not _is_same(inputs.get("attention_mask"), given.get("attention_mask")):
+        if self.is_prepared and not _is_same(inputs.get("attention_mask"), given.get("attention_mask")):
             raise NotHandedOn("attention_mask=")
         counted, positions = inputs.get("position_ids"), given.get("position_ids")
         if self.position_ids is not None and positions is not None:
@@ -113,13 +113,13 @@ class Keywords:
                 raise NotHandedOn("position_ids=")
             # some models count from 1
             self.position_ids = self.position_ids + (counted[..., -1:].to(positions.device) - positions[..., -1:])
-        columns = [self._at(text[:, : length + 1 + step]) for step in range(1 + self.is_asked)]
+        columns = [self._at(text[:, : length + 1 + step]) for step in range(1 + self.is_prepared)]
         for name, value in columns[0].items():
-            whole = value if self.is_asked else self.by_length[length].get(name, value)
+            whole = value if self.is_prepared else self.by_length[length].get(name, value)
             if name not in _OF_AN_ENCODER and _has_columns(whole, prompt):
                 raise NotHandedOn(f"{name}=")
         made = _merged(columns, None if self.draws_trees else torch.zeros_like(prompt[:, :1]), 1)
-        self.constant = {} if self.is_asked else made
+        self.constant = {} if self.is_prepared else made
 
     def of_block(self, tokens: Sequences, drafts: torch.Tensor, depth: int, done: list[bool]) -> dict[str, Any]:
         """Return the keyword arguments of the forward of a block: the last token of every sequence and its drafts.
@@ -133,7 +133,7 @@ class Keywords:
         Raises:
             NotHandedOn: One differs between sequences or tokens, and has no column for each of them.
         """
-        if not self.is_asked:
+        if not self.is_prepared:
             return self.constant
         open_lengths = [n for n, ended in zip(tokens.lengths, done) if not ended] or tokens.lengths
         starts = [n if n in open_lengths else open_lengths[0] for n in tokens.lengths]
@@ -151,7 +151,7 @@ class Keywords:
 
         Drafts are not looked at: whether one is verified must not depend on its tokens.
         """
-        if self.is_asked and length:
+        if self.is_prepared and length:
             try:
                 self.of_block(tokens, tokens.last()[:, None].expand(-1, length), length, done)
             except NotHandedOn:
@@ -160,7 +160,7 @@ class Keywords:
 
     def _at(self, text: torch.Tensor) -> dict[str, Any]:
         """Return what the model is given for the last token of a text [B, n], beside what the loop passes."""
-        ours = _OURS if self.is_asked else _OURS | _TYPES
+        ours = _OURS if self.is_prepared else _OURS | _TYPES
         return {name: value for name, value in self._inputs(text).items() if value is not None and name not in ours}
 
     def _inputs(self, text: torch.Tensor) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _is_known(method: Any) -> bool:
     return method.__module__.startswith(("transformers.", f"{_PACKAGE}."))
 
 
-def _is_base(method: Any) -> bool:
+def is_base(method: Any) -> bool:
     """Return whether a method is that of every model."""
     return ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__
 

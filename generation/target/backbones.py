@@ -178,7 +178,7 @@ def check_prompt(
         raise ValueError(f"max_new_tokens={new} takes {fed} positions of max_position_embeddings={limit}: {least}")
 
 
-def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
+def check_user_cache(call: dict[str, Any], config: GenerationConfig) -> None:
     """Refuse a cache of transformers that does not fit the prompt.
 
     Raises:
@@ -226,7 +226,7 @@ def can_roll_back(model: PreTrainedModel) -> bool:
     return has_columns and (is_recurrent(cache) or compresses_windows(model.config)) and is_repackable(cache)
 
 
-def takes_fixed_room(model: PreTrainedModel) -> bool:
+def takes_fixed_size(model: PreTrainedModel) -> bool:
     """Whether drafts can be verified on columns that are allocated once and never counted by the host."""
     kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
     return kinds <= {DynamicLayer, DynamicSlidingWindowLayer, _EMPTY} and bool(kinds) and takes_dense_masks(model)

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as library
 
 from ...modeling.masks import numbers, to_device
 from .automata import AutomatonProcessor, HostWalk, OffersAutomaton, TableAutomaton, TableWalk, fitted
-from .places import KNOWN, PathPlaces, Places, apply_known
+from .positions import KNOWN, PathPositions, Positions, apply_known
 from .sequences import Sequences
 
 _MASKING = (
@@ -143,7 +143,7 @@ class Constraints:
             self.walks[key] = kind(processor, self.ends, size, tokens, begin)
         return self.walks[key].allowed(tokens, paths)
 
-    def applied(self, processor: Any, places: Places, flat: Tensor, alive: Tensor | None) -> Tensor:
+    def applied(self, processor: Any, places: Positions, flat: Tensor, alive: Tensor | None) -> Tensor:
         """Scores [B P, v] after one processor; alive [B, P] are places that a draft can be accepted to reach."""
         if type(processor) in KNOWN:  # looked at first, for protocols are slow to ask
             return apply_known(processor, places, flat)
@@ -186,7 +186,7 @@ class DraftMasks:
         return to_device(mask, device).expand(rows, self.paths.shape[1], -1).reshape(shape)
 
     def _after_paths(self, size: int) -> Tensor:
-        places = PathPlaces(self.tokens, self.paths, fill=size)
+        places = PathPositions(self.tokens, self.paths, fill=size)
         flat = torch.zeros(len(self.paths) * places.size, size, device=self.paths.device)
         for processor in self.processors:
             flat = self.constraints.applied(processor, places, flat, self.alive)
@@ -234,7 +234,7 @@ def _span(processor: Any) -> range | None:
     return None
 
 
-def _of_function(processor: Any, places: Places, size: int, alive: Tensor | None) -> Tensor:
+def _of_function(processor: Any, places: Positions, size: int, alive: Tensor | None) -> Tensor:
     """Mask [B P, v] of a prefix function, which is asked about places that may be reached, on the host."""
     tokens, paths = places.tokens, places.paths
     mask = torch.ones(len(paths), places.size, size, dtype=torch.bool)
@@ -248,7 +248,7 @@ def _of_function(processor: Any, places: Places, size: int, alive: Tensor | None
     return mask.flatten(0, 1)
 
 
-def _offered(processor: OffersMask, places: Places) -> Tensor:
+def _offered(processor: OffersMask, places: Positions) -> Tensor:
     """Mask [B P, v] that a processor offers; it is shown rows of one length at a time."""
     tokens, paths, lengths = places.tokens, places.paths, places.tokens.lengths
     found: dict[int, Tensor] = {}

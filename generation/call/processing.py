@@ -21,7 +21,7 @@ from ...modeling.masks import numbers
 from ..trees.contract import DraftTree
 from .automata import fitted
 from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
-from .places import KNOWN, POINTWISE, TreePlaces
+from .positions import KNOWN, POINTWISE, TreePositions
 from .sequences import Sequences
 
 logger = logging.get_logger(__name__)
@@ -84,7 +84,7 @@ class Processing:
             return logits
         if not self.is_known:
             return self._by_length(tokens, logits, tree, done)
-        places, flat = TreePlaces(tokens, tree, logits.shape[-1]), logits.flatten(0, 1)
+        places, flat = TreePositions(tokens, tree, logits.shape[-1]), logits.flatten(0, 1)
         for processor in self.processors:
             flat = self.constraints.applied(processor, places, flat, None)
         return flat.view(logits.shape)
@@ -98,7 +98,7 @@ class Processing:
 
         What follows such a token, or an end, is never used, and a constraint need not know what to say of it.
         """
-        places, size = TreePlaces(tokens, tree, self.pad), logits.shape[-1]
+        places, size = TreePositions(tokens, tree, self.pad), logits.shape[-1]
         output, ids, offered = logits.clone(), places.ids, dict[int, torch.Tensor]()
         for processor in self.processors:
             if is_automaton(processor) or (self.unchecked and offers_automaton(processor)):

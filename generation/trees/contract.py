@@ -127,7 +127,7 @@ class VerificationResult:
 
     @cached_property
     def path(self) -> Tensor:
-        """Places of the accepted path in the block, [B, k + 1] int64: b's is 0, and the last is repeated after."""
+        """Positions of the accepted path in the block, [B, k + 1] int64: b's is 0, and the last is repeated after."""
         if self.tree_path is not None:
             return self.tree_path
         return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.num_accepted[:, None])

@@ -20,7 +20,6 @@ _TREE_CHOICES: WeakKeyDictionary[BaseDrafter, dict[bool, dict[str, int]]] = Weak
 """By drafter: a copy or a pickle chooses its own trees, for it may have another backbone or another machine."""
 _SCHEDULES: WeakKeyDictionary[BaseDrafter, dict[Hashable, AdaptiveSchedule]] = WeakKeyDictionary()
 """By drafter, and by what the cost of a cycle depends on: what adaptive calls have learned."""
-
 _KINDS = {"draft_vocabulary": "sequential modules", "assistant_tokenizer": "AssistantDrafter"}
 """The drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction."""
 

@@ -26,7 +26,7 @@ from ..modeling.masks import to_device
 from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
-from .call.schedule import DraftSchedule
+from .call.schedule import AdaptiveSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
@@ -65,7 +65,7 @@ class SpeculativeLoop:
         session: DraftSession,
         verifier: Verifier,
         options: DraftOptions,
-        schedule: DraftSchedule | None,
+        schedule: AdaptiveSchedule | None,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],

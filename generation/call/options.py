@@ -21,12 +21,8 @@ if TYPE_CHECKING:
     from ..protocols import DraftSession
 
 logger = logging.get_logger(__name__)
-
-
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
-
-
 OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
 Sources = tuple[dict[str, Any] | GenerationConfig | None, ...]

@@ -33,8 +33,6 @@ POINTWISE = (
     library.SuppressTokensLogitsProcessor,
 )
 """Processors that look at scores alone."""
-
-
 BY_HISTORY = (
     library.RepetitionPenaltyLogitsProcessor,
     library.NoRepeatNGramLogitsProcessor,
@@ -42,8 +40,6 @@ BY_HISTORY = (
     library.NoBadWordsLogitsProcessor,
 )
 """Processors that look at each sequence's own ids, and for which an id beyond the vocabulary is no token."""
-
-
 BY_LENGTH = (
     library.MinLengthLogitsProcessor,
     library.MinNewTokensLengthLogitsProcessor,
@@ -53,8 +49,6 @@ BY_LENGTH = (
     library.SuppressTokensAtBeginLogitsProcessor,
 )
 """Processors that look at the number of ids."""
-
-
 KNOWN = frozenset(POINTWISE + BY_HISTORY + BY_LENGTH)
 
 

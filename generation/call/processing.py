@@ -25,7 +25,6 @@ from .positions import KNOWN, POINTWISE, TreePositions
 from .sequences import Sequences
 
 logger = logging.get_logger(__name__)
-
 _COUNTING = (
     library.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     library.SynthIDTextWatermarkLogitsProcessor,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from bisect import bisect
 from collections import deque
-from typing import Protocol
 
 _DECAY, _DECAY_OVERALL = 0.98, 0.999
 _SHARED_TRIALS = 4.0
@@ -18,21 +17,6 @@ _PACE_SHARE, _PACE_STEP = 0.4, 2.0  # how much of a cycle's surprise is the mach
 _PROBE_BUDGET, _PROBE_AGE = 0.02, 16
 _HOPELESS = 0.5  # a shorter draft would have to take half the time that it took before
 _PLAIN_BONUS = 1.06  # expectations err upwards, for the best of many is taken, and the slowest sequence ends a batch
-
-
-class DraftSchedule(Protocol):
-    """Chooses the length of each draft."""
-
-    def length(self) -> int:
-        """Return how many tokens to draft in the next cycle."""
-        ...
-
-    def update(self, drafted: int, accepted: list[int], seconds: float, requested: int | None = None) -> None:
-        """Note a finished cycle: draft length, accepted drafts per open sequence, wall time, and the requested length.
-
-        Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle's cost is that of the
-        length requested in it, whether or not there was a draft to verify yet; elsewhere that of the draft.
-        """
 
 
 class AcceptanceRates:
@@ -160,7 +144,17 @@ class AdaptiveSchedule:
         return self._probe(best, yields, seconds)
 
     def update(self, drafted: int, accepted: list[int], seconds: float, requested: int | None = None) -> None:
-        """Note acceptance at the positions that were drafted, and the cost of a cycle of this length."""
+        """Note a finished cycle.
+
+        Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle's cost is that of the
+        length requested in it, whether or not there was a draft to verify yet; elsewhere that of the draft.
+
+        Args:
+            drafted: Tokens of the draft.
+            accepted: Accepted drafts per open sequence.
+            seconds: Wall time.
+            requested: The length requested in the cycle.
+        """
         self.cycles += 1
         requested = drafted if requested is None or not self.lookahead else requested
         self.total += seconds

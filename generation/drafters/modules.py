@@ -41,8 +41,6 @@ from ..trees.growth import Ancestry, grow, most_nodes, taken
 
 _LAG = 64
 """Columns that may be left to be computed by the modules that a short draft did not need."""
-
-
 _TREE_KINDS = ("full_attention", "sliding_attention")
 """Ways to attend in which a mask says what each sequence sees."""
 

@@ -37,10 +37,7 @@ from .static import FixedTarget, PlannedCache
 from .target import ColumnTarget, RowTarget, is_recurrent
 
 logger = logging.get_logger(__name__)
-
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
-
-
 _KINDS = (
     DynamicLayer,
     DynamicIndexedLayer,
@@ -49,24 +46,14 @@ _KINDS = (
     LinearAttentionAndFullAttentionLayer,
     _EMPTY,
 )
-
-
 _FIXED = tuple(kind for kind in _KINDS if kind is not LinearAttentionAndFullAttentionLayer)
 """Layers of which a copy that never moves is known."""
-
-
 _FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
 """Kinds whose mixers read a block of several tokens otherwise than its tokens: as if no state stood before it, say."""
-
-
 _ALIBI = ("bloom", "mpt")
 """Kinds of models that have no other positions."""
-
-
 _CAUSAL = ("gpt_neox_japanese",)
 """Decoders of which neither config nor layers say so."""
-
-
 _PICTURES_APART = ("git",)
 """Models whose cache begins with columns of a picture, of which masks have none."""
 
@@ -336,8 +323,6 @@ _PLAIN = {
     "dola_layers": lambda value: value is None,
 }
 """Fields of a GenerationConfig, and which of their values leave room for speculation."""
-
-
 _UNREAD = {
     "compile_config": "pass cache_implementation='static' beside it, or compile the backbone itself, by "
     "model.forward = torch.compile(model.forward)",

@@ -33,13 +33,10 @@ from ..trees.contract import DraftTree
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
 """Widths that are allocated, and that attention reads, are multiples; a cache begins with room for so many tokens."""
-
 _STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)
 """What is kept of single tokens, and the dimension of its columns; the last one by dynamic sparse attention alone."""
-
 _WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}
 """Kinds of layers whose tokens are real, all of them."""
-
 _NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose masks end somewhere
 Slots = tuple[torch.Tensor, torch.Tensor] | tuple[slice, slice]
 

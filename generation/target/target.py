@@ -29,12 +29,8 @@ from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
 States = tuple[torch.Tensor | None, ...]
-
-
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
-
-
 _COPIED = 64
 """Columns that may be copied for every token that may follow, where sequences that have ended are left out."""
 

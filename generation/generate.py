@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
@@ -164,7 +165,7 @@ def decoding(backbone: PreTrainedModel) -> AbstractContextManager[Any]:
 def speculative_decoding(
     call: Call,
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -284,7 +285,7 @@ def _plans_static_cache(call: Call, model: PreTrainedModel, config: GenerationCo
 def _obstacle_in_call(
     options: CallOptions,
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     processors: LogitsProcessorList,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -320,12 +321,12 @@ def _with_chosen_tree(
     call: Call,
     config: GenerationConfig,
     criteria: StoppingCriteriaList,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     model_kwargs: dict[str, Any],
 ) -> CallOptions:
     """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
 
-    def trial(drafter: BaseDrafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    def trial(drafter: BaseDrafter, prompt: Tensor, kwargs: dict[str, Any]) -> Any:
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
 
     common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}

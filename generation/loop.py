@@ -18,6 +18,7 @@ import time
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -94,7 +95,7 @@ class SpeculativeLoop:
         self.starts: list[int] | None = None
         self.unwritten = 0  # columns of the cache without ids: embeddings, or an earlier call's
 
-    def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | torch.Tensor:
+    def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
         """Decode until every sequence has ended.
 
         Args:
@@ -168,7 +169,7 @@ class SpeculativeLoop:
         self._settle(tree, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
 
-    def _scores(self, logits: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+    def _scores(self, logits: Tensor, tree: DraftTree) -> Tensor:
         """Return the target's scores [B, m + 1, v] of a block, after the logits processors of the call."""
         return logits if self.processing is None else self.processing(self.tokens, logits, tree, self.done)
 
@@ -201,7 +202,7 @@ class SpeculativeLoop:
         tree: DraftTree,
         result: VerificationResult,
         outputs: TargetOutput,
-        scores: torch.Tensor,
+        scores: Tensor,
         is_prefill: bool = False,
     ) -> tuple[list[int], NewTokens]:
         """Write a verification result to sequences, records and statistics.
@@ -279,7 +280,7 @@ class SpeculativeLoop:
             streamer.put(column)
         self.streamed = max(self.streamed, ready)
 
-    def _output(self) -> GenerateSpeculativeOutput | torch.Tensor:
+    def _output(self) -> GenerateSpeculativeOutput | Tensor:
         sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)
         if self.returns_cache:  # it may cost a forward
             self._align_cache()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .call.outputs import Speculation
@@ -40,9 +40,9 @@ class CacheView(Protocol):
     """
 
     has_columns: bool
-    mask: torch.Tensor
+    mask: Tensor
     is_padded: bool
-    counts: torch.Tensor
+    counts: Tensor
     new_tokens: NewTokens
 
 
@@ -82,7 +82,7 @@ class DraftSession(Protocol):
     def finish(self, statistics: Speculation) -> None:
         """Take the statistics of the call, once all sequences have ended."""
 
-    def coverage(self, tokens: torch.Tensor) -> float | None:
+    def coverage(self, tokens: Tensor) -> float | None:
         """Return the share of tokens [N] that could be drafted; None: every token could."""
         return None
 
@@ -107,7 +107,7 @@ class SpeculativeCache(Protocol):
         """Return the columns of the longest sequence."""
         ...
 
-    def keep_last(self, fed: int, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+    def keep_last(self, fed: int, kept: NewTokens, path: Tensor | None = None) -> None:
         """Keep the first `kept.counts[b]` of the last `fed` tokens of sequence b.
 
         Args:
@@ -117,7 +117,7 @@ class SpeculativeCache(Protocol):
         """
         ...
 
-    def drop_padding(self, mask: torch.Tensor) -> None:
+    def drop_padding(self, mask: Tensor) -> None:
         """Roll back the last tokens that are padding in a mask [B, columns]."""
         ...
 

@@ -13,6 +13,7 @@ from inspect import ismethod
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
@@ -77,7 +78,7 @@ class Keywords:
     """
 
     def __init__(
-        self, model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: torch.Tensor, draws_trees: bool = False
+        self, model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, draws_trees: bool = False
     ) -> None:
         self.kind, self.draws_trees, self.constant = type(model).__name__, draws_trees, dict[str, Any]()
         self.position_ids = model_kwargs.get("position_ids")
@@ -97,7 +98,7 @@ class Keywords:
         except NotHandedOn as error:
             self.reason = error.name
 
-    def _begin(self, prompt: torch.Tensor) -> None:
+    def _begin(self, prompt: Tensor) -> None:
         """Call the model's methods once, or for two columns where they are called for every one."""
         length, more = prompt.shape[1], torch.arange(2, device=prompt.device).expand(len(prompt), -1)
         ids = torch.cat([prompt, more], dim=1)
@@ -118,7 +119,7 @@ class Keywords:
         made = _merged(columns, None if self.draws_trees else torch.zeros_like(prompt[:, :1]), 1)
         self.constant = {} if self.is_prepared else made
 
-    def of_block(self, tokens: Sequences, drafts: torch.Tensor, depth: int, done: list[bool]) -> dict[str, Any]:
+    def of_block(self, tokens: Sequences, drafts: Tensor, depth: int, done: list[bool]) -> dict[str, Any]:
         """Return the keyword arguments of the forward of a block: the last token of every sequence and its drafts.
 
         Args:
@@ -155,12 +156,12 @@ class Keywords:
                 return 0
         return length
 
-    def _at(self, ids: torch.Tensor) -> dict[str, Any]:
+    def _at(self, ids: Tensor) -> dict[str, Any]:
         """Return the keyword arguments for the last token of sequences [B, n] that the loop does not pass itself."""
         ours = _OURS if self.is_prepared else _OURS | _TYPES
         return {name: value for name, value in self._inputs(ids).items() if value is not None and name not in ours}
 
-    def _inputs(self, ids: torch.Tensor) -> dict[str, Any]:
+    def _inputs(self, ids: Tensor) -> dict[str, Any]:
         """Return the inputs of the last token of sequences [B, n], as transformers' loop prepares them."""
         cache = _AtLength(self.cached_before + ids.shape[1] - 1)
         kwargs = self._kwargs_at(ids.shape[1]) | {"past_key_values": cache, "use_cache": True}
@@ -193,22 +194,22 @@ def is_base(method: Callable[..., object]) -> bool:
     return ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__
 
 
-def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
     """Return whether two masks are equal."""
     if one is None or other is None or one.shape != other.shape:
         return one is other
     return torch.equal(one, other.to(one))
 
 
-def _has_columns(value: object, prompt: torch.Tensor) -> bool:
+def _has_columns(value: object, prompt: Tensor) -> bool:
     """Return whether a value has a column for every token of a prompt [B, L], which nobody slices."""
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[0] not in (1, len(prompt)):
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] not in (1, len(prompt)):
         return False
     columns, length = value.shape[1], prompt.shape[1]
     return columns > 1 and (columns == length or (value.dim() > 2 and len(prompt) > 1 and columns > length))
 
 
-def _merged(columns: Columns, take: torch.Tensor | None, count: int) -> dict[str, Any]:
+def _merged(columns: Columns, take: Tensor | None, count: int) -> dict[str, Any]:
     """Return the keyword arguments of a block of `count` tokens.
 
     Args:
@@ -223,12 +224,12 @@ def _merged(columns: Columns, take: torch.Tensor | None, count: int) -> dict[str
     return {name: _joined(name, [column.get(name) for column in columns], take, count) for name in names}
 
 
-def _joined(name: str, values: list[Any], take: torch.Tensor | None, count: int) -> Any:
+def _joined(name: str, values: list[Any], take: Tensor | None, count: int) -> Any:
     first = values[0]
     if all(value is first for value in values):
         return first
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        if any(isinstance(value, torch.Tensor) or value != first for value in values):
+    if not all(isinstance(value, Tensor) for value in values):
+        if any(isinstance(value, Tensor) or value != first for value in values):
             raise NotHandedOn(f"{name}=")
         return first
     is_column = first.dim() > 1 and all(value.shape == first.shape for value in values) and first.shape[1] == 1

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
@@ -100,11 +101,7 @@ class CallOptions:
 
 
 def prepared_options(
-    drafter: BaseDrafter,
-    backbone: PreTrainedModel,
-    own: dict[str, Any],
-    sources: Sources,
-    config: GenerationConfig,
+    drafter: BaseDrafter, backbone: PreTrainedModel, own: dict[str, Any], sources: Sources, config: GenerationConfig
 ) -> CallOptions:
     """Return the options of a call, completed by the drafter (`BaseDrafter.prepare_call`).
 
@@ -146,7 +143,7 @@ def _saved(own: dict[str, Any], sources: Sources) -> tuple[str, ...]:
 
 
 def _refuse_tensors(config: GenerationConfig | None) -> None:
-    name = next((name for name in OWN if isinstance(getattr(config, name, None), torch.Tensor)), None)
+    name = next((name for name in OWN if isinstance(getattr(config, name, None), Tensor)), None)
     if name is None and getattr(config, "uniforms", None) is not None:
         name = "uniforms"
     if name is not None:
@@ -214,7 +211,7 @@ class DraftOptions:
     draft_tree: dict[str, Any] | None
     processors: LogitsProcessorList
     max_length: int
-    prompt: torch.Tensor
+    prompt: Tensor
     sampling: dict[str, float | None]
     pad: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -228,7 +225,7 @@ class DraftOptions:
         backbone: PreTrainedModel,
         config: GenerationConfig,
         processors: LogitsProcessorList,
-        prompt: torch.Tensor,
+        prompt: Tensor,
     ) -> DraftOptions:
         """Return the options of a call together with the arguments that transformers prepared."""
         pad, end = getattr(config, "_pad_token_tensor", None), config.eos_token_id
@@ -280,12 +277,8 @@ class DraftOptions:
         return self.pad if 0 <= self.pad < self.backbone.config.get_text_config().vocab_size else 0
 
     def choose(
-        self,
-        logits: torch.Tensor,
-        draft_ids: torch.Tensor | None = None,
-        vocab_size: int = 0,
-        masks: DraftMasks | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, logits: Tensor, draft_ids: Tensor | None = None, vocab_size: int = 0, masks: DraftMasks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return a token of a chain, and the distribution that it was drawn from.
 
         Args:
@@ -308,7 +301,7 @@ class DraftOptions:
         distribution = draft_probs(logits, self, draft_ids, vocab_size, masks)
         return chosen(distribution, self, masks), distribution
 
-    def is_unsure(self, token: torch.Tensor, distribution: torch.Tensor | None) -> bool:
+    def is_unsure(self, token: Tensor, distribution: Tensor | None) -> bool:
         """Return whether all sequences gave their tokens [B] less than the threshold; then a draft ends.
 
         These tokens are drafted in any case, so that drafts still follow their distributions.
@@ -317,7 +310,7 @@ class DraftOptions:
             return False
         return bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
 
-    def sure_length(self, draft: torch.Tensor, probs: torch.Tensor) -> int:
+    def sure_length(self, draft: Tensor, probs: Tensor) -> int:
         """Return how many tokens of whole drafts [B, m] to verify: the first of which no sequence was sure is the last.
 
         The host waits for it, once for all tokens. What is left follows the distributions [B, m, V], for a draft ends
@@ -335,7 +328,7 @@ class DraftOptions:
             logger.warning_once(f"assistant_confidence_threshold={self.threshold} is not read by {what}")
 
 
-def chosen(distribution: torch.Tensor, options: DraftOptions, masks: DraftMasks | None) -> torch.Tensor:
+def chosen(distribution: Tensor, options: DraftOptions, masks: DraftMasks | None) -> Tensor:
     """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; it extends `masks`."""
     token = draw(distribution) if options.do_sample else distribution.argmax(-1)
     if masks is not None:
@@ -344,12 +337,12 @@ def chosen(distribution: torch.Tensor, options: DraftOptions, masks: DraftMasks 
 
 
 def draft_probs(
-    logits: torch.Tensor,
+    logits: Tensor,
     options: DraftOptions,
-    draft_ids: torch.Tensor | None = None,
+    draft_ids: Tensor | None = None,
     vocab_size: int = 0,
     masks: DraftMasks | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
 
     Args:
@@ -365,9 +358,7 @@ def draft_probs(
     return warped(probs, options, is_part, masks) if options.do_sample or masks is not None else probs
 
 
-def warped(
-    distribution: torch.Tensor, options: DraftOptions, is_part: bool, masks: DraftMasks | None = None
-) -> torch.Tensor:
+def warped(distribution: Tensor, options: DraftOptions, is_part: bool, masks: DraftMasks | None = None) -> Tensor:
     """Return probabilities [..., V] after the call's processors; `is_part`: those of a draft vocabulary alone."""
     allowed = None if masks is None else masks.allowed(distribution.shape, distribution.device)
     if is_part and allowed is not None:  # a token without a column has no successors: an excluded one ends the draft

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -73,7 +74,7 @@ class GenerateSpeculativeOutput(GenerateDecoderOnlyOutput):
     speculation: Speculation | None = None
 
 
-Entries = tuple[torch.Tensor, ...] | None
+Entries = tuple[Tensor, ...] | None
 
 
 class Records:
@@ -88,12 +89,12 @@ class Records:
         requested = {"scores": config.output_scores, "logits": config.output_logits}
         requested["hidden"] = config.output_hidden_states
         is_returned = bool(config.return_dict_in_generate)
-        self.steps: dict[str, list[list[torch.Tensor]]] = {
+        self.steps: dict[str, list[list[Tensor]]] = {
             name: [[] for _ in range(batch)] for name, value in requested.items() if is_returned and value
         }
-        self.prompt: tuple[torch.Tensor | None, ...] | None = None
+        self.prompt: tuple[Tensor | None, ...] | None = None
 
-    def add(self, outputs: TargetOutput, scores: torch.Tensor, counts: list[int], is_prefill: bool = False) -> None:
+    def add(self, outputs: TargetOutput, scores: Tensor, counts: list[int], is_prefill: bool = False) -> None:
         """Add the first `counts[b]` steps of sequence b.
 
         Args:
@@ -143,7 +144,7 @@ class Records:
         )
 
 
-def _stack(entries: list[torch.Tensor | None], pad: int | None) -> torch.Tensor:
+def _stack(entries: list[Tensor | None], pad: int | None) -> Tensor:
     example = next(entry for entry in entries if entry is not None)
     filler = torch.zeros_like(example)
     if pad is not None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 from transformers.utils import logging
@@ -25,10 +26,7 @@ from .positions import KNOWN, POINTWISE, TreePositions
 from .sequences import Sequences
 
 logger = logging.get_logger(__name__)
-_COUNTING = (
-    library.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    library.SynthIDTextWatermarkLogitsProcessor,
-)
+_COUNTING = (library.UnbatchedClassifierFreeGuidanceLogitsProcessor, library.SynthIDTextWatermarkLogitsProcessor)
 
 
 def counts_calls(processor: LogitsProcessor) -> bool:
@@ -67,7 +65,7 @@ class Processing:
         self.constraints = Constraints(self.processors, ends, prompt_length)
         self.unchecked = _CHECKED
 
-    def __call__(self, tokens: Sequences, logits: torch.Tensor, tree: DraftTree, done: list[bool]) -> torch.Tensor:
+    def __call__(self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool]) -> Tensor:
         """Return the target's scores [B, m + 1, v].
 
         Args:
@@ -89,13 +87,13 @@ class Processing:
         """See `Constraints.masks`."""
         return self.constraints.masks(tokens, is_warped) if self.constraints.all else None
 
-    def _by_length(self, tokens: Sequences, logits: torch.Tensor, tree: DraftTree, done: list[bool]) -> torch.Tensor:
+    def _by_length(self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool]) -> Tensor:
         """Apply the whole list at one length after the other, along paths until they meet a token that it excludes.
 
         What follows such a token, or an end, is never used, and a constraint need not know it.
         """
         positions, size = TreePositions(tokens, tree, self.pad), logits.shape[-1]
-        output, ids, offered = logits.clone(), positions.ids, dict[int, torch.Tensor]()
+        output, ids, offered = logits.clone(), positions.ids, dict[int, Tensor]()
         for processor in self.processors:
             if is_automaton(processor) or (self.unchecked and offers_automaton(processor)):
                 offered[id(processor)] = self.constraints.of_automaton(processor, tokens, positions.paths, size)
@@ -124,9 +122,7 @@ class Processing:
         self.unchecked = max(self.unchecked - 1, 0)
         return output
 
-    def _compare(
-        self, processor: LogitsProcessor, offer: torch.Tensor, before: torch.Tensor, after: torch.Tensor
-    ) -> None:
+    def _compare(self, processor: LogitsProcessor, offer: Tensor, before: Tensor, after: Tensor) -> None:
         """Warn of a processor whose mask [N, v] is not what it excludes: its drafts are worse, and the output is
         not."""
         excluded = after == -torch.inf
@@ -142,8 +138,8 @@ class Processing:
         used: list[int],
         chosen: dict[int, int],
         parents: list[list[int]],
-        distribution: torch.Tensor,
-        drafted: torch.Tensor,
+        distribution: Tensor,
+        drafted: Tensor,
     ) -> None:
         """Mark the positions that follow a token which the distribution excludes, or an end, as impossible."""
         if not drafted.shape[1]:
@@ -157,7 +153,7 @@ class Processing:
                 elif not possible[index][parent + 1]:
                     possible[index][node + 1] = False
 
-    def warp(self, probs: torch.Tensor, allowed: torch.Tensor | None = None) -> torch.Tensor:
+    def warp(self, probs: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return draft probabilities [..., v] after the processors of scores alone.
 
         A draft may have any distribution, so that processors which read prefixes are left out: a mask replaces them.
@@ -181,8 +177,8 @@ class Processing:
 
 
 def _applied(
-    processor: LogitsProcessor, chosen: dict[int, int], used: list[int], ids: torch.Tensor, scores: torch.Tensor
-) -> torch.Tensor:
+    processor: LogitsProcessor, chosen: dict[int, int], used: list[int], ids: Tensor, scores: Tensor
+) -> Tensor:
     """Return the scores of all sequences after one processor; a prefix function is called for `used` sequences alone.
 
     One that allows nothing is an error after a sequence itself, and not after its draft.
@@ -191,7 +187,7 @@ def _applied(
         return processor(ids, scores)
     index, empty = torch.tensor(used, device=ids.device), list[int]()
 
-    def allowed(number: int, prefix: torch.Tensor) -> list[int]:
+    def allowed(number: int, prefix: Tensor) -> list[int]:
         tokens = allowed_ids(processor, used[number], prefix, scores.shape[-1])
         if not tokens and not chosen[used[number]]:
             raise ValueError(

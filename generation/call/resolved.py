@@ -12,13 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging
 
 from ..protocols import SpeculativeCache
@@ -64,10 +59,7 @@ class ResolvedConfig(GenerationConfig):
 
 
 def add_cache(
-    call: dict[str, Any],
-    config: GenerationConfig,
-    backbone: PreTrainedModel,
-    new_cache: Callable[[], SpeculativeCache],
+    call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel, new_cache: Callable[[], SpeculativeCache]
 ) -> set[str]:
     """Pass a cache of the backbone's own class, where the call starts with an empty one; return the resolved fields."""
     if config.use_cache is False or call.get("past_key_values") is not None:
@@ -93,7 +85,7 @@ def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: 
         call["stopping_criteria"] = StoppingCriteriaList([stop, *(call.get("stopping_criteria") or ())])
         resolved.add("stop_strings")
     name = "inputs" if call.get("inputs") is not None else "input_ids"
-    if config.token_healing and isinstance(ids := call.get(name), torch.Tensor):
+    if config.token_healing and isinstance(ids := call.get(name), Tensor):
         if call.get("attention_mask") is None:
             call["attention_mask"] = _mask_of(ids, config)
         call[name] = backbone.heal_tokens(ids, tokenizer)
@@ -107,7 +99,7 @@ def tokenizers_of(call: dict[str, Any]) -> dict[str, Any]:
     return {} if call.get(names[0]) is None else {name: call.get(name) for name in names}
 
 
-def _mask_of(ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+def _mask_of(ids: Tensor, config: GenerationConfig) -> Tensor:
     """Return the mask that transformers infers from padding ids; healing replaces bos by padding."""
     pad, eos = config.pad_token_id, config.eos_token_id
     is_eos = pad in (eos if isinstance(eos, (list, tuple)) else [eos])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 _GROWTH = 256
@@ -38,13 +39,13 @@ class NewTokens:
         return len(set(self.counts)) == 1
 
     @cached_property
-    def on_device(self) -> torch.Tensor:
+    def on_device(self) -> Tensor:
         """[B] int64; the cycle's one copy from the host, and none where all sequences agree."""
         if self.is_even:
             return torch.full((len(self.counts),), self.counts[0], device=self.device)
         return torch.tensor(self.counts, device=self.device)
 
-    def of(self, chosen: list[int], index: torch.Tensor) -> NewTokens:
+    def of(self, chosen: list[int], index: Tensor) -> NewTokens:
         """Return those of the `chosen` sequences; `index` is the same on the device."""
         part = NewTokens([self.counts[each] for each in chosen], self.device)
         if not part.is_even:
@@ -67,18 +68,18 @@ class Sequences:
         drafted_on_host: How many tokens were drafted for every sequence in the last cycle.
     """
 
-    def __init__(self, prompt: torch.Tensor) -> None:
+    def __init__(self, prompt: Tensor) -> None:
         self.prompt_length = prompt.shape[1]
         self.lengths = [prompt.shape[1]] * prompt.shape[0]
         self.done = [False] * prompt.shape[0]
         self.newest_on_host = [list[int]() for _ in self.lengths]
         self.drafted_on_host = [0] * prompt.shape[0]
-        self._ends: torch.Tensor | None = None
+        self._ends: Tensor | None = None
         self.ids = torch.nn.functional.pad(prompt, (0, _GROWTH))
         self.steps = torch.arange(self.ids.shape[1], device=prompt.device)
 
     @property
-    def ends(self) -> torch.Tensor:
+    def ends(self) -> Tensor:
         """`lengths` on the device, [B] int64."""
         if self._ends is None:
             self._ends = torch.full((len(self.lengths),), self.lengths[0], device=self.ids.device)
@@ -94,7 +95,7 @@ class Sequences:
         """Tokens per sequence after the prompt."""
         return [length - self.prompt_length for length in self.lengths]
 
-    def write(self, tokens: torch.Tensor) -> None:
+    def write(self, tokens: Tensor) -> None:
         """Write tokens [B, k] after every sequence without counting them; `keep` counts them."""
         end = max(self.lengths) + tokens.shape[1]
         if end > self.ids.shape[1]:
@@ -110,7 +111,7 @@ class Sequences:
         self._ends = None if self.is_even and new.is_even else self.ends + new.on_device
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
 
-    def prefix(self, length: int, written: list[int], pad: int = 0) -> torch.Tensor:
+    def prefix(self, length: int, written: list[int], pad: int = 0) -> Tensor:
         """Return every sequence as it was when it had `length` ids, [B, length]: a copy, which the reader may keep.
 
         A shorter sequence is whole and begins after `pad`, as a prompt would.
@@ -127,19 +128,19 @@ class Sequences:
         steps = self.steps[:length]
         return self.ids.gather(1, (steps - missing).clamp(min=0)).masked_fill_(steps < missing, pad)
 
-    def last(self) -> torch.Tensor:
+    def last(self) -> Tensor:
         """Return the last token of every sequence, [B]."""
         if self.is_even:
             return self.ids[:, self.lengths[0] - 1]
         return self.ids.gather(1, self.ends[:, None] - 1)[:, 0]
 
-    def newest(self, count: int) -> torch.Tensor:
+    def newest(self, count: int) -> Tensor:
         """Return the last `count` tokens of every sequence, [B, count]; arbitrary ids where a sequence has fewer."""
         if self.is_even and self.lengths[0] >= count:
             return self.ids[:, self.lengths[0] - count : self.lengths[0]]
         return self.ids.gather(1, (self.ends[:, None] - count + self.steps[:count]).clamp(min=0))
 
-    def columns(self, start: int, stop: int, pad: int) -> torch.Tensor:
+    def columns(self, start: int, stop: int, pad: int) -> Tensor:
         """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after a sequence's end."""
         chosen = self.ids[:, start:stop]
         if min(self.lengths) >= stop:
@@ -147,7 +148,7 @@ class Sequences:
         return chosen.masked_fill(self.steps[start:stop] >= self.ends[:, None], pad)
 
 
-Scores = Callable[[int], tuple[torch.Tensor, ...] | None]
+Scores = Callable[[int], tuple[Tensor, ...] | None]
 """From a number of new tokens to the scores of as many steps, [B, v] each, where the call records them."""
 
 

@@ -26,8 +26,8 @@ from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows
 from ..target.target import HiddenLayers, TargetOutput
-from ..trees.contract import DraftTree, VerificationResult
-from ..trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes, taken
+from ..trees.contract import DraftTree, VerificationResult, taken
+from ..trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
 
 
 @dataclass

@@ -66,12 +66,7 @@ class SuffixDrafter(LookUpDrafter):
     """
 
     def __init__(
-        self,
-        depth: int = 24,
-        num_tokens: int = 16,
-        factor: float = 1.0,
-        least: float = 0.1,
-        max_nodes: int = 1 << 18,
+        self, depth: int = 24, num_tokens: int = 16, factor: float = 1.0, least: float = 0.1, max_nodes: int = 1 << 18
     ) -> None:
         for name, value in {"depth": depth, "num_tokens": num_tokens, "max_nodes": max_nodes}.items():
             if not isinstance(value, int) or value < _LEAST[name]:

@@ -159,6 +159,11 @@ def path_columns(members: Tensor, depth: int) -> Tensor:
     return torch.where(members, places, last).sort(-1).values[..., : depth + 1]
 
 
+def taken(states: Tensor, index: Tensor) -> Tensor:
+    """Return entries [B, k, w] of states [B, n, w] at an index [B, k]."""
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
+
+
 @lru_cache(maxsize=64)
 def _chain_parents(length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, draft_probs
 from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
-from .contract import DraftTree
+from .contract import DraftTree, taken
 
 _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
@@ -126,11 +126,7 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
             columns=growth.draft_ids if masks is None else None,  # masks may leave others alone
             **tree,
         )
-    found = dynamic_tree(
-        ranking(logits),
-        lambda tokens, parents: ranking(after(_ids(growth, tokens), parents)),
-        **tree,
-    )
+    found = dynamic_tree(ranking(logits), lambda tokens, parents: ranking(after(_ids(growth, tokens), parents)), **tree)
     return _spelled(growth, found)
 
 
@@ -182,11 +178,6 @@ def most_nodes(options: DraftOptions) -> int:
     tree = _DEFAULTS | options.draft_tree if options.draft_tree else {"depth": 0, "top_k": 0, "total_tokens": 0}
     grown = (tree["depth"] + 1) * tree["top_k"] + tree["total_tokens"]
     return 1 + max(options.num_tokens, len(tree.get("choices", ())) or grown)
-
-
-def taken(states: Tensor, places: Tensor) -> Tensor:
-    """Entries of states [B, n, w] at places [B, k]: [B, k, w]."""
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
 
 
 class Ancestry:

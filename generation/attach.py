@@ -1,8 +1,8 @@
 """What a user holds: models that draft for themselves, and drafters that are attached to a backbone.
 
 `attach` lays a route on the backbone, an object in the place of its `generate`: a call with one of the attached
-drafters as `assistant_model` goes through our loop, every other call is the backbone's own. The route is all that
-changes. A copy or a pickle of a pair is a pair. Of the backbone alone it has no drafters; of a drafter, no backbone.
+drafters as `assistant_model` goes through our loop, every other call is the backbone's own. Nothing else changes. A
+copy or a pickle of a pair is a pair. Of the backbone alone it has no drafters; of a drafter, no backbone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -26,21 +26,22 @@ from .target.backbones import check_backbone
 
 logger = logging.get_logger(__name__)
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+D = TypeVar("D", bound="AttachableDrafter")
 
 
 class MTPGenerationMixin(BaseDrafter, GenerationMixin):
     """Adds lossless speculation to the `generate` of a model that drafts for itself.
 
-    The model offers `window` and `start`, a forward that takes `output_hidden_states=-1`, and `own_cache` where its
-    cache is of its own kind. `generate` gains:
+    The model offers `window` and `start`, a forward that takes `output_hidden_states=-1`, and `own_cache` where it has
+    a class of cache of its own. `generate` gains:
 
-    - `use_mtp`: None (on where possible), True (on, or an error that says why not), False (one token at a time);
+    - `use_mtp`: None (on where possible), True (on, or an error with the reason), False (one token at a time);
     - `num_assistant_tokens`: tokens to draft, at most window - 1, which is the default;
     - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound, none where none pays;
     - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
 
-    A logits processor that must be called once for every token says so by an attribute `counts_calls = True`: the call
-    then decodes plainly.
+    A logits processor that must be called once for every token has an attribute `counts_calls = True`: the call then
+    decodes plainly.
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +51,7 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
         with decoding(self):
             return super().generate(**call)
 
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def generate_batch(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: continuous batching has a loop of its own, which would not speculate.
 
         Raises:
@@ -59,15 +60,14 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
         raise ValueError(f"{type(self).__name__} does not offer generate_batch (continuous batching); use generate")
 
     def own_cache(self) -> Callable[[], SpeculativeCache] | None:
-        """Return what makes the model's own kind of cache; None: it has caches of transformers."""
+        """Return the constructor of the model's own class of cache; None: it has caches of transformers."""
         return None
 
 
 class AttachableDrafter(BaseDrafter):
-    """A drafter for a backbone of its own choice.
+    """A drafter for a backbone of the user's choice.
 
-    A class that uses it sets `window`, offers `start`, and may check the backbone in `check_backbone` and take what it
-    needs of it in `on_attach`.
+    A class that uses it sets `window`, offers `start`, and may override `check_backbone` and `on_attach`.
     """
 
     @property
@@ -95,21 +95,21 @@ class AttachableDrafter(BaseDrafter):
         """Whether there is a backbone."""
         return bool(self._backbones)
 
-    def matches(self, model: Any) -> bool:
-        """Whether `generate` may be given that model in the place of this drafter."""
+    def matches(self, model: object) -> bool:
+        """Return whether `generate` may take that model as `assistant_model` for this drafter."""
         return False
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuses a backbone that cannot be drafted for."""
+        """Refuse a backbone that cannot be drafted for."""
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Takes over what drafting needs of the backbone."""
+        """Take from the backbone what drafting needs."""
 
     def on_detach(self) -> None:
-        """Lets go of it."""
+        """Release it."""
 
-    def attach(self, backbone: PreTrainedModel, default: bool = False) -> Any:
-        """Makes `backbone.generate` accept this drafter as `assistant_model`; nothing else about it changes.
+    def attach(self: D, backbone: PreTrainedModel, default: bool = False) -> D:
+        """Make `backbone.generate` accept this drafter as `assistant_model`; nothing else about it changes.
 
         Args:
             backbone: Any causal language model of transformers; of a PeftModel or a compiled model, the model within.
@@ -142,17 +142,17 @@ class AttachableDrafter(BaseDrafter):
         return self
 
     def _check_fingerprint(self, backbone: PreTrainedModel) -> None:
-        """Warn beside another backbone than the one beside which the drafter was saved: texts stay right."""
+        """Warn where the drafter learned with another backbone: the output stays exact."""
         recorded = field(getattr(self, "config", None), "backbone_fingerprint")
-        found = None if recorded is None else fingerprint(backbone)
-        if found not in (None, recorded):
+        actual = None if recorded is None else fingerprint(backbone)
+        if actual not in (None, recorded):
             logger.warning(
                 f"this {type(self).__name__} learned beside a backbone of backbone_fingerprint={recorded!r}, and this "
-                f"{type(backbone).__name__} has {found!r}: texts stay right, but fewer drafts may be accepted"
+                f"{type(backbone).__name__} has {actual!r}: texts stay right, but fewer drafts may be accepted"
             )
 
-    def detach(self) -> Any:
-        """Undoes `attach`: the backbone is bit for bit what it was. Returns the drafter itself."""
+    def detach(self: D) -> D:
+        """Undo `attach`: the backbone is bit for bit as before. Return the drafter itself."""
         if self._backbones:
             Route.of(self.backbone).remove(self)
             self._backbones.clear()
@@ -160,7 +160,7 @@ class AttachableDrafter(BaseDrafter):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: everything but the backbone."""
+        """Return the state of a copy or a pickle: everything but the backbone."""
         parent = getattr(super(), "__getstate__", None)
         state = dict(parent() if parent else self.__dict__)
         state.pop("recorder", None)
@@ -179,7 +179,7 @@ class LookUpDrafter(AttachableDrafter):
     """A drafter that looks its drafts up in text and has no model: they may be of any length.
 
     Attributes:
-        num_tokens: Tokens to draft where nobody asks for a number.
+        num_tokens: Tokens to draft where no option sets a number.
     """
 
     drafts_trees, reads_prompt = True, False
@@ -187,32 +187,32 @@ class LookUpDrafter(AttachableDrafter):
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The backbone's, whose vocabulary and special ids are the drafter's own."""
+        """The backbone's: its vocabulary and special ids are the drafter's."""
         return self.backbone.config
 
     def longest_draft(self) -> int | None:
-        """Any number."""
+        """Return None: any number."""
         return None
 
     def default_draft(self) -> int:
-        """`num_tokens`."""
+        """Return `num_tokens`."""
         return self.num_tokens
 
 
 class NoGenerationMixin:
-    """`generate` of a drafter that has none, and would be asked to where it assists a model that it is not attached to.
+    """Refuses `generate` of a drafter, which is called where it assists a model that it is not attached to.
 
-    The name is looked at: Auto classes add transformers' `GenerationMixin` to a class of foreign code that has a
-    `generate` and no base called so.
+    The name matters: Auto classes add transformers' `GenerationMixin` to a class of foreign code that has a `generate`
+    and no base with such a name.
     """
 
     @classmethod
     def can_generate(cls) -> bool:
-        """No, in spite of the name above."""
+        """Return False, in spite of the name above."""
         return False
 
-    def generate(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing.
+    def generate(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse.
 
         Raises:
             RuntimeError: Always.
@@ -223,26 +223,26 @@ class NoGenerationMixin:
 
 
 class Tie:
-    """What a backbone and its drafters have in common: in one copy or pickle they find each other by its copy."""
+    """The link between a backbone and its drafters: in one copy or pickle they find each other by its copy."""
 
     def __init__(self) -> None:
         self.backbone: PreTrainedModel | None = None
         self.drafters: list[AttachableDrafter] = []
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Tie], tuple[()]]:
         return Tie, ()
 
 
 class Route:
-    """Stands on a backbone before the `generate` of its class.
+    """Replaces the `generate` of a backbone.
 
     Args:
         backbone: The model.
-        tie: What its drafters know of it.
+        tie: Shared with its drafters.
         vocab_size: Of the backbone when the route was laid.
 
     Attributes:
-        drafters: What is attached to it.
+        drafters: Those that are attached to it.
         default: The one of them that drafts where a call names none; None: nobody.
         version: Of this code: drafters of several directories, each with its own copy of the code, share one route.
     """
@@ -258,7 +258,7 @@ class Route:
 
     @classmethod
     def of(cls, backbone: PreTrainedModel) -> Route:
-        """The route of a backbone, laid where there is none."""
+        """Return the route of a backbone, laid where there is none."""
         route = vars(backbone).get("generate")
         # also a route of another copy of this code, that came with a directory
         version = getattr(route, "version", None)
@@ -273,7 +273,7 @@ class Route:
         return route
 
     def remove(self, drafter: AttachableDrafter) -> None:
-        """Takes a drafter off, and the route with the last one."""
+        """Remove a drafter, and the route with the last one."""
         self.drafters[:] = [other for other in self.drafters if other is not drafter]
         self.default = None if self.default is drafter else self.default
         if not self.drafters:
@@ -281,11 +281,12 @@ class Route:
             del self.backbone.generate, self.backbone.__getstate__
 
     def state(self) -> dict[str, Any]:
-        """What a copy or a pickle of the backbone holds, without what transformers leaves where states are read."""
+        """Return the state of a copy or a pickle of the backbone, without the hooks of transformers that collect
+        states."""
         drop_collectors(self.backbone)
         return vars(self.backbone)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         """Call `backbone.generate`."""
         backbone = self.backbone
         generate = partial(type(backbone).generate, backbone)
@@ -293,18 +294,19 @@ class Route:
         assistant = self._unnamed(kwargs) if assistant is None else self._drafter_of(assistant)
         if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
             return generate(*args, **kwargs)
-        self._check(cast(AttachableDrafter, assistant))
+        drafter = cast(AttachableDrafter, assistant)
+        self._check(drafter)
         kwargs.pop("assistant_model", None)
-        call = prepared_call(generate, backbone, assistant, args, kwargs)
+        call = prepared_call(generate, backbone, drafter, args, kwargs)
         with decoding(backbone):
             return generate(**call)
 
-    def _drafter_of(self, assistant: Any) -> Any:
+    def _drafter_of(self, assistant: object) -> object:
         """Return the drafter that an assistant became when it was attached; other assistants unchanged."""
         return next((drafter for drafter in self.drafters if drafter.matches(assistant)), assistant)
 
     def _unnamed(self, kwargs: dict[str, Any]) -> AttachableDrafter | None:
-        """Return what drafts in a call that names no assistant.
+        """Return the drafter of a call that names no assistant.
 
         Raises:
             ValueError: `use_mtp=True`, and nobody would draft.
@@ -331,11 +333,11 @@ class Route:
     def __deepcopy__(self, memo: dict[int, Any]) -> Route:
         return Route(memo.get(id(self.backbone), self.backbone), deepcopy(self.tie, memo), self.vocab_size)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[Route], tuple[PreTrainedModel, Tie, int]]:
         return Route, (self.backbone, self.tie, self.vocab_size)
 
 
-def adopt_special_ids(config: Any, backbone: PreTrainedModel) -> None:
-    """Gives a drafter's config the backbone's special ids: `pipeline` compares them."""
+def adopt_special_ids(config: PreTrainedConfig, backbone: PreTrainedModel) -> None:
+    """Copy the backbone's special ids to a drafter's config: `pipeline` compares them."""
     for name in _SPECIAL:
         setattr(config, name, getattr(backbone.config.get_text_config(), name, None))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
@@ -18,7 +19,7 @@ from .trees.contract import VerificationResult
 
 
 class _View:
-    """What a session may read of the cache of transformers' own loop, whose one sequence is never moved."""
+    """The session's view of the cache of transformers' own loop, whose one sequence never moves."""
 
     has_columns = True
     mask: Tensor
@@ -48,40 +49,39 @@ class CandidateAdapter(CandidateGenerator):
     def get_candidates(
         self,
         input_ids: Tensor,
-        model_outputs: Any = None,
+        model_outputs: CausalLMOutputWithPast | None = None,
         is_first_iteration: bool = True,
         n_last_matches: int = 0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Candidates for the next verification.
+        """Return candidates for the next verification.
 
         Args:
             input_ids: [1, L], the sequence so far; its last token is the one that the last verification added.
             model_outputs: Output of the last forward.
             is_first_iteration: True before the prefill, which drafts nothing.
             n_last_matches: Drafts accepted by the last verification.
-            **kwargs: What else the loop passes.
+            **kwargs: Further arguments of the loop.
 
         Returns:
             Candidate ids [1, L + m] and log q [1, m, v] (None where the draft is certain or empty).
         """
         if is_first_iteration:
             return input_ids, None
-        self._look(input_ids, model_outputs, n_last_matches)
+        outputs = cast(CausalLMOutputWithPast, model_outputs)
+        self._take(input_ids, outputs, n_last_matches)
         length = min(self.session.num_tokens, self.options.max_length - input_ids.shape[1] - 1)
         tree = self.session.propose(Sequences(input_ids), max(length, 0))
         self.drafted = tree.tokens.shape[1]
         if self.drafted == 0:
             return input_ids, None
         q = tree.probs
-        if (
-            q is None and self.options.do_sample
-        ):  # transformers would take candidates without distributions as greedy ones
-            q = torch.nn.functional.one_hot(tree.tokens, model_outputs.logits.shape[-1]).float()
+        if q is None and self.options.do_sample:  # transformers takes candidates without distributions as greedy ones
+            q = torch.nn.functional.one_hot(tree.tokens, cast(Tensor, outputs.logits).shape[-1]).float()
         return torch.cat([input_ids, tree.tokens], dim=1), None if q is None else q.log()
 
-    def _look(self, input_ids: Tensor, outputs: Any, matches: int) -> None:
-        """Shows the drafter what the last forward gave, as our own loop would."""
+    def _take(self, input_ids: Tensor, outputs: CausalLMOutputWithPast, matches: int) -> None:
+        """Pass the outputs of the last forward to the session, as our own loop would."""
         length, device = input_ids.shape[1] - 1, input_ids.device  # the last token is not in the cache yet
         mask = torch.ones(1, length, dtype=torch.bool, device=device)
         if self.mask is not None:
@@ -94,7 +94,9 @@ class CandidateAdapter(CandidateGenerator):
         tokens = input_ids[:, -(matches + 1) :]
         padded = torch.nn.functional.pad(tokens, (0, self.drafted - matches))
         accepted = torch.full((1,), matches, device=device)
-        self.session.advance(TargetOutput(outputs.logits, outputs.hidden_states), VerificationResult(accepted, padded))
+        self.session.advance(
+            TargetOutput(cast(Tensor, outputs.logits), outputs.hidden_states), VerificationResult(accepted, padded)
+        )
 
 
 def candidate_generator(
@@ -105,7 +107,7 @@ def candidate_generator(
     model_kwargs: dict[str, Any],
     input_ids: Tensor,
 ) -> CandidateAdapter:
-    """A drafter's chains for transformers' own assisted loop (batch 1)."""
+    """Return a drafter's chains for transformers' own assisted loop (batch 1)."""
     number, longest = drafter.default_draft(), drafter.longest_draft()
     number = min(config.num_assistant_tokens or number, number if longest is None else longest)
     options = CallOptions(num_assistant_tokens=number, speculates=True)

@@ -1,27 +1,27 @@
-"""What the entry asks of a drafter: the lengths of its drafts, its options, its sessions and its verifier."""
+"""The base of all drafters: draft lengths, options, sessions and verifiers."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from .call.options import CallOptions, DraftOptions
+from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .protocols import DraftSession, Recorder
 from .trees.choice import DEEPEST
 from .trees.growth import tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
-_TREE_CHOICES: WeakKeyDictionary[Any, dict[bool, dict[str, int]]] = WeakKeyDictionary()
-"""By drafter: a copy or a pickle chooses its own trees, for another backbone or another machine may be below it."""
-_SCHEDULES: WeakKeyDictionary[Any, dict[tuple[Any, ...], AdaptiveSchedule]] = WeakKeyDictionary()
-"""By drafter, and by what decides over a cycle's cost: what adaptive calls have learned."""
-
+_TREE_CHOICES: WeakKeyDictionary[BaseDrafter, dict[bool, dict[str, int]]] = WeakKeyDictionary()
+"""By drafter: a copy or a pickle chooses its own trees, for it may have another backbone or another machine."""
+_SCHEDULES: WeakKeyDictionary[BaseDrafter, dict[Hashable, AdaptiveSchedule]] = WeakKeyDictionary()
+"""By drafter, and by what the cost of a cycle depends on: what adaptive calls have learned."""
 _KINDS = {"draft_vocabulary": "sequential modules", "assistant_tokenizer": "AssistantDrafter"}
-"""Whose options are in `CallOptions.extra`, beside those of parallel token prediction."""
+"""The drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction."""
 
 
 class BaseDrafter:
@@ -33,8 +33,8 @@ class BaseDrafter:
         rules: Names that `verification` may choose; the first is the default.
         window: Tokens that a call may yield: the next one, and one for each drafted token.
         drafts_trees: Whether the drafter takes `draft_tree`.
-        reads_prompt: Whether drafts need the ids of the prompt, which a call may give as embeddings alone.
-        recorder: What reads along in its calls, so that it can learn from them; None: nothing.
+        reads_prompt: Whether drafts need the ids of the prompt, in whose place a call may pass embeddings.
+        recorder: Records what its calls verify, so that it can learn; None: nothing does.
     """
 
     rules: tuple[str, ...] = ("block", "token")
@@ -51,30 +51,30 @@ class BaseDrafter:
         return max(self.window - 1, 0)
 
     def default_draft(self) -> int:
-        """Return how many tokens are drafted where nobody asks for a number."""
+        """Return how many tokens are drafted where no option sets a number."""
         return self.longest_draft() or 0
 
     def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
-        """Return what runs the forwards of a call: on tokens it must be the backbone."""
+        """Return the model that runs the forwards of a call: on tokens it must compute what the backbone does."""
         return backbone
 
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-        """Return what in a call rules out these drafts, in the user's words; None: nothing."""
+        """Return an obstacle to these drafts in a call, in the user's words; None: there is none."""
         return None
 
-    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
-        """Return fields of the GenerationConfig that take these values where no source sets them."""
+    def sampling_defaults(self, sources: Sources) -> dict[str, Any]:
+        """Return fields of the GenerationConfig and the values that they take where no source sets them."""
         return {}
 
     def assistant_config(self) -> GenerationConfig | None:
-        """Return the generation config of a model that drafts: transformers' place for how many tokens it drafts."""
+        """Return the generation config of a model that drafts, where transformers keeps its number of tokens."""
         return None
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Refuse options of other kinds of drafters, and complete a tree, whose longest path is the draft's length.
 
         Raises:
-            ValueError: An option that this kind does not have, or a tree that cannot be.
+            ValueError: An option that this kind does not have, or an invalid tree.
         """
         for name in options.extra:
             kind = _KINDS.get(name, "parallel token prediction")
@@ -93,15 +93,16 @@ class BaseDrafter:
         return _TREE_CHOICES.setdefault(self, {})
 
     @property
-    def schedules(self) -> dict[tuple[Any, ...], AdaptiveSchedule]:
+    def schedules(self) -> dict[Hashable, AdaptiveSchedule]:
         """What calls with `num_assistant_tokens_schedule="adaptive"` have learned; empty it to begin anew."""
         return _SCHEDULES.setdefault(self, {})
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Validate and complete `draft_tree`; `"auto"` is what was chosen before, or stays until the prompt is known.
+        """Validate and complete `draft_tree`; `"auto"` becomes the tree chosen before, or stays until the prompt is
+        known.
 
         Raises:
-            ValueError: A tree that cannot be, or that is deeper than the drafter.
+            ValueError: An invalid tree, or one that is deeper than the drafter.
         """
         tree, number, longest = options.draft_tree, options.num_assistant_tokens, self.longest_draft()
         if longest == 0:
@@ -114,16 +115,16 @@ class BaseDrafter:
         return replace(options, draft_tree=tree, num_assistant_tokens=min(number or deepest, deepest))
 
     def start(self, options: DraftOptions) -> DraftSession:
-        """Return the drafts of one call."""
+        """Return the session of one call."""
         raise NotImplementedError
 
     def session(self, options: DraftOptions) -> DraftSession:
-        """Return the drafts of one call, which the recorder reads along if there is one."""
+        """Return the session of one call, through the recorder if there is one."""
         session = self.start(options)
         return session if self.recorder is None else self.recorder.session(session)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """Return a greedy verifier where the call is greedy, else one of the rule that was asked for."""
+        """Return a greedy verifier where the call is greedy, else one of the call's rule."""
         if options.do_sample:
             return SampledVerifier(options.verification)
         return GreedyVerifier(options.may_exclude_all)
@@ -138,12 +139,12 @@ class BaseDrafter:
         return AdaptiveSchedule(session.num_tokens, session.lookahead) if known is None else known.resumed()
 
     def remember(self, schedule: AdaptiveSchedule, session: DraftSession, options: DraftOptions) -> None:
-        """Keep what a call learned for later calls of the same kind."""
+        """Store what a call learned for later calls of the same kind."""
         self.schedules[_kind_of(session, options)] = schedule
 
 
-def _kind_of(session: DraftSession, options: DraftOptions) -> tuple[Any, ...]:
-    """Return what decides over the cost of a cycle."""
+def _kind_of(session: DraftSession, options: DraftOptions) -> Hashable:
+    """Return everything that the cost of a cycle depends on."""
     processors = tuple(type(processor).__name__ for processor in options.processors)
     return (
         len(options.prompt), options.do_sample, session.num_tokens, session.lookahead, str(options.draft_tree),

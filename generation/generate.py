@@ -3,7 +3,7 @@
     backbone.generate(..., assistant_model=head)        `attach.Route`, or the `generate` of a model that drafts itself
       prepared_call(...)                                options parsed and validated once; plain calls pass unchanged
       type(backbone).generate(..., custom_generate=f)   transformers prepares prompt, masks, cache, processors, criteria
-        f = partial(speculative_decoding, call)         what transformers drops for a callable travels in the partial
+        f = partial(speculative_decoding, call)         carries what transformers drops for a callable
           SpeculativeLoop.run()                         or the model's own `_sample`, where drafts are not possible
 
 For a callable, transformers drops the streamer, the tokenizer and `synced_gpus`. The first and the last travel in
@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from ..configuration.fields import field
 from ..modeling.wrapped_models import checkpointing_paused, readable
-from .call.keywords import USUAL, Keywords
+from .call.keywords import USUAL, Keywords, is_base
 from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
@@ -47,14 +47,14 @@ from .loop import SpeculativeLoop
 from .protocols import SpeculativeCache
 from .target.backbones import (
     can_roll_back,
-    check_given_cache,
     check_prompt,
     check_trees,
+    check_user_cache,
     is_repackable,
     last_position_of_trials,
     obstacle,
     obstacle_to_blocks,
-    takes_fixed_room,
+    takes_fixed_size,
     warn_of_unread,
 )
 from .target.static import planned_cache
@@ -62,7 +62,7 @@ from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
 _DEPTH = 32
-"""Deeper than any tree: sequences that are ahead are drafted for beyond the end, and slots lie after drafts."""
+"""Deeper than any tree: drafts of the longest sequences go beyond the end, and slots follow drafts."""
 _OF_THE_CALL = {"past_key_values", "use_cache", "input_ids"}
 """Keyword arguments of the model that trials on the same prompt make for themselves."""
 _SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -74,13 +74,13 @@ class Call:
 
     Attributes:
         generate: The bound `generate` of the backbone's class, which trials of trees call, too.
-        backbone: The model whose tokens count.
+        backbone: The target model.
         drafter: Makes the drafts.
         options: Parsed and validated.
         streamer: As passed to `generate`.
         synced_gpus: Whether every peer calls the backbone until all of them are done.
-        cache_is_given: Whether the user passed the cache.
-        new_cache: Makes the backbone's own kind of cache, if it has one.
+        has_user_cache: Whether the user passed the cache.
+        new_cache: Makes a cache of the backbone's own class, if it has one.
     """
 
     generate: Callable[..., Any]
@@ -89,7 +89,7 @@ class Call:
     options: CallOptions
     streamer: BaseStreamer | None
     synced_gpus: bool
-    cache_is_given: bool
+    has_user_cache: bool
     new_cache: Callable[[], SpeculativeCache] | None
 
 
@@ -105,11 +105,11 @@ def prepared_call(
 
     Args:
         generate: The bound `generate` that is called next.
-        backbone: The model whose tokens count.
+        backbone: The target model.
         drafter: Makes the drafts; None: an assistant of transformers does, or nobody.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        new_cache: Makes the backbone's own kind of cache; None: it has caches of transformers.
+        new_cache: Makes a cache of the backbone's own class; None: it has caches of transformers.
 
     Raises:
         ValueError: An option, a prompt or a combination that is not supported; the message names it.
@@ -128,8 +128,8 @@ def prepared_call(
     check_prompt(backbone, call, config, has_own_cache=new_cache is not None)
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
-    cache_is_given = call.get("past_key_values") is not None
-    check_given_cache(call, config)
+    has_user_cache = call.get("past_key_values") is not None
+    check_user_cache(call, config)
     options = None
     if drafter is None or config.prompt_lookup_num_tokens:
         CallOptions.read(own, sources)
@@ -140,19 +140,20 @@ def prepared_call(
     if new_cache is not None:
         resolved |= add_cache(call, config, backbone, new_cache)
     is_single = config.get_generation_mode() in _SINGLE
-    # a cache of the backbone's own kind drops padding in our callable, also where nothing is drafted
+    # a cache of the backbone's own class drops padding in our callable, also where nothing is drafted
     if options is not None and is_single and (options.is_ours or new_cache is not None):
-        if call.get("tokenizer") is not None:  # else transformers says what is missing
+        if call.get("tokenizer") is not None:  # else transformers raises
             resolved |= resolve_tokenizer(call, config, backbone)
-        synced = call.get("synced_gpus")
-        synced = _is_synced(backbone) if synced is None else bool(synced)
-        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, cache_is_given, new_cache)
+        if (synced := call.get("synced_gpus")) is None:  # as transformers decides for its own loops
+            synced = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(backbone)
+            synced = synced and torch.distributed.get_world_size() > 1
+        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, has_user_cache, new_cache)
         call["custom_generate"] = partial(speculative_decoding, state)
     return with_resolved(call, resolved) if resolved else call
 
 
 def decoding(backbone: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return the context of a call: a model in train mode keeps its caches, though it checkpoints activations."""
+    """Return the context of a call: a model in train mode uses its caches, though it checkpoints activations."""
     if not backbone.training:
         return nullcontext()
     stack = ExitStack()
@@ -164,25 +165,16 @@ def decoding(backbone: PreTrainedModel) -> AbstractContextManager[Any]:
 def speculative_decoding(
     call: Call,
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode with drafts: what `generate` of transformers calls in the place of a decoding method of its own.
-
-    Args:
-        call: The call, bound by `prepared_call`.
-        model: The backbone.
-        input_ids: [B, L] int64.
-        logits_processor: Prepared by transformers, as all that follows.
-        stopping_criteria: Prepared.
-        generation_config: Prepared.
-        **model_kwargs: Prepared.
+    """Decode with drafts: `generate` of transformers calls this as its decoding method, with prepared arguments.
 
     Raises:
-        ValueError: Drafts, or tokens from given uniforms, were asked for by name and are not possible here.
+        ValueError: `use_mtp=True`, a seed or uniforms were passed, and are not possible here.
     """
     options, cache = call.options, model_kwargs.get("past_key_values")
     mask = model_kwargs.get("attention_mask")
@@ -194,18 +186,17 @@ def speculative_decoding(
         if _has_keywords(model, model_kwargs):
             keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
             reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
-            if keywords.is_asked and _has_planned_room(call, model, generation_config):
+            if keywords.is_prepared and _plans_static_cache(call, model, generation_config):
                 reason = reason or "cache_implementation='static' beside prepare_inputs_for_generation"
-    if reason is not None and options.needs_our_loop:
-        _refuse_source(reason, options)
     if reason is not None:
-        _tell(reason, options)
+        _refuse_source(reason, options)
+        _warn_or_refuse(reason, options)
     if reason is not None or not options.is_ours:
         common = input_ids, logits_processor, stopping_criteria, generation_config, call.synced_gpus, call.streamer
         return model._sample(*common, **model_kwargs)
     if options.draft_tree == "auto":
         options = _with_chosen_tree(call, generation_config, stopping_criteria, input_ids, model_kwargs)
-    if _has_planned_room(call, model, generation_config):
+    if _plans_static_cache(call, model, generation_config):
         has_singles = options.schedule == "adaptive" or not options.speculates
         model_kwargs["past_key_values"] = planned_cache(model, model_kwargs, generation_config, has_singles)
     made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
@@ -214,7 +205,7 @@ def speculative_decoding(
     schedule = call.drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
     loop = SpeculativeLoop(
         model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
-        generation_config, stopping_criteria, model_kwargs, keywords, call.streamer, call.cache_is_given,
+        generation_config, stopping_criteria, model_kwargs, keywords, call.streamer, call.has_user_cache,
     )  # fmt: skip
     with readable(model):
         output = loop.run(call.synced_gpus)
@@ -240,11 +231,7 @@ def _decided(
     model_kwargs: dict[str, Any],
     has_own_cache: bool,
 ) -> CallOptions:
-    """Return the options with the decisions whether to draft, and how many tokens at most.
-
-    Raises:
-        ValueError: Drafts, or tokens from given uniforms, were asked for by name and are not possible here.
-    """
+    """Return the options with the decisions whether to draft, and how many tokens at most."""
     speculates = options.use_mtp is not False
     if speculates and drafter.longest_draft() == 0:
         speculates = False
@@ -255,12 +242,11 @@ def _decided(
         if reason is None:
             warn_of_unread(config)
         else:
-            _tell(reason, options)
+            _warn_or_refuse(reason, options)
             speculates = False
     if speculates and options.draft_tree is not None:
         check_trees(backbone)
-    if options.needs_our_loop and (reason := obstacle(config, of_drafts=False)):
-        _refuse_source(reason, options)
+    _refuse_source(obstacle(config, of_drafts=False), options)
     number = _draft_length(options.num_assistant_tokens, drafter)
     return replace(options, speculates=speculates, num_assistant_tokens=number)
 
@@ -277,34 +263,34 @@ def _reason_to_decode_plainly(
         return f"past_key_values of class {type(cache).__name__}"
     if not has_own_cache:
         if cache is not None and not is_repackable(cache) and not isinstance(cache, SpeculativeCache):
-            return f"past_key_values with layers that cannot go back ({type(cache).__name__})"
+            return f"past_key_values with layers that cannot be rolled back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
-            return f"the recurrent states of {type(backbone).__name__}, which cannot go back behind a rejected draft"
+            return f"the recurrent states of {type(backbone).__name__}, which cannot be rolled back after a rejection"
     crosses = field(backbone.config.get_text_config(), "cross_attention_layers")
     if crosses and model_kwargs.get("pixel_values") is not None:
-        return "pixel_values, which cross attention keeps among the layers of the cache"
+        return "pixel_values, whose states cross attention puts in the cache"
     if drafter.reads_prompt and model_kwargs.get("inputs_embeds") is not None and model_kwargs.get("input_ids") is None:
         return "inputs_embeds without the input_ids of the prompt"
-    if config.cache_implementation == "static" and (has_own_cache or not takes_fixed_room(backbone)):
+    if config.cache_implementation == "static" and (has_own_cache or not takes_fixed_size(backbone)):
         return "cache_implementation='static'"
     return obstacle(config) or drafter.obstacle(config, model_kwargs)
 
 
-def _has_planned_room(call: Call, model: PreTrainedModel, config: GenerationConfig) -> bool:
-    """Return whether the cache is a static one, in whose place drafts can be verified."""
-    is_static = config.cache_implementation == "static" and not call.cache_is_given
-    return is_static and takes_fixed_room(model)
+def _plans_static_cache(call: Call, model: PreTrainedModel, config: GenerationConfig) -> bool:
+    """Return whether the call asks for a static cache on which drafts can be verified."""
+    is_static = config.cache_implementation == "static" and not call.has_user_cache
+    return is_static and takes_fixed_size(model)
 
 
 def _obstacle_in_call(
     options: CallOptions,
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     processors: LogitsProcessorList,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> str | None:
-    """Return what only transformers' preparation shows to rule out our loop; None: nothing."""
+    """Return a reason against our loop that only transformers' preparation shows; None: there is none."""
     counting = next((processor for processor in processors if counts_calls(processor)), None)
     if counting is not None:
         return f"{type(counting).__name__}, which counts its calls"
@@ -316,16 +302,16 @@ def _obstacle_in_call(
     return obstacle_to_blocks(model, model_kwargs, input_ids, end)
 
 
-def _has_keywords(model: PreTrainedModel, given: dict[str, Any]) -> bool:
-    """Return whether forwards after the prompt may be given more than those of every model are."""
+def _has_keywords(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+    """Return whether forwards after the prompt may need other keyword arguments than those of every model."""
     methods = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
-    is_usual = all(inspect.ismethod(one) and vars(GenerationMixin).get(one.__name__) is one.__func__ for one in methods)
-    return not is_usual or any(value is not None and name not in USUAL for name, value in given.items())
+    is_usual = all(is_base(method) for method in methods)
+    return not is_usual or any(value is not None and name not in USUAL for name, value in model_kwargs.items())
 
 
 def _obstacle_of_runner(runner: Callable[[Any], Any], model: PreTrainedModel, keywords: Keywords) -> str | None:
-    """Return what the model's own forward takes, where another one runs its layers."""
-    is_empty = not (keywords.constant or keywords.is_asked)
+    """Return a keyword argument of the model's own forward, where another one runs its layers."""
+    is_empty = not (keywords.constant or keywords.is_prepared)
     if is_empty or runner(model) is model:
         return None
     return f"{next(iter(keywords.constant), 'prepare_inputs_for_generation')}="
@@ -335,12 +321,12 @@ def _with_chosen_tree(
     call: Call,
     config: GenerationConfig,
     criteria: StoppingCriteriaList,
-    input_ids: torch.Tensor,
+    input_ids: Tensor,
     model_kwargs: dict[str, Any],
 ) -> CallOptions:
     """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
 
-    def trial(drafter: BaseDrafter, prompt: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    def trial(drafter: BaseDrafter, prompt: Tensor, kwargs: dict[str, Any]) -> Any:
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
 
     common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
@@ -350,51 +336,32 @@ def _with_chosen_tree(
     return choose_tree(trial, call.drafter, call.options, config, input_ids, last, common, not has_stop_strings)
 
 
-def _is_synced(backbone: PreTrainedModel) -> bool:
-    """Return whether peers must call the backbone equally often, as transformers finds out for its own loops."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return False
-    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(backbone)
-
-
-def _tell(reason: str, options: CallOptions) -> None:
-    """Say why a call decodes plainly.
-
-    Raises:
-        ValueError: Speculation was asked for by name.
-    """
+def _warn_or_refuse(reason: str, options: CallOptions) -> None:
+    """Warn why a call decodes without drafts, or raise a ValueError where `use_mtp=True` demands them."""
     if options.use_mtp:
         raise ValueError(f"use_mtp=True cannot be combined with {reason}; drop one of them")
     logger.warning_once(f"Decoding one token at a time, without speculation, because of {reason}.")
 
 
-def _refuse_source(reason: str, options: CallOptions) -> None:
-    """Say what cannot be combined with uniforms or a seed.
-
-    Raises:
-        ValueError: Always.
-    """
-    name = next(name for name in ("seed", "uniforms") if name in options.extra)
-    raise ValueError(f"{name}= cannot be combined with {reason}; drop one of them")
+def _refuse_source(reason: str | None, options: CallOptions) -> None:
+    """Raise a ValueError where uniforms or a seed ask for our loop, and there is a reason against it."""
+    if reason and options.needs_our_loop:
+        name = "seed" if "seed" in options.extra else "uniforms"
+        raise ValueError(f"{name}= cannot be combined with {reason}; drop one of them")
 
 
 def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
-    """Refuse options of our drafters in a call in which another one drafts.
-
-    Raises:
-        ValueError: There is one.
-    """
-    given = next((name for name, value in own.items() if value is not None), None)
-    if given is not None:
+    """Raise a ValueError where options of our drafters are passed, and another one drafts."""
+    name = next((name for name, value in own.items() if value is not None), None)
+    if name is not None:
         other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
-        raise ValueError(f"{given}= is not read by {other}, which drafts here; drop one of them")
+        raise ValueError(f"{name}= is not read by {other}, which drafts here; drop one of them")
 
 
-def _draft_length(asked: int | None, drafter: BaseDrafter) -> int:
+def _draft_length(number: int | None, drafter: BaseDrafter) -> int:
     longest = drafter.longest_draft()
-    if asked is None:
+    if number is None:
         return drafter.default_draft()
-    if longest is not None and asked > longest > 0:
-        logger.warning_once(f"num_assistant_tokens={asked} exceeds window - 1 = {longest}; drafting {longest} tokens.")
-    return asked if longest is None else min(asked, longest)
+    if longest is not None and number > longest > 0:
+        logger.warning_once(f"num_assistant_tokens={number} exceeds window - 1 = {longest}; drafting {longest} tokens.")
+    return number if longest is None else min(number, longest)

@@ -1,15 +1,15 @@
-"""The decoding loop: draft, one backbone call, verify, keep, roll back. Rows of a batch accept on their own.
+"""The decoding loop: draft, one backbone call, verify, accept, roll back. Each sequence accepts on its own.
 
     tokens     ... x y b            b: the token that the last verification added, not in the cache yet
     draft            |  d1 d2 d3                              DraftSession.propose
-    fed              b  d1 d2 d3    one backbone call         Target.forward
-    scores           d1 d2 z  -     the target's choices      Processing, Verifier.judge
-    kept             d1 d2 z        two drafts and a token    Stopping.cut
+    inputs           b  d1 d2 d3    one backbone call         Target.forward
+    scores           d1 d2 z  -     the target's choices      Processing, Verifier.verify
+    new tokens       d1 d2 z        two drafts and a token    Stopping.cut
     cache      ... x y b  d1 d2     rolled back to here       Target.keep
     next                     z = b  and so on                 DraftSession.advance
 
-The host waits for the device once in a cycle, for all that it must know: accepted counts, tokens, drafts. What it then
-decides (rows end at eos, at stop strings, at the length limit) goes back in one copy, and only where rows differ.
+The host waits for the device once in a cycle, for accepted counts, tokens and drafts. Where sequences end (at eos, at
+stop strings, at the length limit) goes back in one copy, and only where sequences differ.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -26,7 +27,7 @@ from ..modeling.masks import to_device
 from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
-from .call.schedule import DraftSchedule
+from .call.schedule import AdaptiveSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
@@ -42,18 +43,18 @@ class SpeculativeLoop:
     State between cycles: the tokens of every sequence, of which all but the last are in the cache, and the session's.
 
     Args:
-        backbone: The model whose tokens count; its own prefill reads the prompt.
-        runner: Runs the other forwards; on tokens it is the backbone.
+        backbone: The target model; its own prefill reads the prompt.
+        runner: Runs the other forwards; on tokens it computes what the backbone does.
         session: Proposes tokens.
         verifier: Verifies them.
         options: Of the call.
-        schedule: How many tokens to draft; None: always as many as the session does at most.
-        config: Generation config, prepared by transformers.
-        criteria: Stopping criteria, prepared.
-        model_kwargs: Keyword arguments of the model, prepared, the cache among them.
-        keywords: Those that forwards after the prompt are given, too; None: none beside the usual ones.
+        schedule: Chooses the draft length; None: always as long as the session can.
+        config: Prepared by transformers, as the next two.
+        criteria: Stopping criteria.
+        model_kwargs: Keyword arguments of the model, the cache among them.
+        keywords: Further keyword arguments of forwards after the prompt; None: there are none.
         streamer: Receives every column of tokens once all open sequences have it.
-        cache_is_given: Whether the user passed the cache, and may look into it after the call.
+        has_user_cache: Whether the user passed the cache, and may look into it after the call.
     """
 
     target: Target
@@ -65,21 +66,21 @@ class SpeculativeLoop:
         session: DraftSession,
         verifier: Verifier,
         options: DraftOptions,
-        schedule: DraftSchedule | None,
+        schedule: AdaptiveSchedule | None,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
         keywords: Keywords | None,
         streamer: BaseStreamer | None = None,
-        cache_is_given: bool = False,
+        has_user_cache: bool = False,
     ) -> None:
         prompt = options.prompt
         self.processing = options.processing if options.processors else None
         self.backbone, self.runner, self.session, self.verifier = backbone, runner, session, verifier
         self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
         self.keywords = keywords
-        self.cache_is_seen = cache_is_given or config.return_dict_in_generate
-        is_read = self.cache_is_seen or session.reads_cache
+        self.returns_cache = has_user_cache or config.return_dict_in_generate
+        is_read = self.returns_cache or session.reads_cache
         self.may_leave_out = not (is_read or session.lookahead) and keywords is None
         self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
@@ -94,7 +95,7 @@ class SpeculativeLoop:
         self.starts: list[int] | None = None
         self.unwritten = 0  # columns of the cache without ids: embeddings, or an earlier call's
 
-    def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | torch.Tensor:
+    def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
         """Decode until every sequence has ended.
 
         Args:
@@ -135,29 +136,28 @@ class SpeculativeLoop:
             output = self._output()
             self.session.finish(self.statistics)
             return output
-        except BaseException:  # a user's cache must not keep layers that only this loop knows how to go on with
+        except BaseException:  # a user's cache must not end with layers that only this loop can use
             target = vars(self).get("target")
             if isinstance(target, RowTarget):
                 target.align(max(target.rows.lengths))
             raise
 
     def _prefill(self) -> None:
-        """The first pass, through transformers' own prefill; it emits one token per sequence."""
-        wanted = self.model_kwargs | {"output_hidden_states": self.hidden_layers}
-        prompt = self.tokens.ids[:, : self.tokens.prompt_length]
-        outputs = self.backbone._prefill(prompt, self.config, wanted)
-        cache, mask, given = outputs.past_key_values, self.model_kwargs.get("attention_mask"), self.model_kwargs
+        """Run the first pass, transformers' own prefill; it emits one token per sequence."""
+        kwargs, prompt = self.model_kwargs, self.tokens.ids[:, : self.tokens.prompt_length]
+        outputs = self.backbone._prefill(prompt, self.config, kwargs | {"output_hidden_states": self.hidden_layers})
+        cache, mask = outputs.past_key_values, kwargs.get("attention_mask")
         if self.keywords is not None:
-            given = given | {"position_ids": self.keywords.position_ids}
+            kwargs = kwargs | {"position_ids": self.keywords.position_ids}
         if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
             cache = cache.self_attention_cache
         if isinstance(cache, SpeculativeCache):
             self.target = RowLengthTarget(self.runner, cache, mask)
         else:
-            if mask is not None and given.get("position_ids") is None:  # the model counts columns, padding included
-                given = given | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}
+            if mask is not None and kwargs.get("position_ids") is None:  # the model counts columns, padding included
+                kwargs = kwargs | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}
             limit = self.config.max_length
-            self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, given, limit, self.span)
+            self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, kwargs, limit, self.span)
             self.unwritten = target.mask.shape[1] - self.tokens.prompt_length
             self.starts = None if self.table is None else target.next_positions()
         self.statistics.backbone_calls += 1
@@ -169,41 +169,40 @@ class SpeculativeLoop:
         self._settle(tree, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
 
-    def _scores(self, logits: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-        """The target's scores [B, m + 1, v] of a block, after the logits processors of the call."""
+    def _scores(self, logits: Tensor, tree: DraftTree) -> Tensor:
+        """Return the target's scores [B, m + 1, v] of a block, after the logits processors of the call."""
         return logits if self.processing is None else self.processing(self.tokens, logits, tree, self.done)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
-        wanted = self.session.num_tokens if self.schedule is None else self.schedule.length()
-        ahead = self._positions_ahead()
-        if self.session.is_deterministic:  # a draft that is cut short is verified otherwise
-            return wanted
+        longest = self.session.num_tokens if self.schedule is None else self.schedule.length()
+        positions = self._positions_left()
+        if self.session.is_deterministic:  # a shorter draft is verified differently
+            return longest
         open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
-        room = max((self.stopping.room(n) for n in open_lengths), default=1)
-        length = max(min(wanted, room - 1, ahead), 0)
+        tokens = max((self.stopping.tokens_left(n) for n in open_lengths), default=1)
+        length = max(min(longest, tokens - 1, positions), 0)
         return length if self.keywords is None else self.keywords.longest(self.tokens, length, self.done)
 
-    def _positions_ahead(self) -> int:
-        """Return how many positions a table of them has after b in every open sequence.
+    def _positions_left(self) -> int:
+        """Return how many positions of a table follow b in every open sequence.
 
-        Sequences that have ended are inputs on beside the others, and repeat the last position. Open ones never do:
-        beyond a table there is no text, and the backbone says so.
+        Sequences that have ended repeat the last position. Open ones never do: beyond a table there is no text, and the
+        backbone raises an error of its own.
         """
         if self.starts is None or self.table is None:
             return 2**31
-        written = [n - self.tokens.prompt_length for n in self.tokens.lengths]
-        left = [self.table - start - count for start, count in zip(self.starts, written)]
-        ahead = min((count for count, done in zip(left, self.done) if not done), default=0)
-        self.target.last_position = self.table - 1 if ahead >= 0 and any(self.done) else None
-        return ahead
+        left = [self.table - start - n for start, n in zip(self.starts, self.tokens.num_new)]
+        fewest = min((count for count, done in zip(left, self.done) if not done), default=0)
+        self.target.last_position = self.table - 1 if fewest >= 0 and any(self.done) else None
+        return fewest
 
     def _settle(
         self,
         tree: DraftTree,
         result: VerificationResult,
         outputs: TargetOutput,
-        scores: torch.Tensor,
+        scores: Tensor,
         is_prefill: bool = False,
     ) -> tuple[list[int], NewTokens]:
         """Write a verification result to sequences, records and statistics.
@@ -223,7 +222,7 @@ class SpeculativeLoop:
         self.tokens.done = self.done
         new_tokens = NewTokens(counts, self.tokens.ids.device)
         if self.records is not None:
-            self.records.cut([n + c - self.tokens.prompt_length for n, c in zip(self.tokens.lengths, counts)])
+            self.records.cut([n + count for n, count in zip(self.tokens.num_new, counts)])
         if not is_prefill:
             self._count(before, accepted, counts, drafts, tree.depth)
         self.tokens.keep(new_tokens)
@@ -237,39 +236,41 @@ class SpeculativeLoop:
     def _on_host(
         self, tree: DraftTree, result: VerificationResult
     ) -> tuple[list[int], list[list[int]], list[list[int]]]:
-        """The cycle's one wait: accepted counts, new tokens and real drafts of every sequence.
+        """Return accepted counts, new tokens and real drafts of every sequence; the host waits for them, once in a
+        cycle.
 
         Raises:
-            ValueError: A row was to go on from scores that are no distribution.
+            ValueError: A sequence was to go on from scores that are no distribution.
         """
         faults, real, width = self.verifier.invalid(result), tree.num_nodes, result.tokens.shape[1]
         parts = [part[:, None] for part in (result.num_accepted, real, faults) if part is not None]
-        rows = torch.cat([*parts, result.tokens, tree.tokens], dim=1).tolist()
-        accepted = [row.pop(0) for row in rows]
-        counts = [tree.tokens.shape[1] if real is None else row.pop(0) for row in rows]
+        sequences = torch.cat([*parts, result.tokens, tree.tokens], dim=1).tolist()
+        accepted = [ids.pop(0) for ids in sequences]
+        counts = [tree.tokens.shape[1] if real is None else ids.pop(0) for ids in sequences]
         if faults is not None:
-            self._refuse([row.pop(0) for row in rows])
-        return accepted, [row[:width] for row in rows], [row[width:][:count] for row, count in zip(rows, counts)]
+            self._refuse([ids.pop(0) for ids in sequences])
+        drafts = [ids[width:][:count] for ids, count in zip(sequences, counts)]
+        return accepted, [ids[:width] for ids in sequences], drafts
 
     def _refuse(self, faults: list[int]) -> None:
         constraints = [] if self.processing is None else self.processing.constraints.all
         names = ", ".join(type(processor).__name__ for processor in constraints)
-        for row, fault in enumerate(faults):
-            if fault and not self.done[row]:
+        for index, (fault, done) in enumerate(zip(faults, self.done)):
+            if fault and not done:
                 raise ValueError(
-                    f"row {row} has no token to choose: its scores are NaN, or all -inf, after the logits processors; "
-                    "look for a damaged checkpoint, an overflow in half precision, or processors that exclude every "
-                    f"token (here: {names or 'none'})"
+                    f"sequence {index} has no token to choose: its scores are NaN, or all -inf, after the logits "
+                    "processors; look for a damaged checkpoint, an overflow in half precision, or processors that "
+                    f"exclude every token (here: {names or 'none'})"
                 )
 
     def _count(
-        self, before: list[bool], accepted: list[int], kept: list[int], drafts: list[list[int]], depth: int
+        self, before: list[bool], accepted: list[int], new: list[int], drafts: list[list[int]], depth: int
     ) -> None:
-        for row, (count, keep, draft) in enumerate(zip(accepted, kept, drafts)):
-            if not before[row]:
-                self.statistics.rows_accepted[row].append(min(count, keep))
-                self.statistics.rows_drafts[row].append(draft)
-                self.statistics.rows_depths[row].append(min(depth, len(draft)))
+        for index, draft in enumerate(drafts):
+            if not before[index]:
+                self.statistics.rows_accepted[index].append(min(accepted[index], new[index]))
+                self.statistics.rows_drafts[index].append(draft)
+                self.statistics.rows_depths[index].append(min(depth, len(draft)))
 
     def _stream(self, streamer: BaseStreamer) -> None:
         lengths = self.tokens.lengths
@@ -279,18 +280,17 @@ class SpeculativeLoop:
             streamer.put(column)
         self.streamed = max(self.streamed, ready)
 
-    def _output(self) -> GenerateSpeculativeOutput | torch.Tensor:
+    def _output(self) -> GenerateSpeculativeOutput | Tensor:
         sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)
-        if self.cache_is_seen:  # it may cost a forward, which would be in vain elsewhere
+        if self.returns_cache:  # it may cost a forward
             self._align_cache()
         if not self.config.return_dict_in_generate:
             return sequences
-        generated = [n - self.tokens.prompt_length for n in self.tokens.lengths]
-        written = zip(sequences[:, self.tokens.prompt_length :], generated)
-        self.statistics.vocabulary_coverage = self.session.coverage(torch.cat([ids[:count] for ids, count in written]))
+        generated = zip(sequences[:, self.tokens.prompt_length :], self.tokens.num_new)
+        self.statistics.vocabulary_coverage = self.session.coverage(torch.cat([ids[:n] for ids, n in generated]))
         scores = logits = hidden_states = None
         if self.records is not None:
-            scores, logits, hidden_states = self.records.per_token(generated, self.pad)
+            scores, logits, hidden_states = self.records.per_token(self.tokens.num_new, self.pad)
         return GenerateSpeculativeOutput(
             sequences=cast(torch.LongTensor, sequences),
             scores=scores,
@@ -301,15 +301,15 @@ class SpeculativeLoop:
         )
 
     def _align_cache(self) -> None:
-        """Feeds the last token of sequences that ended early, so that the next call may start at the last column."""
+        """Add the last token of sequences that ended early, so that the next call may start at the last column."""
         longest = max(self.tokens.lengths)
-        kept = NewTokens([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
-        if any(kept.counts) and self.target.supports_rollback:
+        missing = NewTokens([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
+        if any(missing.counts) and self.target.supports_rollback:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1
-            self._positions_ahead()
+            self._positions_left()
             if self.keywords is not None:
                 self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, self.done)
             self.target.forward(self.tokens.last()[:, None], tree, None)
-            self.target.keep(kept)
+            self.target.keep(missing)
         self.target.align(longest - 1 + self.unwritten)

@@ -1,4 +1,4 @@
-"""Drafters that learn from what they drafted for: verified text is kept as rows, and an optimizer takes small steps."""
+"""Drafters that learn while they draft: verified sequences are stored, and an optimizer takes small steps on them."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _MAX_NORM = 1.0
 
 
 class OnlineLearner(Recorder):
-    """Keeps what calls with a drafter verify, and lets the drafter learn from it with its own loss.
+    """Stores the tokens that calls with a drafter verify, and trains the drafter on them with its own loss.
 
-    Nothing but the drafter's own parameters changes, so that texts keep their distribution. Learning costs no forward
-    of the backbone: states and ids are those of the verified tokens. Log-probabilities that a loss asks for are
-    computed from these states by the backbone's present unembedding.
+    Nothing but the drafter's own parameters changes, so that the output keeps its distribution. Learning costs no
+    forward of the backbone: states and ids are those of the verified tokens. Log-probabilities in a loss are computed
+    from these states by the backbone's present unembedding.
 
     Args:
         drafter: Attached `MTPHeads` or `EagleHead`, an `EvaByteForMTPC`, whose drafting heads alone learn, or a
-            `DeepSeekMTP`, whose modules do; its loss options say what it learns.
+            `DeepSeekMTP`, whose modules do; its loss options decide what it learns.
         learning_rate: Of AdamW, whose weights and moments are float32.
-        rows: Sequences of an update, chosen by chance from those that are kept.
+        rows: Sequences of an update, chosen at random from those that are stored.
         updates: Steps of the optimizer each time that it learns.
-        capacity: Tokens that are kept.
+        capacity: Tokens that are stored.
         seed: Of the choice.
-        every: Learn as soon as a call ends with this number of new tokens since the last time; None: when asked to.
+        every: Learn as soon as a call ends with this number of new tokens since the last time; None: in `update` alone.
         budget: The largest share of the time of calls that learning by `every` may take.
 
     Attributes:
-        buffer: The tokens that are kept (`OnlineBuffer`).
+        buffer: The stored tokens (`OnlineBuffer`).
         curve: An entry for each time that it learned: `updates` and `tokens` so far, and, since the last entry,
             `accepted` drafts per verification (None: there was none) and the last `loss`.
 
     Raises:
-        TypeError: A drafter that learns from nothing, or not from states.
+        TypeError: A drafter that does not learn, or not from states.
         ValueError: A drafter that is frozen, or learns online already, or a number out of range.
 
     Example:
@@ -96,16 +96,16 @@ class OnlineLearner(Recorder):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether nothing is kept or learned."""
+        """Whether nothing is stored or learned."""
         return self.recorded.recorder is not self
 
     def freeze(self) -> None:
-        """Keep and learn nothing more, until `unfreeze`."""
+        """Store and learn nothing more, until `unfreeze`."""
         if not self.is_frozen:
             self.recorded.recorder = None
 
     def unfreeze(self) -> None:
-        """Keep and learn again."""
+        """Store and learn again."""
         self.recorded.recorder = self
 
     def session(self, session: DraftSession) -> DraftSession:
@@ -113,7 +113,7 @@ class OnlineLearner(Recorder):
         return RecordingSession(session, self.drafter.learning_layers, self.drafter.attends, self.buffer, self._finish)
 
     def _finish(self, statistics: Speculation, seconds: float) -> None:
-        """Count what a call did, and learn where that is due."""
+        """Count the tokens of a call, and learn where that is due."""
         self.tokens += statistics.new_tokens
         self._accepted += sum(map(sum, statistics.rows_accepted))
         self._verified += sum(map(len, statistics.rows_accepted))
@@ -123,15 +123,15 @@ class OnlineLearner(Recorder):
             return
         try:
             self.update()
-        except ValueError as error:  # the call's text is there, and is not lost with what was to be learned from it
+        except ValueError as error:  # the call's output must not be lost
             self.freeze()
             warnings.warn(f"This {type(self.drafter).__name__} learns no more: {error}", UserWarning, stacklevel=2)
 
     def update(self) -> float | None:
-        """Learn from some of the sequences that are kept.
+        """Learn from some of the stored sequences.
 
         Returns:
-            The last loss; None where nothing was learned, because it is frozen or nothing is kept.
+            The last loss; None where it is frozen or nothing is stored.
 
         Raises:
             ValueError: The backbone's vocabulary or width has changed, or parameters were frozen.
@@ -172,13 +172,13 @@ class OnlineLearner(Recorder):
             )
 
     def _step(self) -> float | None:
-        """Take one step of the optimizer; None: no process has a row."""
+        """Take one step of the optimizer; None: no process has a sequence."""
         optimizer = self.prepare()
-        rows = self.buffer.sample(self.rows, self.generator)
+        sequences = self.buffer.sample(self.rows, self.generator)
         gradients, loss = [torch.zeros_like(master) for master in self.masters], 0.0
-        if rows:
-            gradients, loss = self._gradients(rows)
-        averaged = self._averaged(gradients, loss, bool(rows))
+        if sequences:
+            gradients, loss = self._gradients(sequences)
+        averaged = self._averaged(gradients, loss, bool(sequences))
         if averaged is None:
             return None
         *gradients, mean = averaged
@@ -192,33 +192,32 @@ class OnlineLearner(Recorder):
         self.done_updates += 1
         return float(mean)
 
-    def _gradients(self, rows: list[dict[str, Tensor]]) -> tuple[list[Tensor], float]:
+    def _gradients(self, sequences: list[dict[str, Tensor]]) -> tuple[list[Tensor], float]:
         """Return the gradients of the drafter's parameters alone, in float32, and the loss."""
         device, dtype = self.parameters[0].device, self.parameters[0].dtype
         batch = {
             name: column.to(device, dtype if column.is_floating_point() else None)
-            for name, column in collate(rows).items()
+            for name, column in collate(sequences).items()
         }
         loss = self.drafter.learning_loss(batch)
         # not backward(): it would leave gradients on the policy, whose unembedding drafters read
-        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        pairs = zip(found, self.masters)
-        return [torch.zeros_like(m) if each is None else each.to(m.dtype) for each, m in pairs], loss.item()
+        gradients = zip(torch.autograd.grad(loss, self.parameters, allow_unused=True), self.masters)
+        return [torch.zeros_like(m) if each is None else each.to(m.dtype) for each, m in gradients], loss.item()
 
-    def _averaged(self, gradients: list[Tensor], loss: float, has_rows: bool) -> list[Tensor] | None:
-        """Return the mean gradients and loss of the processes that have rows; None where none has."""
-        shown = gradients[0].new_tensor([loss, float(has_rows)])
+    def _averaged(self, gradients: list[Tensor], loss: float, has_sequences: bool) -> list[Tensor] | None:
+        """Return the mean gradients and loss of the processes that have sequences; None where none has."""
+        values = [*gradients, gradients[0].new_tensor(loss)]
         if not (self.is_shared and distributed.is_available() and distributed.is_initialized()):
-            return [*gradients, shown[0]] if has_rows else None
-        flat = torch.cat([*(gradient.flatten() for gradient in gradients), shown])
+            return values if has_sequences else None
+        flat = torch.cat([*(value.flatten() for value in values), gradients[0].new_tensor([float(has_sequences)])])
         distributed.all_reduce(flat)
         if not flat[-1]:
             return None
-        pieces = (flat[:-1] / flat[-1]).split([*(gradient.numel() for gradient in gradients), 1])
-        return [piece.view_as(like) for piece, like in zip(pieces, [*gradients, shown[0]])]
+        pieces = (flat[:-1] / flat[-1]).split([value.numel() for value in values])
+        return [piece.view_as(value) for piece, value in zip(pieces, values)]
 
     def prepare(self) -> torch.optim.Optimizer:
-        """Return the optimizer; makes it where there is none, with the first process's weights on all of them."""
+        """Return the optimizer, made at first with the first process's weights on all of them."""
         if self.optimizer is None:
             if self.is_shared and distributed.is_available() and distributed.is_initialized():
                 for parameter in self.parameters:

@@ -23,8 +23,6 @@ from .protocols import DraftSession
 from .verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 
 logger = logging.get_logger(__name__)
-
-
 _LAYOUTS = ("quadratic", "linear")
 
 

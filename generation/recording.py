@@ -1,8 +1,9 @@
-"""What the decoding loop verified, kept for drafters that learn from it: no forward more, and no wait for the device.
+"""Verified tokens and states, recorded for drafters that learn from them: no further forward, and no wait for the
+device.
 
-A session that records stands before the drafter's own and passes everything on. In every cycle it copies the states,
-ids and positions of the tokens that each sequence kept into a ring of fixed size. The ring's runs come out as rows of
-the format that `training.features` reads, so that the drafters' losses are those of stored features.
+A recording session wraps the drafter's own. In every cycle it copies the states, ids and positions of the new tokens of
+each sequence into a ring of fixed size. The ring returns sequences in the format that `training.features` reads, so
+that the drafters' losses are those of stored features.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class OnlineBuffer:
 
     Attributes:
         capacity: Tokens that it holds.
-        states: [capacity + 1, S, d] on the states' device, made with the first ones; the last place is never read.
+        states: [capacity + 1, S, d] on the states' device, made with the first ones; the last slot is never read.
         tokens: [capacity + 1, 3] int64: a token's id, the label of its state (the next token if the backbone chose it,
             else -100), and its position (-1: padding).
         written: Tokens that were ever written.
@@ -56,7 +57,7 @@ class OnlineBuffer:
         self._lock = Lock()
 
     def new_sequences(self, count: int) -> list[list[tuple[int, int]]]:
-        """Return the runs of new sequences, which `write` extends; sequences that are gone are forgotten."""
+        """Return the runs of new sequences, which `write` extends; sequences without tokens are forgotten."""
         new: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         with self._lock:
             self.runs = [*self._held(), *new]
@@ -65,42 +66,42 @@ class OnlineBuffer:
     def _held(self) -> list[list[tuple[int, int]]]:
         """Return the runs of sequences of which two tokens are left."""
         oldest = self.written - self.capacity
-        return [runs for runs in self.runs if runs and runs[-1][0] + runs[-1][1] > oldest + 1]
+        return [runs for runs in self.runs if runs and sum(runs[-1]) > oldest + 1]
 
     def __len__(self) -> int:
         """Number of sequences."""
         return len(self._held())
 
-    def write(self, runs: list[list[tuple[int, int]]], states: Tensor, tokens: Tensor, kept: NewTokens) -> None:
-        """Write the first `kept.counts[b]` tokens of every sequence.
+    def write(self, runs: list[list[tuple[int, int]]], states: Tensor, tokens: Tensor, new: NewTokens) -> None:
+        """Write the first `new.counts[b]` tokens of every sequence.
 
         Args:
-            runs: What `new_sequences` returned.
+            runs: Of `new_sequences`.
             states: [B, F, S, d].
             tokens: [B, F, 3], as `tokens` of the buffer.
-            kept: Tokens per sequence.
+            new: Tokens per sequence.
 
         Raises:
-            ValueError: States of another width or number of layers than those that are there.
+            ValueError: States of another width or number of layers than those in the buffer.
         """
         with self._lock:
             held = self._allocated(states)
-            counts, total = kept.on_device[:, None], sum(kept.counts)
+            counts, total = new.on_device[:, None], sum(new.counts)
             steps = cached_range(0, tokens.shape[1], tokens.device)
             order = counts.cumsum(0) - counts + steps
             is_written = (steps < counts) & (order >= total - self.capacity)
-            places = torch.where(is_written, (order + self.written) % self.capacity, self.capacity).flatten()
-            self.tokens.index_copy_(0, to_device(places, self.tokens.device), tokens.flatten(0, 1))
-            held.index_copy_(0, to_device(places, held.device), states.flatten(0, 1).to(held.dtype))
-            for own, count in zip(runs, kept.counts):
-                if own and own[-1][0] + own[-1][1] == self.written:
-                    own[-1] = own[-1][0], own[-1][1] + count
+            slots = torch.where(is_written, (order + self.written) % self.capacity, self.capacity).flatten()
+            self.tokens.index_copy_(0, to_device(slots, self.tokens.device), tokens.flatten(0, 1))
+            held.index_copy_(0, to_device(slots, held.device), states.flatten(0, 1).to(held.dtype))
+            for of_sequence, count in zip(runs, new.counts):
+                if of_sequence and sum(of_sequence[-1]) == self.written:
+                    of_sequence[-1] = of_sequence[-1][0], of_sequence[-1][1] + count
                 elif count:
-                    own.append((self.written, count))
+                    of_sequence.append((self.written, count))
                 self.written += count
 
     def _allocated(self, like: Tensor) -> Tensor:
-        """Return the ring of states; makes it before the first ones, outside of inference mode."""
+        """Return the ring of states, made before the first ones, outside of inference mode."""
         size, expected = like.shape[2:], None if self.states is None else self.states.shape[1:]
         if expected not in (None, size):
             raise ValueError(
@@ -114,22 +115,22 @@ class OnlineBuffer:
         return self.states
 
     def sample(self, count: int, generator: torch.Generator) -> list[dict[str, Tensor]]:
-        """Return up to `count` of the sequences, chosen by chance."""
+        """Return up to `count` of the sequences, chosen at random."""
         with self._lock:
             held = self._held()
             chosen = torch.randperm(len(held), generator=generator)[:count].tolist()
-            return [self._row(held[index]) for index in chosen]
+            return [self._features(held[index]) for index in chosen]
 
-    def _row(self, runs: list[tuple[int, int]]) -> dict[str, Tensor]:
-        """Return a sequence as a row of features; its last token, of which there is no state, has zeros."""
+    def _features(self, runs: list[tuple[int, int]]) -> dict[str, Tensor]:
+        """Return a sequence as a row of features; its last token, which has no state, has zeros."""
         assert self.states is not None
         oldest = self.written - self.capacity
         times = [time for first, count in runs for time in range(max(first, oldest), first + count)]
-        places = torch.tensor(times, device=self.tokens.device) % self.capacity
-        tokens = self.tokens[places]
+        slots = torch.tensor(times, device=self.tokens.device) % self.capacity
+        tokens = self.tokens[slots]
         real = tokens[:, 2] != _PADDING
         ids, labels, positions = tokens[real].unbind(1)
-        states = self.states[to_device(places[real], self.states.device)]
+        states = self.states[to_device(slots[real], self.states.device)]
         return {
             "input_ids": torch.cat([ids, labels[-1:]]),
             "labels": torch.cat([torch.full_like(labels[:1], IGNORE), labels]),
@@ -138,14 +139,14 @@ class OnlineBuffer:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what `load_state_dict` reads, on the processor."""
+        """Return the tensors of `load_state_dict`, on the processor."""
         if self.states is None:
             return {}
         oldest, filled = self.written - self.capacity, min(self.written, self.capacity)
         runs = [
             (number, max(first, oldest), first + count)
-            for number, own in enumerate(self._held())
-            for first, count in own
+            for number, of_sequence in enumerate(self._held())
+            for first, count in of_sequence
             if first + count > oldest
         ]
         return {
@@ -156,7 +157,7 @@ class OnlineBuffer:
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Take over what another buffer held.
+        """Load the tokens of another buffer.
 
         Raises:
             ValueError: A buffer of another capacity.
@@ -176,14 +177,15 @@ class OnlineBuffer:
 
 
 class RecordingSession(DraftSession):
-    """A drafter's session, whose verified tokens are written to a buffer, too.
+    """A drafter's session that also writes verified tokens to a buffer.
 
     Args:
         session: The drafter's own.
-        layers: Hidden states to keep.
-        keeps_prompt: Whether what is learned at a token depends on all before it; else the prompt's last state is kept.
-        buffer: Where they are written.
-        finished: Called at the end with what was counted, and the seconds that the call took.
+        layers: Hidden states to record.
+        keeps_prompt: Whether learning at a token depends on all before it; else only the prompt's last state is
+            recorded.
+        buffer: Holds the tokens.
+        finished: Called at the end with the statistics, and the seconds that the call took.
     """
 
     def __init__(
@@ -206,10 +208,10 @@ class RecordingSession(DraftSession):
         self.view, self.prompt = view, self._states(outputs.hidden_states)
         self.session.begin(outputs, view)
 
-    def _states(self, hidden_states: Any) -> Tensor:
-        """Return the states of the layers that are kept, [B, F, S, d]."""
-        own = [hidden_states[layer] for layer in self.layers]
-        return torch.stack([to_device(state, own[0].device) for state in own], dim=2)
+    def _states(self, hidden_states: Sequence[Tensor | None]) -> Tensor:
+        """Return the states of the recorded layers, [B, F, S, d]."""
+        states = [cast(Tensor, hidden_states[layer]) for layer in self.layers]
+        return torch.stack([to_device(state, states[0].device) for state in states], dim=2)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """See `DraftSession`."""
@@ -220,7 +222,7 @@ class RecordingSession(DraftSession):
         return self.session.propose(tokens, length)
 
     def _write_prompt(self, states: Tensor, tokens: Sequences) -> None:
-        """Write the end of the prompt: as much of every sequence as half of the buffer has room for."""
+        """Write the end of the prompt: as much of every sequence as fits half of the buffer."""
         (batch, width), device = states.shape[:2], tokens.ids.device
         mask = self.view.mask
         real = torch.ones(batch, width, device=device).long() if mask is None else mask[:, -width:].long()
@@ -237,14 +239,14 @@ class RecordingSession(DraftSession):
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """See `DraftSession`."""
-        kept = self.view.new_tokens
-        if kept.longest:
-            labels = result.tokens[:, : kept.longest]
+        new = self.view.new_tokens
+        if new.longest:
+            labels = result.tokens[:, : new.longest]
             ids = torch.cat([self.last[:, None], labels[:, :-1]], dim=1)
-            positions = self.ends[:, None] + cached_range(0, kept.longest, ids.device)
-            states = self._states(outputs.first(kept.longest))
-            self.buffer.write(self.runs, states, torch.stack([ids, labels, positions], dim=-1), kept)
-            self.ends = self.ends + kept.on_device
+            positions = self.ends[:, None] + cached_range(0, new.longest, ids.device)
+            states = self._states(outputs.first(new.longest))
+            self.buffer.write(self.runs, states, torch.stack([ids, labels, positions], dim=-1), new)
+            self.ends = self.ends + new.on_device
         self.session.advance(outputs, result)
 
     def finish(self, statistics: Speculation) -> None:

@@ -1,12 +1,14 @@
-"""Constraints that are automata: a state, which every token after the prompt moves on, says which tokens may come next.
+"""Constraints that are automata: every token after the prompt changes a state, which tells the tokens that may come
+next.
 
-Automata of the host cost a wait for every drafted token, and what they said of a state is remembered; tables of states
-and tokens (`TableAutomaton`) stay on the device.
+Automata on the host cost a wait for every drafted token, and remember their masks by state; tables of states and tokens
+(`TableAutomaton`) stay on the device.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Hashable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from .sequences import Sequences
 
 _SEEN = 1024
 """States that are remembered."""
+K, V = TypeVar("K"), TypeVar("V")
 
 
 @runtime_checkable
@@ -40,27 +43,27 @@ class OffersAutomaton(Protocol):
 
 
 class _Free:
-    """The state after an end or an excluded token: what follows is never used, and nothing is excluded."""
+    """The state after an end or an excluded token: it excludes nothing, and what follows is never used."""
 
 
 class _Remembered:
-    """An automaton that ends after an excluded token, and remembers what it said of the states that it was in."""
+    """An automaton that ends after an excluded token, and remembers the masks and successors of its states."""
 
     def __init__(self, automaton: OffersAutomaton, ends: frozenset[int] = frozenset()) -> None:
         self.automaton, self.ends = automaton, ends
-        self.masks, self.next = dict[Any, Tensor](), dict[Any, Any]()
+        self.masks, self.next = dict[tuple[Hashable, int], Tensor](), dict[tuple[Hashable, int], Hashable]()
 
-    def mask(self, state: Any, size: int) -> Tensor:
-        """The tokens that may come next, [size] bool on the host."""
-        found = self.masks.get((state, size))
-        if found is None:
-            free = state is _Free
-            found = torch.ones(size).bool() if free else fitted(self.automaton.allowed(state), size, self.automaton)
-            _remember(self.masks, (state, size), found := found.cpu())
-        return found
+    def mask(self, state: Hashable, size: int) -> Tensor:
+        """Return the tokens that may come next, [size] bool on the host."""
+        mask = self.masks.get((state, size))
+        if mask is None:
+            is_free = state is _Free
+            mask = torch.ones(size).bool() if is_free else fitted(self.automaton.allowed(state), size, self.automaton)
+            _remember(self.masks, (state, size), mask := mask.cpu())
+        return mask
 
-    def step(self, state: Any, token: int, size: int) -> Any:
-        """The state after a token."""
+    def step(self, state: Hashable, token: int, size: int) -> Hashable:
+        """Return the state after a token."""
         if (state, token) not in self.next:
             is_free = state is _Free or token in self.ends or not 0 <= token < size
             is_free = is_free or not bool(self.mask(state, size)[token])
@@ -68,7 +71,7 @@ class _Remembered:
         return self.next[state, token]
 
 
-def _remember(seen: dict[Any, Any], key: Any, value: Any) -> None:
+def _remember(seen: dict[K, V], key: K, value: V) -> None:
     if len(seen) >= _SEEN:
         seen.clear()
     seen[key] = value
@@ -77,13 +80,13 @@ def _remember(seen: dict[Any, Any], key: Any, value: Any) -> None:
 class AutomatonProcessor(LogitsProcessor):
     """A constraint that is an automaton; a subclass adds `start`, `step` and `allowed` (`OffersAutomaton`).
 
-    In plain decoding every row is followed from its prompt on: ids that are not those of the last call and one more
-    begin anew. So take a new object where a prompt is what the last call of `generate` wrote, and the state after it
-    is to be `start`; where drafts are made, it always is.
+    In plain decoding every sequence is followed from its prompt on: ids that are not those of the last call and one
+    more begin anew. So take a new object where a prompt is the output of the last call of `generate`, and the state
+    after it is to be `start`; where drafts are made, it always is.
     """
 
     start: Any = None
-    _rows: tuple[_Remembered, dict[tuple[int, ...], Any]] | None = None
+    _followed: tuple[_Remembered, dict[tuple[int, ...], Hashable]] | None = None
 
     def step(self, state: Any, token: int) -> Any:
         """See `OffersAutomaton`."""
@@ -94,15 +97,15 @@ class AutomatonProcessor(LogitsProcessor):
         raise NotImplementedError
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> torch.FloatTensor:
-        """Exclude what `allowed` does not name; after an excluded token, as padding is, nothing."""
-        automaton, known = self._rows or (_Remembered(self), {})
-        rows, size = [tuple(row) for row in input_ids.tolist()], scores.shape[-1]
-        if all(row[:-1] in known for row in rows):
-            known = {row: automaton.step(known[row[:-1]], row[-1], size) for row in rows}
+        """Exclude the tokens that are not `allowed`; after an excluded token, as padding is, exclude nothing."""
+        automaton, known = self._followed or (_Remembered(self), {})
+        sequences, size = [tuple(ids) for ids in input_ids.tolist()], scores.shape[-1]
+        if all(ids[:-1] in known for ids in sequences):
+            known = {ids: automaton.step(known[ids[:-1]], ids[-1], size) for ids in sequences}
         else:
-            known = dict.fromkeys(rows, self.start)
-        self._rows = automaton, known
-        mask = torch.stack([automaton.mask(known[row], size) for row in rows])
+            known = dict.fromkeys(sequences, self.start)
+        self._followed = automaton, known
+        mask = torch.stack([automaton.mask(known[ids], size) for ids in sequences])
         return cast(torch.FloatTensor, scores.masked_fill(~mask.to(scores.device), -torch.inf))
 
 
@@ -123,7 +126,7 @@ class TableAutomaton(AutomatonProcessor):
             shapes = f"{tuple(next_states.shape)} and {tuple(allowed.shape)} of {allowed.dtype}"
             raise ValueError(f"next_states and allowed are {shapes}: both must be [states, tokens], the second of bool")
         states = torch.where(allowed, next_states, 0)
-        low, high = (int(found) for found in states.aminmax())
+        low, high = (int(bound) for bound in states.aminmax())
         if min(low, start) < 0 or max(high, start) >= len(states):
             raise ValueError(f"start={start} and next_states ({low} to {high}) must be states 0 to {len(states) - 1}")
         self.next_states, self.masks, self.start = states.int(), allowed, start
@@ -145,19 +148,18 @@ class TableAutomaton(AutomatonProcessor):
         key = device, ends, size
         if key not in self._prepared:
             masks = fitted(to_device(self.masks, device), size, self)
-            goes_on = masks.index_fill(
-                1, numbers(tuple(sorted(token for token in ends if token < size)), device), False
-            )
+            end_ids = numbers(tuple(sorted(token for token in ends if token < size)), device)
             width, sink = self.next_states.shape[1], len(masks)
             following = pad(to_device(self.next_states, device)[:, :size], (0, max(size - width, 0)))
-            following = pad(following.masked_fill(~goes_on, sink), (0, 0, 0, 1), value=sink)
-            stays = torch.arange(sink + 1, dtype=torch.int32, device=device)[:, None]
-            self._prepared = {key: (pad(masks, (0, 0, 0, 1), value=True), torch.cat([following, stays], dim=1))}
+            following = following.masked_fill(~masks.index_fill(1, end_ids, False), sink)
+            following = pad(following, (0, 0, 0, 1), value=sink)
+            same = torch.arange(sink + 1, dtype=torch.int32, device=device)[:, None]
+            self._prepared = {key: (pad(masks, (0, 0, 0, 1), value=True), torch.cat([following, same], dim=1))}
         return self._prepared[key]
 
 
-def fitted(mask: Tensor, size: int, processor: Any) -> Tensor:
-    """Return a mask [..., w] over `size` tokens; those that it does not have are excluded.
+def fitted(mask: Tensor, size: int, processor: object) -> Tensor:
+    """Return a mask [..., w] over `size` tokens; tokens that it lacks are excluded.
 
     Raises:
         ValueError: It is no mask, or allows a token beyond the vocabulary.
@@ -175,7 +177,7 @@ class HostWalk:
     """The states of an automaton along the sequences of a call, on the host.
 
     Args:
-        automaton: Says what is allowed.
+        automaton: Decides which tokens are allowed.
         ends: Ids that end a sequence.
         size: v, tokens of the vocabulary.
         tokens: The sequences.
@@ -189,28 +191,27 @@ class HostWalk:
         self.states, self.lengths = [automaton.start] * len(tokens.lengths), [begin] * len(tokens.lengths)
 
     def allowed(self, tokens: Sequences, paths: Tensor) -> Tensor:
-        """Masks [B, P, v] after paths [B, P, J] int64, which -1 may fill up."""
+        """Return masks [B, P, v] after paths [B, P, J] int64, which -1 may fill up."""
         self._follow(tokens)
-        found = [
+        masks = [
             self.automaton.mask(self._after(state, path), self.size)
-            for state, row in zip(self.states, paths.tolist())
-            for path in row
+            for state, of_sequence in zip(self.states, paths.tolist())
+            for path in of_sequence
         ]
-        return to_device(torch.stack(found), paths.device).view(*paths.shape[:2], self.size)
+        return to_device(torch.stack(masks), paths.device).view(*paths.shape[:2], self.size)
 
     def _follow(self, tokens: Sequences) -> None:
-        """Goes on to the end of every sequence."""
-        behind = [old for old, now in zip(self.lengths, tokens.lengths) if old < now]
-        if not behind:
-            return
+        """Read the new tokens of every sequence."""
         counts, new = [now - old for old, now in zip(self.lengths, tokens.lengths)], tokens.newest_on_host
-        if counts != list(map(len, new)):  # more than one cycle, or a loop that does not say
-            rows = tokens.ids[:, min(behind) : max(tokens.lengths)].tolist()
-            new = [ids[old - min(behind) :][:count] for ids, old, count in zip(rows, self.lengths, counts)]
-        self.states = [self._after(state, ids[:count]) for state, ids, count in zip(self.states, new, counts)]
+        if not any(counts):
+            return
+        if counts != list(map(len, new)):  # more than one cycle, or a loop that does not set it
+            newest = tokens.newest(max(counts)).tolist()
+            new = [ids[len(ids) - count :] for ids, count in zip(newest, counts)]
+        self.states = [self._after(state, ids) for state, ids in zip(self.states, new)]
         self.lengths = list(tokens.lengths)
 
-    def _after(self, state: Any, path: list[int]) -> Any:
+    def _after(self, state: Hashable, path: list[int]) -> Hashable:
         for token in path:
             if token >= 0:
                 state = self.automaton.step(state, token, self.size)
@@ -232,8 +233,8 @@ class TableWalk:
         new = max(now - old for old, now in zip(self.lengths, tokens.lengths))
         if new:
             source = self.begun[:, None] + cached_arange(new, tokens.ids.device)
-            found = tokens.ids.gather(1, source).masked_fill(source >= tokens.ends[:, None], -1)
-            self.states = self._after(self.states, found)
+            ids = tokens.ids.gather(1, source).masked_fill(source >= tokens.ends[:, None], -1)
+            self.states = self._after(self.states, ids)
             self.lengths, self.begun = list(tokens.lengths), tokens.ends
         return self.masks[self._after(self.states[:, None].expand(paths.shape[:2]), paths)]
 

@@ -1,9 +1,9 @@
-"""Which tokens a call allows: constraints that drafts are drawn under, as the target is along them.
+"""The tokens that a call allows: drafts are drawn under the same constraints as the target.
 
-A constraint is a logits processor that excludes tokens by giving them -inf. What it excludes after a draft is known
-before the target is asked where the processor is one of transformers' own, a prefix function, an automaton
+A constraint is a logits processor that excludes tokens by giving them -inf. Which tokens it excludes after a draft is
+known before the backbone's scores where the processor is one of transformers' own, a prefix function, an automaton
 (`OffersAutomaton`), or offers a mask (`OffersMask`). All of them are applied to scores of 0, in the order of the call's
-list, after every sequence and the path that is drafted so far: what is then -inf is not drafted.
+list, after every sequence and its drafted path: tokens with -inf are not drafted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.generation import logits_process as library
 
 from ...modeling.masks import numbers, to_device
 from .automata import AutomatonProcessor, HostWalk, OffersAutomaton, TableAutomaton, TableWalk, fitted
-from .places import KNOWN, PathPlaces, Places, apply_known
+from .positions import KNOWN, PathPositions, Positions, apply_known
 from .sequences import Sequences
 
 _MASKING = (
@@ -36,53 +36,55 @@ _MASKING = (
 
 @runtime_checkable
 class OffersMask(Protocol):
-    """A logits processor that says which tokens it allows without being shown scores."""
+    """A logits processor that tells which tokens it allows without scores."""
 
     def allowed(self, sequences: Tensor, /) -> Tensor:
         """Return which tokens may follow sequences [N, L] int64: [N, v] bool.
 
-        They are shown as `__call__` is shown them, padding of the prompt included, but as N rows of any sequences in
-        any order. What is said of ids after an end, or after an excluded token, is not used.
+        They have the padding of the prompt, as in `__call__`, but are N sequences of any kind in any order. The mask of
+        ids after an end, or after an excluded token, is not used.
         """
         ...
 
 
-def offers_automaton(processor: Any) -> TypeGuard[OffersAutomaton]:
-    """Whether a processor is an automaton; attributes of the same names may be anything."""
+def offers_automaton(processor: object) -> TypeGuard[OffersAutomaton]:
+    """Return whether a processor is an automaton; attributes of the same names may be anything."""
     return isinstance(processor, OffersAutomaton) and callable(processor.step) and callable(processor.allowed)
 
 
-def offers_mask(processor: Any) -> TypeGuard[OffersMask]:
-    """Whether a processor offers a mask, and is no automaton."""
+def offers_mask(processor: object) -> TypeGuard[OffersMask]:
+    """Return whether a processor offers a mask, and is no automaton."""
     return isinstance(processor, OffersMask) and callable(processor.allowed) and not offers_automaton(processor)
 
 
-def is_automaton(processor: Any) -> bool:
-    """Whether a processor excludes what its automaton does, and does nothing else."""
+def is_automaton(processor: object) -> bool:
+    """Return whether a processor does nothing but exclude what its automaton excludes."""
     return isinstance(processor, AutomatonProcessor) and type(processor).__call__ is AutomatonProcessor.__call__
 
 
-def allowed_ids(processor: Any, row: int, prefix: Tensor, size: int) -> list[int]:
-    """Return what a prefix function allows after the ids of a row.
+def allowed_ids(
+    processor: library.PrefixConstrainedLogitsProcessor, index: int, prefix: Tensor, size: int
+) -> list[int]:
+    """Return the tokens that a prefix function allows after the ids of a sequence.
 
     Raises:
         ValueError: An id beyond the vocabulary.
     """
-    found = processor._prefix_allowed_tokens_fn(row // processor._num_beams, prefix)
-    found = found.tolist() if isinstance(found, Tensor) else list(found)
-    if found and not 0 <= min(found) <= max(found) < size:
-        wrong = next(token for token in found if not 0 <= token < size)
-        raise ValueError(f"prefix_allowed_tokens_fn allows token {wrong} in row {row}: ids go from 0 to {size - 1}")
-    return found
+    ids = processor._prefix_allowed_tokens_fn(index // processor._num_beams, prefix)
+    ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    wrong = next((token for token in ids if not 0 <= token < size), None)
+    if wrong is not None:
+        raise ValueError(f"prefix_allowed_tokens_fn allows token {wrong} in row {index}: ids go from 0 to {size - 1}")
+    return ids
 
 
 class Constraints:
-    """What the processors of one call exclude.
+    """The constraints of one call.
 
     Args:
         processors: The call's.
         ends: Ids that end a sequence.
-        prompt_length: Ids of the prompt; None: what the sequences say.
+        prompt_length: Ids of the prompt; None: as in `Sequences`.
 
     Attributes:
         all: The processors that exclude tokens, in their order.
@@ -101,14 +103,14 @@ class Constraints:
         self.ends, self.prompt_length = ends, prompt_length
         self.may_exclude_all = any(type(p) not in _MASKING for p in self.all)
         self.walks: dict[tuple[int, int], HostWalk | TableWalk] = {}
-        self.of_lengths: dict[tuple[Any, ...], Tensor] = {}
+        self.of_lengths: dict[tuple[int, ...], Tensor] = {}
 
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
-        """What a draft after every sequence may hold; None: nothing is excluded.
+        """Return the tokens that a draft after every sequence may hold; None: all.
 
         Args:
             tokens: The sequences.
-            is_warped: Drafts are drawn from distributions after processors that look at scores alone.
+            is_warped: Drafts are drawn from distributions after processors of scores alone.
         """
         shortest, spans = min(tokens.lengths), map(_span, self.all)
         acting = [p for p, span in zip(self.all, spans) if span is None or shortest < span.stop]
@@ -117,7 +119,7 @@ class Constraints:
         return DraftMasks(self, acting, tokens)
 
     def by_length(self, lengths: list[int], size: int, device: torch.device) -> Tensor | None:
-        """The mask [B or 1, 1, v] after so many ids, of which those that are excluded do not depend; else None.
+        """Return the mask [B or 1, 1, v] after so many ids where it depends on nothing else, or None.
 
         It is made once for all lengths at which the same processors act.
         """
@@ -134,8 +136,8 @@ class Constraints:
             masks.append(self.of_lengths[key])
         return masks[0] if len(masks) == 1 else torch.cat(masks)
 
-    def of_automaton(self, processor: Any, tokens: Sequences, paths: Tensor, size: int) -> Tensor:
-        """What an automaton allows after paths [B, P, J], which -1 may fill up: [B, P, v]."""
+    def of_automaton(self, processor: OffersAutomaton, tokens: Sequences, paths: Tensor, size: int) -> Tensor:
+        """Return the mask [B, P, v] of an automaton after paths [B, P, J], which -1 may fill up."""
         key = id(processor), size
         if key not in self.walks:
             begin = tokens.prompt_length if self.prompt_length is None else self.prompt_length
@@ -143,18 +145,18 @@ class Constraints:
             self.walks[key] = kind(processor, self.ends, size, tokens, begin)
         return self.walks[key].allowed(tokens, paths)
 
-    def applied(self, processor: Any, places: Places, flat: Tensor, alive: Tensor | None) -> Tensor:
-        """Scores [B P, v] after one processor; alive [B, P] are places that a draft can be accepted to reach."""
-        if type(processor) in KNOWN:  # looked at first, for protocols are slow to ask
-            return apply_known(processor, places, flat)
+    def applied(self, processor: Any, positions: Positions, flat: Tensor, alive: Tensor | None) -> Tensor:
+        """Return scores [B P, v] after one processor; alive [B, P]: positions that accepted drafts can reach."""
+        if type(processor) in KNOWN:  # first, for protocols are slow to check
+            return apply_known(processor, positions, flat)
         size = flat.shape[-1]
         if offers_automaton(processor):
-            mask = self.of_automaton(processor, places.tokens, places.paths, size).flatten(0, 1)
+            mask = self.of_automaton(processor, positions.tokens, positions.paths, size).flatten(0, 1)
         elif isinstance(processor, library.PrefixConstrainedLogitsProcessor):
-            mask = to_device(_of_function(processor, places, size, alive), flat.device)
+            mask = to_device(_of_function(processor, positions, size, alive), flat.device)
             flat = flat.masked_fill((flat.masked_fill(~mask, -torch.inf) == -torch.inf).all(-1, keepdim=True), 0)
         else:
-            mask = fitted(_offered(processor, places), size, processor)
+            mask = fitted(_offered(processor, positions), size, processor)
         return flat.masked_fill(~mask, -torch.inf)
 
 
@@ -174,31 +176,31 @@ class DraftMasks:
             self.alive = ~torch.tensor(tokens.done, device=tokens.ids.device)[:, None]
 
     def allowed(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """The mask of the next tokens of all paths, in the shape of their distributions: [B, v] or [B, P, v].
+        """Return the mask of the next tokens of all paths, in the shape of their distributions: [B, v] or [B, P, v].
 
-        All tokens are allowed after an end or an excluded token, and where none would be: what is drafted there is
-        never accepted.
+        All tokens are allowed after an end or an excluded token, and where none would be: such drafts are never
+        accepted.
         """
-        size, (rows, *_, depth) = shape[-1], self.paths.shape
+        size, (batch, paths, depth) = shape[-1], self.paths.shape
         mask = self.constraints.by_length([n + depth for n in self.tokens.lengths], size, self.paths.device)
         if mask is None:
             self.current = mask = self._after_paths(size)
-        return to_device(mask, device).expand(rows, self.paths.shape[1], -1).reshape(shape)
+        return to_device(mask, device).expand(batch, paths, -1).reshape(shape)
 
     def _after_paths(self, size: int) -> Tensor:
-        places = PathPlaces(self.tokens, self.paths, fill=size)
-        flat = torch.zeros(len(self.paths) * places.size, size, device=self.paths.device)
+        positions = PathPositions(self.tokens, self.paths, fill=size)
+        flat = torch.zeros(len(self.paths) * positions.size, size, device=self.paths.device)
         for processor in self.processors:
-            flat = self.constraints.applied(processor, places, flat, self.alive)
-        mask = (flat > -torch.inf).view(len(self.paths), places.size, size)
+            flat = self.constraints.applied(processor, positions, flat, self.alive)
+        mask = (flat > -torch.inf).view(len(self.paths), positions.size, size)
         return _or_all(mask) if self.alive is None else _or_all(mask) | ~self.alive[..., None]
 
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> None:
-        """Goes on with the paths that drafted tokens end.
+        """Extend the paths by drafted tokens.
 
         Args:
             tokens: [B, K] int64, or [B] of chains.
-            parents: [B, K] int64, the paths [0, P) that they go on from; None: of chains.
+            parents: [B, K] int64, the paths [0, P) that they extend; None: of chains.
         """
         tokens = to_device(tokens, self.paths.device).view(len(self.paths), -1)
         parents = torch.zeros_like(tokens) if parents is None else to_device(parents, tokens.device).clamp(min=0)
@@ -212,12 +214,13 @@ class DraftMasks:
 
 
 def _or_all(mask: Tensor) -> Tensor:
-    """A mask [..., v] that allows everything where it allows nothing."""
+    """Return a mask [..., v] that allows everything where it allowed nothing."""
     return mask | ~mask.any(-1, keepdim=True)
 
 
 def _span(processor: Any) -> range | None:
-    """The numbers of ids after which a processor excludes something; None: that depends on which ids they are."""
+    """Return the numbers of ids after which a processor excludes something; None: that depends on the ids
+    themselves."""
     match type(processor):
         case library.SuppressTokensLogitsProcessor:
             return range(sys.maxsize)
@@ -234,30 +237,28 @@ def _span(processor: Any) -> range | None:
     return None
 
 
-def _of_function(processor: Any, places: Places, size: int, alive: Tensor | None) -> Tensor:
-    """Mask [B P, v] of a prefix function, which is asked about places that may be reached, on the host."""
-    tokens, paths = places.tokens, places.paths
-    mask = torch.ones(len(paths), places.size, size, dtype=torch.bool)
-    asked = [[not done] * places.size for done in tokens.done] if alive is None else alive.tolist()
-    for row, length in enumerate(tokens.lengths):
-        for place in [place for place, is_asked in enumerate(asked[row]) if is_asked]:
-            prefix = torch.cat([tokens.ids[row, :length], paths[row, place]])
-            found = allowed_ids(processor, row, prefix, size)
-            mask[row, place] = False
-            mask[row, place, found] = True
+def _of_function(processor: Any, positions: Positions, size: int, alive: Tensor | None) -> Tensor:
+    """Return the mask [B P, v] of a prefix function, which is called for positions that may be reached, on the host."""
+    tokens, paths = positions.tokens, positions.paths
+    mask = torch.ones(len(paths), positions.size, size, dtype=torch.bool)
+    reachable = [[not done] * positions.size for done in tokens.done] if alive is None else alive.tolist()
+    for index, length in enumerate(tokens.lengths):
+        for position in [position for position, is_reachable in enumerate(reachable[index]) if is_reachable]:
+            prefix = torch.cat([tokens.ids[index, :length], paths[index, position]])
+            ids = allowed_ids(processor, index, prefix, size)
+            mask[index, position] = False
+            mask[index, position, ids] = True
     return mask.flatten(0, 1)
 
 
-def _offered(processor: OffersMask, places: Places) -> Tensor:
-    """Mask [B P, v] that a processor offers; it is shown rows of one length at a time."""
-    tokens, paths, lengths = places.tokens, places.paths, places.tokens.lengths
-    found: dict[int, Tensor] = {}
+def _offered(processor: OffersMask, positions: Positions) -> Tensor:
+    """Return the mask [B P, v] that a processor offers; it is called for sequences of one length at a time."""
+    tokens, paths, lengths = positions.tokens, positions.paths, positions.tokens.lengths
+    masks: dict[int, Tensor] = {}
     for length in sorted(set(lengths)):
-        rows = [row for row, own in enumerate(lengths) if own == length]
-        index = numbers(tuple(rows), paths.device)
-        ids = tokens.ids[:, :length] if len(rows) == len(lengths) else tokens.ids[index, :length]
-        own = paths if len(rows) == len(lengths) else paths[index]
-        shown = torch.cat([ids[:, None].expand(-1, places.size, -1), own], dim=-1)
-        mask = processor.allowed(shown.flatten(0, 1))
-        found |= dict(zip(rows, to_device(mask, paths.device).unflatten(0, (len(rows), -1))))
-    return torch.cat([found[row] for row in range(len(lengths))])
+        chosen = [number for number, other in enumerate(lengths) if other == length]
+        index = slice(None) if len(chosen) == len(lengths) else numbers(tuple(chosen), paths.device)
+        ids = tokens.ids[index, :length][:, None].expand(-1, positions.size, -1)
+        mask = processor.allowed(torch.cat([ids, paths[index]], dim=-1).flatten(0, 1))
+        masks |= dict(zip(chosen, to_device(mask, paths.device).unflatten(0, (len(chosen), -1))))
+    return torch.cat([masks[number] for number in range(len(lengths))])

@@ -1,4 +1,4 @@
-"""Per-call speculative decoding options, parsed and validated once, and what a draft session is told of its call."""
+"""Per-call speculative decoding options, parsed and validated once, and their form for draft sessions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
     from ..protocols import DraftSession
 
 logger = logging.get_logger(__name__)
-
-
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
-
-
 OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
+Sources = tuple[dict[str, Any] | GenerationConfig | None, ...]
+"""Keyword arguments and configs, of which the first that sets an option decides."""
+_ASSISTED = "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class CallOptions:
     """Options of one call of `generate`; a drafter completes them in `prepare_call`.
 
     Attributes:
-        use_mtp: Speculate (True: or an error that says why not; None: where possible; False: not).
+        use_mtp: Speculate (True: or raise an error with the reason; None: where possible; False: not).
         verification: Name of the rule; None for the default.
         num_assistant_tokens: Tokens to draft; None for the default.
         schedule: How that number changes in the course of the call.
         threshold: A chain ends with a token that its own distribution gave less probability in every sequence; 0:
-            never. Trees, n-grams and parallel token prediction do not look at it, and say so.
+            never. Trees, n-grams and parallel token prediction ignore it with a warning.
         draft_tree: Options of a tree of drafts, or its rank paths, or `"auto"`; None for a chain.
         extra: Options of one kind of drafter only: `uniforms`, `seed`, `slot_budget`, `best_of` of parallel token
             prediction, `draft_vocabulary` of sequential modules, tokenizers of assistants.
-        needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from given uniforms.
+        needs_our_loop: Our loop decodes even where nothing is drafted: tokens come from the call's uniforms.
         speculates: Whether drafts are made.
     """
 
@@ -68,73 +68,62 @@ class CallOptions:
     def read(
         cls,
         own: dict[str, Any],
-        sources: tuple[Any, ...],
+        sources: Sources,
         left_out: tuple[str, ...] = (),
         of_assistant: GenerationConfig | None = None,
     ) -> CallOptions:
-        """Takes every option from where it is set first, and checks it.
+        """Take every option from the first source that sets it, and validate it.
 
         Args:
-            own: The keyword arguments of `OWN` that were given.
+            own: The keyword arguments of `OWN` that were passed.
             sources: Keyword arguments, the config that was passed, the model's own config.
             left_out: Names of `OWN` that are read from `own` alone.
-            of_assistant: The config of a model that drafts, which says last how many tokens it drafts.
+            of_assistant: The config of a model that drafts, the last source of how many tokens it drafts.
 
         Raises:
-            ValueError: A value that cannot be meant, or a tensor on a config; the message names the option and what
-                would be right.
+            ValueError: An invalid value, or a tensor on a config; the message names the option and the valid values.
         """
         for source in sources[1:]:
             _refuse_tensors(source)
-        use_mtp, number, schedule, threshold = (
-            first_set(name, (*sources, None if name == "use_mtp" else of_assistant))
-            for name in (
-                "use_mtp",
-                "num_assistant_tokens",
-                "num_assistant_tokens_schedule",
-                "assistant_confidence_threshold",
-            )
-        )
+        use_mtp = first_set("use_mtp", sources)
+        number, schedule, threshold = (first_set(name, (*sources, of_assistant)) for name in _ASSISTED)
         _check(use_mtp, number, schedule, threshold)
-        given = {name: first_set(name, (own,) if name in left_out else (own, *sources)) for name in OWN}
+        values = {name: first_set(name, (own,) if name in left_out else (own, *sources)) for name in OWN}
         return cls(
             use_mtp=use_mtp,
-            verification=given["verification"],
+            verification=values["verification"],
             num_assistant_tokens=number,
             schedule=schedule or "constant",
             threshold=threshold or 0.0,
-            draft_tree=given["draft_tree"],
-            extra={name: given[name] for name in OWN[2:] if given[name] is not None} | tokenizers_of(sources[0]),
+            draft_tree=values["draft_tree"],
+            extra={name: values[name] for name in OWN[2:] if values[name] is not None} | tokenizers_of(sources[0]),
         )
 
 
 def prepared_options(
-    drafter: BaseDrafter,
-    backbone: PreTrainedModel,
-    own: dict[str, Any],
-    sources: tuple[Any, ...],
-    config: GenerationConfig,
+    drafter: BaseDrafter, backbone: PreTrainedModel, own: dict[str, Any], sources: Sources, config: GenerationConfig
 ) -> CallOptions:
-    """The options of a call, completed by what drafts (`DraftSession.prepare_call`).
+    """Return the options of a call, completed by the drafter (`BaseDrafter.prepare_call`).
 
-    What the backbone's own config says of trees, slots and the like may be meant for another of its drafters: one that
-    cannot follow it warns, and goes on without. A drafter that is the backbone itself refuses it, as it does what a
-    call gives.
+    The backbone's own config may set trees, slots and the like for another of its drafters: one that cannot follow it
+    warns, and ignores them. A drafter that is the backbone itself raises an error, as for arguments of the call.
 
     Args:
         drafter: Makes the drafts.
-        backbone: The model whose tokens count.
+        backbone: The target model.
         own: See `CallOptions.read`.
         sources: See `CallOptions.read`.
         config: Of the call.
 
     Raises:
-        ValueError: An option that cannot be meant, or that this kind of drafter does not have.
+        ValueError: An option that is invalid, or that this kind of drafter does not have.
     """
     # as an assistant in transformers' own loop, the backbone is passed the config of its target
     left_out = OWN[1:] if getattr(sources[1], "is_assistant", None) else ()
     options = CallOptions.read(own, sources, left_out, drafter.assistant_config())
-    _check_rule(options, drafter.rules)
+    if options.verification not in (None, *drafter.rules):
+        rules = " or ".join(map(repr, drafter.rules))
+        raise ValueError(f"verification={options.verification!r} is unknown; choose {rules}")
     try:
         return drafter.prepare_call(options, config)
     except ValueError as error:
@@ -146,31 +135,25 @@ def prepared_options(
         return options
 
 
-def _saved(own: dict[str, Any], sources: tuple[Any, ...]) -> tuple[str, ...]:
-    """The options of drafts that are the model's own alone; a pipeline passes a copy of the model's own config."""
+def _saved(own: dict[str, Any], sources: Sources) -> tuple[str, ...]:
+    """Return the options of drafts that the model's own config alone sets; a pipeline passes a copy of that config."""
     _, passed, of_model = sources
     names = [name for name in OWN[1:] if own.get(name) is None and getattr(of_model, name, None) is not None]
     return tuple(name for name in names if getattr(passed, name, None) in (None, getattr(of_model, name)))
 
 
 def _refuse_tensors(config: GenerationConfig | None) -> None:
-    name = next((name for name in OWN if isinstance(getattr(config, name, None), torch.Tensor)), None)
+    name = next((name for name in OWN if isinstance(getattr(config, name, None), Tensor)), None)
     if name is None and getattr(config, "uniforms", None) is not None:
         name = "uniforms"
     if name is not None:
         raise ValueError(
-            f"{name} is set on a GenerationConfig, which holds what can be saved and no tensors: pass {name}= to "
-            "generate itself"
+            f"{name} is set on a GenerationConfig, which holds what can be saved: pass {name}= to generate itself"
         )
 
 
-def _check_rule(options: CallOptions, rules: tuple[str, ...]) -> None:
-    if options.verification is not None and options.verification not in rules:
-        raise ValueError(f"verification={options.verification!r} is unknown; choose {' or '.join(map(repr, rules))}")
-
-
-def first_set(name: str, sources: tuple[Any, ...]) -> Any:
-    """The first value that is set: keyword arguments before the config passed, before the model's own."""
+def first_set(name: str, sources: Sources) -> Any:
+    """Return the first value that is set: keyword arguments before the config passed, before the model's own."""
     for source in sources:
         value = source.get(name) if isinstance(source, dict) else getattr(source, name, None)
         if value is not None:
@@ -178,7 +161,7 @@ def first_set(name: str, sources: tuple[Any, ...]) -> Any:
     return None
 
 
-def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
+def _check(use_mtp: object, number: object, schedule: object, threshold: object) -> None:
     if use_mtp is not None and not isinstance(use_mtp, bool):
         raise ValueError(f"use_mtp={use_mtp!r} must be True, False or None (speculate where possible)")
     if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
@@ -197,11 +180,11 @@ def _check(use_mtp: Any, number: Any, schedule: Any, threshold: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class DraftOptions:
-    """What the drafter and the rule of one call are told.
+    """The options of one call for its draft session and verifier.
 
     Attributes:
-        backbone: The model whose tokens count.
-        drafts: False: nothing is to be drafted, tokens are only to be picked.
+        backbone: The target model.
+        drafts: False: tokens are only picked, and never drafted.
         do_sample: Whether tokens are drawn.
         num_tokens: The longest path of a draft.
         verification: Name of the rule; None for the default.
@@ -209,12 +192,12 @@ class DraftOptions:
         schedule: See `CallOptions`.
         draft_tree: Complete options of a tree of drafts (`growth.tree_options`); None for a chain.
         processors: The target's logits processors; `processing` applies them.
-        max_length: Tokens of the longest text, prompt included.
+        max_length: Tokens of the longest sequence, prompt included.
         prompt: [B, L] int64.
         sampling: The target's `temperature`, `top_k` and `top_p`.
         pad: Id that `generate` writes after a sequence's end.
         extra: See `CallOptions`.
-        cache: The `cache_implementation` that was asked for.
+        cache: The `cache_implementation` of the call.
         ends: Ids that end a sequence.
     """
 
@@ -228,7 +211,7 @@ class DraftOptions:
     draft_tree: dict[str, Any] | None
     processors: LogitsProcessorList
     max_length: int
-    prompt: torch.Tensor
+    prompt: Tensor
     sampling: dict[str, float | None]
     pad: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -242,9 +225,9 @@ class DraftOptions:
         backbone: PreTrainedModel,
         config: GenerationConfig,
         processors: LogitsProcessorList,
-        prompt: torch.Tensor,
+        prompt: Tensor,
     ) -> DraftOptions:
-        """Puts together what was asked and what transformers prepared."""
+        """Return the options of a call together with the arguments that transformers prepared."""
         pad, end = getattr(config, "_pad_token_tensor", None), config.eos_token_id
         return cls(
             backbone=backbone,
@@ -267,7 +250,7 @@ class DraftOptions:
 
     @cached_property
     def processing(self) -> Processing:
-        """The processors, applied to several places of ragged sequences."""
+        """The processors, applied at several positions of ragged sequences."""
         return Processing(self.processors, self.shown_pad, self.ends, self.prompt.shape[1])
 
     @property
@@ -276,10 +259,10 @@ class DraftOptions:
         return bool(self.processors) and self.processing.constraints.may_exclude_all
 
     def masks(self, tokens: Sequences, is_warped: bool | None = None) -> DraftMasks | None:
-        """What the call's constraints let a draft after every sequence hold; None: nothing is excluded.
+        """Return the tokens that a draft after every sequence may hold under the call's constraints; None: all.
 
         Args:
-            tokens: The sequences, of which a draft is to be made.
+            tokens: The sequences.
             is_warped: Drafts are drawn from distributions that `choose` or `grow` made; None: where the call samples,
                 but for trees of fixed shape.
         """
@@ -290,23 +273,19 @@ class DraftOptions:
 
     @property
     def shown_pad(self) -> int:
-        """An id of the vocabulary, which is shown where a sequence has no token."""
+        """An id of the vocabulary, for where a sequence has no token."""
         return self.pad if 0 <= self.pad < self.backbone.config.get_text_config().vocab_size else 0
 
     def choose(
-        self,
-        logits: torch.Tensor,
-        draft_ids: torch.Tensor | None = None,
-        vocab_size: int = 0,
-        masks: DraftMasks | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token of a chain, and the distribution that it was drawn from.
+        self, logits: Tensor, draft_ids: Tensor | None = None, vocab_size: int = 0, masks: DraftMasks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a token of a chain, and the distribution that it was drawn from.
 
         Args:
             logits: [B, v] of the drafter.
             draft_ids: See `draft_probs`.
             vocab_size: See `draft_probs`.
-            masks: What may be drafted now, of `masks`; it goes on with the token.
+            masks: The tokens that may be drafted now (`masks`), which the token extends.
 
         Returns:
             Tokens [B], and distributions [B, V] in float32 at least: warped where drawn, raw where greedy with a
@@ -322,37 +301,35 @@ class DraftOptions:
         distribution = draft_probs(logits, self, draft_ids, vocab_size, masks)
         return chosen(distribution, self, masks), distribution
 
-    def is_unsure(self, token: torch.Tensor, distribution: torch.Tensor | None) -> bool:
-        """Whether all sequences gave their tokens [B] less than the threshold; then a draft ends.
+    def is_unsure(self, token: Tensor, distribution: Tensor | None) -> bool:
+        """Return whether all sequences gave their tokens [B] less than the threshold; then a draft ends.
 
-        Asked of tokens that are drafted in any case, so that the drafts kept still follow their distributions.
+        These tokens are drafted in any case, so that drafts still follow their distributions.
         """
         if distribution is None or self.threshold <= 0:
             return False
         return bool((distribution.gather(-1, token[:, None]) < self.threshold).all())
 
-    def sure_length(self, draft: torch.Tensor, probs: torch.Tensor) -> int:
-        """How many tokens of whole drafts [B, m] to verify: the first of which no sequence was sure is the last.
+    def sure_length(self, draft: Tensor, probs: Tensor) -> int:
+        """Return how many tokens of whole drafts [B, m] to verify: the first of which no sequence was sure is the last.
 
         The host waits for it, once for all tokens. What is left follows the distributions [B, m, V], for a draft ends
-        where its own tokens say so, whatever would have come after them.
+        by its own tokens alone, whatever would follow them.
         """
         chances = probs.gather(-1, draft[..., None])[..., 0]
         *unsure, _ = (chances < self.threshold).all(0).tolist()
         return [*unsure, True].index(True) + 1
 
     def warn_of_threshold(self, session: DraftSession, name: str) -> None:
-        """Warn where a threshold was asked for and the drafts of a session, made by `name`, do not end as it says."""
+        """Warn where a threshold is set and the drafts of a session, made by the drafter `name`, ignore it."""
         is_tree = self.draft_tree is not None
         if self.drafts and self.threshold and (is_tree or not session.supports_confidence_threshold):
-            logger.warning_once(
-                f"assistant_confidence_threshold={self.threshold} is not read by {'trees' if is_tree else 'drafts'} of "
-                f"{name}: they are verified whole."
-            )
+            what = f"{'trees' if is_tree else 'drafts'} of {name}: they are verified whole."
+            logger.warning_once(f"assistant_confidence_threshold={self.threshold} is not read by {what}")
 
 
-def chosen(distribution: torch.Tensor, options: DraftOptions, masks: DraftMasks | None) -> torch.Tensor:
-    """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; `masks` goes on with it."""
+def chosen(distribution: Tensor, options: DraftOptions, masks: DraftMasks | None) -> Tensor:
+    """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; it extends `masks`."""
     token = draw(distribution) if options.do_sample else distribution.argmax(-1)
     if masks is not None:
         masks.extend(token)
@@ -360,33 +337,28 @@ def chosen(distribution: torch.Tensor, options: DraftOptions, masks: DraftMasks 
 
 
 def draft_probs(
-    logits: torch.Tensor,
+    logits: Tensor,
     options: DraftOptions,
-    draft_ids: torch.Tensor | None = None,
+    draft_ids: Tensor | None = None,
     vocab_size: int = 0,
     masks: DraftMasks | None = None,
-) -> torch.Tensor:
-    """Probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
+) -> Tensor:
+    """Return probabilities over the whole vocabulary [..., V] from a drafter's logits [..., v], warped where sampled.
 
     Args:
         logits: [..., v].
         options: Of the call.
-        draft_ids: [v] int64, the token ids that columns of logits stand for; None: every token, in order.
+        draft_ids: [v] int64, the token ids of the columns of logits; None: every token, in order.
         vocab_size: V; not read where every token has a column.
-        masks: What may be drafted now (`DraftOptions.masks`).
+        masks: The tokens that may be drafted now (`DraftOptions.masks`).
     """
-    distribution = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-    is_part = draft_ids is not None and distribution.shape[-1] < vocab_size
-    if is_part and draft_ids is not None:
-        distribution = distribution.new_zeros(*distribution.shape[:-1], vocab_size).index_copy_(
-            -1, draft_ids, distribution
-        )
-    return warped(distribution, options, is_part, masks) if options.do_sample or masks is not None else distribution
+    probs, is_part = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1), False
+    if draft_ids is not None and probs.shape[-1] < vocab_size:
+        is_part, probs = True, probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, draft_ids, probs)
+    return warped(probs, options, is_part, masks) if options.do_sample or masks is not None else probs
 
 
-def warped(
-    distribution: torch.Tensor, options: DraftOptions, is_part: bool, masks: DraftMasks | None = None
-) -> torch.Tensor:
+def warped(distribution: Tensor, options: DraftOptions, is_part: bool, masks: DraftMasks | None = None) -> Tensor:
     """Return probabilities [..., V] after the call's processors; `is_part`: those of a draft vocabulary alone."""
     allowed = None if masks is None else masks.allowed(distribution.shape, distribution.device)
     if is_part and allowed is not None:  # a token without a column has no successors: an excluded one ends the draft

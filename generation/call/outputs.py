@@ -1,14 +1,13 @@
-"""What speculation did in one call of `generate`.
-
-Scores, logits and hidden states of a call, one entry per generated token, as transformers returns them.
-"""
+"""The statistics of a call of `generate`; its scores, logits and hidden states per token, as in transformers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -21,15 +20,14 @@ class Speculation:
     """Counts and times of one call of `generate`.
 
     Attributes:
-        rows_accepted: Per row, accepted drafts of each verification (the prefill verifies none).
-        rows_drafts: Per row, the drafted ids of each verification.
+        rows_accepted: Per sequence, accepted drafts of each verification (the prefill verifies none).
+        rows_drafts: Per sequence, the drafted ids of each verification.
         backbone_calls: Forward passes of the backbone, the prefill included.
         new_tokens: Tokens generated, over all sequences.
         draft_seconds: Time spent on drafting (on an accelerator: on launching it).
         verify_seconds: Time spent on verification and on waiting for the backbone's result.
-        rows_depths: Per row, the longest path of each draft where drafts are trees; empty: all drafts are chains.
-        vocabulary_coverage: The share of the new tokens that a smaller draft vocabulary holds; None: drafts may be of
-            any token.
+        rows_depths: Per sequence, the longest path of each draft where drafts are trees; empty: all are chains.
+        vocabulary_coverage: The share of the new tokens that a smaller draft vocabulary holds; None: it holds all.
     """
 
     rows_accepted: list[list[int]]
@@ -43,20 +41,20 @@ class Speculation:
 
     @property
     def accepted(self) -> list:
-        """Accepted drafts per verification: a list of ints for one row, else one list per sequence."""
+        """Accepted drafts per verification: a list of ints for one sequence, else one list per sequence."""
         return self.rows_accepted[0] if len(self.rows_accepted) == 1 else self.rows_accepted
 
     @property
     def drafts(self) -> list:
-        """Drafted ids per verification: a list of lists for one row, else one such list per sequence."""
+        """Drafted ids per verification: a list of lists for one sequence, else one such list per sequence."""
         return self.rows_drafts[0] if len(self.rows_drafts) == 1 else self.rows_drafts
 
     @property
     def accepted_by_position(self) -> list[float]:
         """For draft positions 1, 2, ...: the share of all verifications that accept so many drafts; it falls."""
-        depths = self.rows_depths or [[len(draft) for draft in row] for row in self.rows_drafts]
-        longest = max((depth for row in depths for depth in row), default=0)
-        accepted = [count for row in self.rows_accepted for count in row]
+        depths = self.rows_depths or [map(len, drafts) for drafts in self.rows_drafts]
+        longest = max(chain.from_iterable(depths), default=0)
+        accepted = list(chain.from_iterable(self.rows_accepted))
         return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, longest + 1)]
 
     @property
@@ -76,84 +74,77 @@ class GenerateSpeculativeOutput(GenerateDecoderOnlyOutput):
     speculation: Speculation | None = None
 
 
-Entries = tuple[torch.Tensor, ...] | None
+Entries = tuple[Tensor, ...] | None
 
 
 class Records:
-    """Collects what `output_scores`, `output_logits` and `output_hidden_states` ask for, and nothing else.
+    """Collects the steps that `output_scores`, `output_logits` and `output_hidden_states` request.
 
     Args:
         config: Prepared generation config.
-        batch: Number of rows.
+        batch: Number of sequences.
     """
 
     def __init__(self, config: GenerationConfig, batch: int) -> None:
-        returned = bool(config.return_dict_in_generate)
-        self.wanted = {
-            "scores": returned and bool(config.output_scores),
-            "logits": returned and bool(config.output_logits),
-            "hidden": returned and bool(config.output_hidden_states),
+        requested = {"scores": config.output_scores, "logits": config.output_logits}
+        requested["hidden"] = config.output_hidden_states
+        is_returned = bool(config.return_dict_in_generate)
+        self.steps: dict[str, list[list[Tensor]]] = {
+            name: [[] for _ in range(batch)] for name, value in requested.items() if is_returned and value
         }
-        self.rows: dict[str, list[list[torch.Tensor]]] = {name: [[] for _ in range(batch)] for name in self.wanted}
-        self.prompt: tuple[torch.Tensor | None, ...] | None = None
+        self.prompt: tuple[Tensor | None, ...] | None = None
 
-    def add(self, fed: TargetOutput, scores: torch.Tensor, counts: list[int], is_prefill: bool = False) -> None:
-        """Takes the first `counts[b]` steps of sequence b.
+    def add(self, outputs: TargetOutput, scores: Tensor, counts: list[int], is_prefill: bool = False) -> None:
+        """Add the first `counts[b]` steps of sequence b.
 
         Args:
-            fed: Raw logits [B, k, v] and hidden states per layer [B, k, D]; the prompt's [B, L, D] from the prefill.
+            outputs: Logits [B, k, v] and hidden states per layer [B, k, D]; the prompt's [B, L, D] from the prefill.
             scores: [B, k, v] processed scores.
             counts: Steps per sequence.
             is_prefill: Whether the hidden states are the prompt's, which make the first entry.
         """
-        values = {"scores": scores, "logits": fed.logits}
-        if self.wanted["hidden"] and is_prefill:
-            self.prompt = fed.hidden_states
-        elif self.wanted["hidden"]:
-            values["hidden"] = torch.stack([state for state in fed.hidden_states or () if state is not None], dim=2)
-        for name, value in values.items():
-            if self.wanted[name]:
-                for row, steps in zip(self.rows[name], [v[:c] for v, c in zip(value, counts)]):
-                    row.extend(steps.unbind(0))
+        values = {"scores": scores, "logits": outputs.logits}
+        if "hidden" in self.steps and is_prefill:
+            self.prompt = outputs.hidden_states
+        elif "hidden" in self.steps:
+            values["hidden"] = torch.stack([state for state in outputs.hidden_states or () if state is not None], dim=2)
+        for name in self.steps.keys() & values.keys():
+            for steps, value, count in zip(self.steps[name], values[name], counts):
+                steps.extend(value[:count].unbind(0))
 
     def cut(self, generated: list[int]) -> None:
-        """Drops what was verified and then not kept: sequence b keeps its first `generated[b]` steps."""
-        for name in self.wanted:
-            for row, count in zip(self.rows[name], generated):
-                del row[max(count - (name == "hidden"), 0) :]
+        """Leave the first `generated[b]` steps of sequence b: drafts after its end were verified, too."""
+        for name, sequences in self.steps.items():
+            for steps, count in zip(sequences, generated):
+                del steps[max(count - (name == "hidden"), 0) :]
 
     def scores_of(self, count: int) -> Entries:
-        """Scores of the first `count` steps of every sequence, as stopping criteria are shown them; None if not
-        recorded."""
-        if not self.wanted["scores"]:
-            return None
-        rows = self.rows["scores"]
-        return tuple(_stack([row[step] if step < len(row) else None for row in rows], None) for step in range(count))
+        """Return the scores of the first `count` steps of every sequence for stopping criteria; None: not recorded."""
+        return self._entries("scores", count, None)
 
     def per_token(self, generated: list[int], pad: int) -> tuple[Entries, Entries, tuple | None]:
-        """scores and logits as tuples of [B, v], hidden states as a tuple (per token) of tuples (per layer).
+        """Return scores and logits as tuples of [B, v], hidden states as a tuple per token of tuples per layer.
 
         A sequence that ended early has, from then on, the distribution that puts `pad` for certain, and hidden states
         of 0.
         """
         longest = max(generated)
         scores, logits = (self._entries(name, longest, pad) for name in ("scores", "logits"))
-        if not self.wanted["hidden"]:
+        hidden = self._entries("hidden", longest - 1, None)
+        if hidden is None:
             return scores, logits, None
-        steps = [
-            _stack([row[step] if step < len(row) else None for row in self.rows["hidden"]], None)
-            for step in range(longest - 1)
-        ]
-        return scores, logits, (self.prompt, *(tuple(step[:, None].unbind(2)) for step in steps))
+        return scores, logits, (self.prompt, *(tuple(step[:, None].unbind(2)) for step in hidden))
 
-    def _entries(self, name: str, longest: int, pad: int) -> Entries:
-        if not self.wanted[name]:
+    def _entries(self, name: str, count: int, pad: int | None) -> Entries:
+        if name not in self.steps:
             return None
-        rows = self.rows[name]
-        return tuple(_stack([row[step] if step < len(row) else None for row in rows], pad) for step in range(longest))
+        sequences = self.steps[name]
+        return tuple(
+            _stack([steps[index] if index < len(steps) else None for steps in sequences], pad) for index in range(count)
+        )
 
 
-def _stack(entries: list[torch.Tensor | None], pad: int | None) -> torch.Tensor:
+def _stack(entries: list[Tensor | None], pad: int | None) -> Tensor:
     example = next(entry for entry in entries if entry is not None)
     filler = torch.zeros_like(example)
     if pad is not None:

@@ -1,7 +1,7 @@
-"""What a call resolves before `generate` of transformers: fields that it would misread, beside a callable.
+"""Fields of a call that are resolved before transformers' `generate`, which would misread them beside a callable.
 
 A call whose decoding method is a callable loses its tokenizer: stop strings become a criterion here, and the prompt is
-healed here. Own kinds of caches are passed as caches of the user are.
+healed here. The backbone's own class of cache is passed as a user's cache is.
 """
 
 from __future__ import annotations
@@ -12,13 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging
 
 from ..protocols import SpeculativeCache
@@ -35,20 +30,17 @@ class _Field:
     def __set_name__(self, kind: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, config: Any, kind: type | None = None) -> Any:
+    def __get__(self, config: ResolvedConfig | None, kind: type | None = None) -> object:
         return None if config is None or self.name in config.resolved else vars(config).get(self.name)
 
-    def __set__(self, config: Any, value: Any) -> None:
+    def __set__(self, config: ResolvedConfig, value: object) -> None:
         vars(config)[self.name] = value
 
 
 class ResolvedConfig(GenerationConfig):
-    """The generation config of a call, in which fields that were resolved before the call read as unset.
+    """The generation config of a call, in which the `resolved` fields read as unset.
 
     A plain copy would not do: transformers fills unset fields from the model's own config.
-
-    Attributes:
-        resolved: Names of these fields.
     """
 
     resolved: frozenset[str] = frozenset()
@@ -67,12 +59,9 @@ class ResolvedConfig(GenerationConfig):
 
 
 def add_cache(
-    call: dict[str, Any],
-    config: GenerationConfig,
-    backbone: PreTrainedModel,
-    new_cache: Callable[[], SpeculativeCache],
+    call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel, new_cache: Callable[[], SpeculativeCache]
 ) -> set[str]:
-    """Pass the backbone's own kind of cache, where the call starts with an empty one; return what was resolved."""
+    """Pass a cache of the backbone's own class, where the call starts with an empty one; return the resolved fields."""
     if config.use_cache is False or call.get("past_key_values") is not None:
         return set()
     call["past_key_values"] = cache = new_cache()
@@ -89,14 +78,14 @@ def add_cache(
 
 
 def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel) -> set[str]:
-    """Do what needs the tokenizer, which transformers drops for a callable; return the fields that are resolved."""
+    """Apply the fields that need the tokenizer, which transformers drops for a callable; return the resolved fields."""
     tokenizer, resolved = call["tokenizer"], set()
     if config.stop_strings is not None:
         stop = StopStringCriteria(tokenizer, config.stop_strings)
         call["stopping_criteria"] = StoppingCriteriaList([stop, *(call.get("stopping_criteria") or ())])
         resolved.add("stop_strings")
     name = "inputs" if call.get("inputs") is not None else "input_ids"
-    if config.token_healing and isinstance(ids := call.get(name), torch.Tensor):
+    if config.token_healing and isinstance(ids := call.get(name), Tensor):
         if call.get("attention_mask") is None:
             call["attention_mask"] = _mask_of(ids, config)
         call[name] = backbone.heal_tokens(ids, tokenizer)
@@ -105,13 +94,13 @@ def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: 
 
 
 def tokenizers_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokenizers by which a call translates for an assistant with another one; nothing without that one."""
+    """Return the tokenizers of a call for an assistant with another one; none without an `assistant_tokenizer`."""
     names = "assistant_tokenizer", "tokenizer"
     return {} if call.get(names[0]) is None else {name: call.get(name) for name in names}
 
 
-def _mask_of(ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
-    """Return the mask that transformers infers from padding ids; healing writes padding in the place of bos."""
+def _mask_of(ids: Tensor, config: GenerationConfig) -> Tensor:
+    """Return the mask that transformers infers from padding ids; healing replaces bos by padding."""
     pad, eos = config.pad_token_id, config.eos_token_id
     is_eos = pad in (eos if isinstance(eos, (list, tuple)) else [eos])
     return torch.ones_like(ids) if pad is None or is_eos else ids.ne(pad).long()
@@ -125,5 +114,5 @@ def with_resolved(call: dict[str, Any], resolved: set[str]) -> dict[str, Any]:
     if passed is None:  # beside a config, transformers warns of fields in keyword arguments
         unset = {name for name, value in fields.items() if value is None}  # only a keyword argument keeps a field so
         fields = unset | config.update(**{name: fields[name] for name in fields.keys() - unset}).keys()
-    kept = {name: value for name, value in call.items() if name in NOT_CONFIG or name in fields}
-    return kept | {"generation_config": config}
+    others = {name: value for name, value in call.items() if name in NOT_CONFIG or name in fields}
+    return others | {"generation_config": config}

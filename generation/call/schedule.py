@@ -1,6 +1,6 @@
-"""How many tokens to draft next, from what was accepted and from what cycles cost. Knows no model.
+"""The number of tokens to draft next, from past acceptance and the cost of cycles. Knows no model.
 
-The choice looks at finished cycles only, never at the draft it is made for, so that speculation stays lossless.
+The choice depends on finished cycles only, never on the draft it is made for, so that speculation stays lossless.
 """
 
 from __future__ import annotations
@@ -8,45 +8,15 @@ from __future__ import annotations
 import copy
 from bisect import bisect
 from collections import deque
-from typing import Protocol
 
-_KEEP, _KEEP_OVERALL = 0.98, 0.999
-
-
+_DECAY, _DECAY_OVERALL = 0.98, 0.999
 _SHARED_TRIALS = 4.0
-
-
-_FIRST_TRIALS = 2.5  # two or three drafts of a row; many rows have seen as much after one
-
-
+_FIRST_TRIALS = 2.5  # two or three drafts of a sequence; a large batch has as many after one
 _NEWEST = 9  # cycles of a length whose median is its cost
-
-
 _PACE_SHARE, _PACE_STEP = 0.4, 2.0  # how much of a cycle's surprise is the machine's, and the largest surprise
-
-
 _PROBE_BUDGET, _PROBE_AGE = 0.02, 16
-
-
 _HOPELESS = 0.5  # a shorter draft would have to take half the time that it took before
-
-
-_PLAIN_BONUS = 1.06  # expectations err upwards, for the best of many is taken, and the slowest row ends a batch
-
-
-class DraftSchedule(Protocol):
-    """Decides the length of each draft."""
-
-    def length(self) -> int:
-        """Tokens to draft in the next cycle."""
-        ...
-
-    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
-        """Takes in a finished cycle: draft length, accepted drafts per open row, wall time, and the length asked for.
-
-        Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle pays for what was asked
-        in it, whether or not there was a draft to verify yet; elsewhere for what it drafted.
-        """
+_PLAIN_BONUS = 1.06  # expectations err upwards, for the best of many is taken, and the slowest sequence ends a batch
 
 
 class AcceptanceRates:
@@ -61,16 +31,17 @@ class AcceptanceRates:
         self.overall = [0.5, 1.0]  # hits and trials of all positions, which fade slowly
 
     def update(self, drafted: int, accepted: list[int]) -> None:
-        """Takes in a verification of `drafted` tokens in each sequence."""
-        self.hits, self.trials = ([_KEEP * count for count in counts] for counts in (self.hits, self.trials))
+        """Note a verification of `drafted` tokens in each sequence."""
+        self.hits, self.trials = ([_DECAY * count for count in counts] for counts in (self.hits, self.trials))
         for position in range(min(drafted, len(self.hits))):
             fresh = [sum(count > position for count in accepted), sum(count >= position for count in accepted)]
             self.hits[position] += fresh[0]
             self.trials[position] += fresh[1]
-            self.overall = [_KEEP_OVERALL * old + new for old, new in zip(self.overall, fresh)]
+            self.overall = [_DECAY_OVERALL * old + new for old, new in zip(self.overall, fresh)]
 
     def survival(self) -> list[float]:
-        """S_1 .. S_longest: the product of the rates per position, each drawn towards the rate of all positions."""
+        """Return S_1 .. S_longest: the product of the rates per position, each drawn towards the rate of all
+        positions."""
         overall = self.overall[0] / self.overall[1]
         shares, survival = [], 1.0
         for hits, trials in zip(self.hits, self.trials):
@@ -82,9 +53,9 @@ class AcceptanceRates:
 class CycleCosts:
     """Seconds of a cycle by draft length: the median of the newest ones, between measured lengths a straight line.
 
-    Cycles are no line as a whole: the first drafted token costs the draft itself, and the next ones little more. A
-    machine has slow moments and fast ones, and lengths are tried at different moments: what is remembered of a cycle is
-    its time beside the pace of its moment, so that a length tried long ago is comparable with the one tried now.
+    Costs are not linear as a whole: the first drafted token costs the draft itself, and the next ones little more. The
+    speed of a machine varies, and lengths are tried at different times: each cycle's time is normalised by the current
+    machine speed, so that a length tried long ago is comparable with the one tried now.
     """
 
     def __init__(self) -> None:
@@ -92,11 +63,11 @@ class CycleCosts:
         self._pace = 0.0  # seconds, at this moment, of what took a time of 1
 
     def count(self, length: int) -> int:
-        """How many cycles of this length were seen, as far as they are remembered."""
+        """Return how many cycles of this length were measured, as far as they are remembered."""
         return len(self._seen.get(length, ()))
 
     def add(self, length: int, seconds: float) -> None:
-        """Takes in a cycle."""
+        """Note the time of a cycle."""
         seconds = max(seconds, 1e-9)
         if length in self._seen:
             surprise = min(max(seconds / self.seconds(length), 1 / _PACE_STEP), _PACE_STEP)
@@ -105,22 +76,19 @@ class CycleCosts:
         self._seen.setdefault(length, deque(maxlen=_NEWEST)).append(seconds / self._pace)
 
     def seconds(self, length: int) -> float:
-        """What a cycle of this length takes; longer ones never take less. 0 before anything was seen."""
+        """Return the time of a cycle of this length; longer ones never take less. 0 before any was measured."""
         return self._pace * self._time(length) if self._seen else 0.0
 
     def _time(self, length: int) -> float:
         lengths, times = self._curve()
-        place = bisect(lengths, length)
-        if place and lengths[place - 1] == length:
-            return times[place - 1]
-        if len(lengths) == 1 or place == 0:
+        if len(lengths) == 1 or length < lengths[0]:
             return times[0]
-        place = min(place, len(lengths) - 1)
-        slope = (times[place] - times[place - 1]) / (lengths[place] - lengths[place - 1])
-        return times[place - 1] + slope * (length - lengths[place - 1])
+        index = min(bisect(lengths, length), len(lengths) - 1)
+        slope = (times[index] - times[index - 1]) / (lengths[index] - lengths[index - 1])
+        return times[index - 1] + slope * (length - lengths[index - 1])
 
     def _curve(self) -> tuple[list[int], list[float]]:
-        """Measured lengths in rising order, and their times at an even pace, made monotone."""
+        """Return measured lengths in rising order, and their normalised times, made monotone."""
         lengths, times, slowest = sorted(self._seen), [], 0.0
         for length in lengths:
             newest = sorted(self._seen[length])
@@ -152,13 +120,13 @@ class AdaptiveSchedule:
         self._probed, self._again = 0, 0
 
     def resumed(self) -> AdaptiveSchedule:
-        """One for the next call, which begins with what was learned; the next text will correct it."""
+        """Return a copy for the next call, which begins with what this one learned."""
         schedule = copy.deepcopy(self)
         schedule._again = 0
         return schedule
 
     def length(self) -> int:
-        """Full drafts at first (and a plain cycle, for its cost), then the best length by expectation."""
+        """Return full drafts at first (and a plain cycle, for its cost), then the best length by expectation."""
         if self.cycles == 1 - self.lookahead:
             return 0
         if self._again:  # one cycle made the draft that is tried, and the next verifies it
@@ -175,17 +143,27 @@ class AdaptiveSchedule:
         best = max(range(self.longest + 1), key=rates.__getitem__)
         return self._probe(best, yields, seconds)
 
-    def update(self, drafted: int, accepted: list[int], seconds: float, asked: int | None = None) -> None:
-        """Updates acceptance for the positions that were drafted, and the cost of a cycle of this length."""
+    def update(self, drafted: int, accepted: list[int], seconds: float, requested: int | None = None) -> None:
+        """Note a finished cycle.
+
+        Where the forward that verifies a draft also makes the next one (`lookahead`), a cycle's cost is that of the
+        length requested in it, whether or not there was a draft to verify yet; elsewhere that of the draft.
+
+        Args:
+            drafted: Tokens of the draft.
+            accepted: Accepted drafts per open sequence.
+            seconds: Wall time.
+            requested: The length requested in the cycle.
+        """
         self.cycles += 1
-        asked = drafted if asked is None or not self.lookahead else asked
+        requested = drafted if requested is None or not self.lookahead else requested
         self.total += seconds
-        self.tried[asked] = self.cycles
-        self.costs.add(asked, seconds)
+        self.tried[requested] = self.cycles
+        self.costs.add(requested, seconds)
         self.rates.update(drafted, accepted)
 
     def _probe(self, best: int, yields: list[float], seconds: list[float]) -> int:
-        """The best length, or one that was not tried for long, where the budget for that allows it."""
+        """Return the best length, or one that was not tried for long, where the budget for that allows it."""
         rate = yields[best] / seconds[best]
         for length in sorted({0, best - 1, best + 1, self.longest} - {best}, key=lambda n: self.tried.get(n, 0)):
             if not 0 <= length <= self.longest or self.cycles - self.tried[length] < _PROBE_AGE:

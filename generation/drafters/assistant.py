@@ -17,12 +17,10 @@ from ..call.options import CallOptions, DraftOptions
 from ..protocols import DraftSession
 from ..target.backbones import can_roll_back
 from ..target.target import is_recurrent
-from .assistant_session import AssistantSession
+from .assistant_session import AssistantSession, SharedVocabulary, shared_vocabulary
 from .dflash import DFlashSession, check_source
 from .gemma4 import Gemma4Chain, check_lender
-from .translated import CommonSession, TextSession
-from .translation import Tokenizers, Translation
-from .vocabulary import SharedVocabulary, shared_vocabulary
+from .translation import CommonSession, TextSession, Tokenizers, Translation
 
 _TOKENIZERS = "tokenizer", "assistant_tokenizer"
 _WAYS = "vocabulary", "text"
@@ -110,9 +108,9 @@ class AssistantDrafter(AttachableDrafter):
 
     @classmethod
     def from_backbone(cls, backbone: PreTrainedModel, layers: int = 2, num_tokens: int = 5) -> AssistantDrafter:
-        """Return an assistant of the backbone's own first layers and its head, attached; tuning makes it a good one.
+        """Return an attached assistant of copies of the backbone's first layers and norms; tuning makes it a good one.
 
-        Layers and norms are copies. Embeddings and head share the backbone's memory, and are frozen.
+        Embeddings and head share the backbone's memory, and are frozen.
 
         Args:
             backbone: A plain causal language model of transformers.
@@ -120,7 +118,7 @@ class AssistantDrafter(AttachableDrafter):
             num_tokens: Tokens to draft.
 
         Raises:
-            ValueError: Not fewer layers than the backbone has, or a backbone that cannot be cut.
+            ValueError: As many layers as the backbone has or more, or a backbone that cannot be cut.
         """
         return cls(first_layers(backbone, layers), num_tokens).attach(unwrap(backbone))
 
@@ -129,16 +127,16 @@ class AssistantDrafter(AttachableDrafter):
         self.model.save_pretrained(folder, **kwargs)
 
     def matches(self, model: Any) -> bool:
-        """The drafting model itself, once it is attached."""
+        """Return whether this is the drafting model itself."""
         return model is self.model
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The backbone's, whose vocabulary and special ids are the drafter's own."""
+        """The backbone's: its vocabulary and special ids are the drafter's."""
         return self.backbone.config
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuses another vocabulary, assistants that cannot forget rejected drafts, and states that do not fit.
+        """Refuse another vocabulary, assistants whose cache cannot be rolled back, and states that do not fit.
 
         Raises:
             ValueError: The two do not fit.
@@ -161,15 +159,15 @@ class AssistantDrafter(AttachableDrafter):
             raise ValueError(f"the assistant {name} keeps a recurrent state; choose one with attention in every layer")
 
     def longest_draft(self) -> int | None:
-        """Any number, but of a block all that is masked."""
+        """Return None, any number; of a block all that is masked."""
         return self.model.config.block_size - 1 if self.fills_blocks else None
 
     def default_draft(self) -> int:
-        """`num_tokens`, as far as there are so many."""
+        """Return `num_tokens`, or fewer where a block is shorter."""
         return min(self.num_tokens, self.longest_draft() or self.num_tokens)
 
     def assistant_config(self) -> GenerationConfig | None:
-        """The drafting model's, if it has one."""
+        """Return the drafting model's, if it has one."""
         return None if self.fills_blocks else self.model.generation_config
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
@@ -187,7 +185,7 @@ class AssistantDrafter(AttachableDrafter):
         return replace(prepared, extra=prepared.extra | named)
 
     def start(self, options: DraftOptions) -> DraftSession:
-        """One call's chains."""
+        """Return the session of one call."""
         if self.fills_blocks:
             return DFlashSession(self.model, options)
         named = options.extra.get(_TOKENIZERS[0]), options.extra.get(_TOKENIZERS[1])
@@ -202,11 +200,11 @@ class AssistantDrafter(AttachableDrafter):
         return chain(self.model, options, self.shared_with(options.backbone))
 
     def _translation(self, tokenizers: Tokenizers, backbone: PreTrainedModel) -> Translation:
-        """The translation between two tokenizers, made once for several calls.
+        """Return the translation between two tokenizers, made once for several calls.
 
         Raises:
-            ValueError: The model reads what the backbone reads, its attention takes no dense masks, or the two
-                vocabularies have nothing in common, and drafts are to be of common tokens.
+            ValueError: The model reads what the backbone reads, its attention takes no dense masks, or
+                `translate="vocabulary"` and the two vocabularies have nothing in common.
             TypeError: A tokenizer is missing.
         """
         known, name = self.translation, type(self.model).__name__
@@ -224,5 +222,5 @@ class AssistantDrafter(AttachableDrafter):
         return translation
 
     def shared_with(self, backbone: PreTrainedModel) -> SharedVocabulary:
-        """The ids that both models have."""
+        """Return the ids that both models have."""
         return self.vocabulary or shared_vocabulary(self.model, backbone, self.vocab_size)

@@ -1,4 +1,7 @@
-"""Drafts of a smaller language model with a cache of its own, which reads the same tokens as the backbone."""
+"""Drafts of a smaller language model with a cache of its own, which reads the same tokens as the backbone.
+
+Models of one tokenizer may pad their vocabularies to different sizes (Qwen2.5: 151,936 and 152,064 ids).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from ...configuration.fields import learned_positions
+from ...modeling.masks import cached_arange
+from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
@@ -16,23 +21,58 @@ from ..target.backbones import target_of
 from ..target.repacking import hold, release
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
-from .vocabulary import SharedVocabulary
+from ..trees.growth import grow_chain
 
 _NO_TABLE = 2**31
 """Positions of models that look none up."""
+_LEAST = 1e-30
+"""Probability of tokens that an assistant lacks: logits processors may leave no others."""
+
+
+class SharedVocabulary:
+    """The ids by which an assistant and its backbone mean the same tokens: 0 .. `shared` - 1.
+
+    Args:
+        own: Ids of the assistant.
+        theirs: Ids of the backbone.
+        shared: How many of them are the same.
+    """
+
+    def __init__(self, own: int, theirs: int, shared: int) -> None:
+        self.own, self.theirs, self.shared = own, theirs, shared
+        self.is_whole = own == theirs == shared
+
+    def readable(self, ids: Tensor) -> Tensor:
+        """Return ids that the assistant can embed: its last one where it lacks an id."""
+        return ids if self.own >= self.theirs else ids.clamp(max=self.own - 1)
+
+    def choose(
+        self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return tokens [B], and the distributions that they were drawn from (`DraftOptions.choose`)."""
+        if self.is_whole:
+            return options.choose(logits, masks=masks)
+        return options.choose(logits[..., : self.shared], cached_arange(self.shared, logits.device), self.theirs, masks)
+
+    def fitted(self, probs: Tensor) -> Tensor:
+        """Return the assistant's probabilities [..., own] over the ids of the backbone, [..., theirs]."""
+        if self.is_whole:
+            return probs
+        probs = torch.nn.functional.pad(probs[..., : self.shared], (0, self.theirs - self.shared)).clamp(min=_LEAST)
+        return probs / probs.sum(-1, keepdim=True)
 
 
 class AssistantSession(DraftSession):
     """The drafts of one call; see `AssistantDrafter`.
 
-    Between cycles the assistant's cache holds all tokens but the last two of every sequence: a sequence that keeps its
-    whole draft ends with one that the assistant was never fed, and so all sequences are fed alike. It holds fewer where
-    others drafted (`DrafterCascade`), or nobody: the next draft begins with what is missing.
+    Between cycles the assistant's cache holds all tokens but the last two of every sequence: a fully accepted draft
+    ends with a token that the assistant never read, and so all sequences read as many tokens. It holds fewer where
+    another session drafted (`DrafterCascade`), or none: the next draft begins with what is missing.
 
     Attributes:
         missing: How many tokens of every sequence before its last two have no columns.
-        lag: Missing tokens that were fed before the last draft.
-        draft: What was drafted in this cycle, [B, m]; None: nothing.
+        lag: Missing tokens that were read right before the last draft.
+        draft: The draft of this cycle, [B, m]; None: there is none.
     """
 
     supports_confidence_threshold = True
@@ -45,16 +85,19 @@ class AssistantSession(DraftSession):
         self.table = learned_positions(model.config.get_text_config()) or _NO_TABLE  # beyond it nothing is drafted
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Reads the prompt, all but its last token."""
-        self.view, whole = view, self.options.prompt
-        prompt = whole[:, :-1]
-        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -whole.shape[1] : -1]
-        if mask.shape[1] < prompt.shape[1]:  # the call continues from a cache: there is nothing to read of it
-            prompt = prompt[:, prompt.shape[1] - mask.shape[1] :]
-        self._read(self.vocabulary.readable(prompt), mask)
+        """Read the prompt, all but its last token."""
+        self.view = view
+        prompt, mask = self._prompt(view)
+        self._read(self.vocabulary.readable(prompt[:, :-1]), mask[:, :-1])
+
+    def _prompt(self, view: CacheView) -> tuple[Tensor, Tensor]:
+        """Return the prompt and its mask [B, L]; of a call that continues a cache, what the cache has columns of."""
+        prompt = self.options.prompt
+        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -prompt.shape[1] :]
+        return prompt[:, prompt.shape[1] - mask.shape[1] :], mask
 
     def _read(self, prompt: Tensor, mask: Tensor, span: int = 0) -> None:
-        """Reads ids [B, L] of the assistant, of which some are padding; `span` are columns that may be fed again."""
+        """Read ids [B, L] of the assistant, of which some are padding; `span` columns may be read again."""
         cache, device = DynamicCache(config=self.model.config), self.model.device
         if span:  # layers with a window keep what may be fed again
             hold(cache)
@@ -75,18 +118,19 @@ class AssistantSession(DraftSession):
             self.target.last_position = self.table - 1
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
+        """See `DraftSession`."""
         length = min(length, self.table + 1 - max(tokens.lengths))
         self.tokens, self.draft = tokens, None
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         self._catch_up(tokens)
         logits = self._extend(self.vocabulary.readable(tokens.newest(2 + self.lag)))
-        self.draft, probs = self._chain(logits, length, tokens)
-        return DraftTree.chain(self.draft, probs)
+        tree = self._chain(logits, length, tokens)
+        self.draft = tree.tokens
+        return tree
 
     def _catch_up(self, tokens: Sequences) -> None:
-        """Feeds what is missing where sequences differ in its length; else the next block begins with it."""
+        """Read what is missing where sequences differ in its length; else the next block begins with it."""
         most = max(self.missing)
         self.lag = most if min(self.missing) == most else 0
         if self.lag < most:
@@ -98,35 +142,81 @@ class AssistantSession(DraftSession):
         self.missing = [0] * len(self.missing)
 
     def _extend(self, block: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Feeds ids [B, F] behind the last ones, and returns logits [B, V] of what follows."""
+        """Read ids [B, F] after the last ones, and return logits [B, V] of the next token."""
         options = {} if position_ids is None else {"position_ids": position_ids}
         return self.target.extend(block.to(self.model.device), logits_to_keep=1, **options).logits[:, -1]
 
-    def _chain(self, logits: Tensor, length: int, tokens: Sequences) -> tuple[Tensor, Tensor | None]:
-        """Returns drafted tokens [B, m], and the distributions that they were drawn from where the call samples."""
-        drafts, probs, masks = [], [], self.options.masks(tokens)
-        for step in range(length):
-            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options, masks)
-            drafts.append(token)
-            probs.append(distribution)
-            if step + 1 == length or self.options.is_unsure(token, distribution):
-                break
-            logits = self._extend(self.vocabulary.readable(token)[:, None])
-        is_drawn = self.options.do_sample and probs[0] is not None
-        return torch.stack(drafts, 1), torch.stack(probs, 1) if is_drawn else None
+    def _chain(self, logits: Tensor, length: int, tokens: Sequences) -> DraftTree:
+        """Return a chain after every sequence, whose next token has the logits [B, V]."""
+        masks = self.options.masks(tokens)
+
+        def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            following = logits if token is None else self._extend(self.vocabulary.readable(token)[:, None])
+            return self.vocabulary.choose(following.to(tokens.ids.device), self.options, masks)
+
+        return grow_chain(step, self.options, length)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Leaves in the assistant's cache what it was fed of the text, but for the last two tokens."""
-        kept = self.view.new_tokens
+        """Leave in the assistant's cache its columns of the accepted tokens, but for the last two."""
+        new = self.view.new_tokens
         if self.draft is None:
-            self.missing = [old + count for old, count in zip(self.missing, kept.counts)]
+            self.missing = [old + count for old, count in zip(self.missing, new.counts)]
             return
         if max(self.tokens.drafted_on_host) > self.draft.shape[1]:  # others' tokens were verified beside the draft
             width = min(self.draft.shape[1], result.tokens.shape[1])
             same = (self.draft[:, :width] == result.tokens[:, :width]).long().cumprod(1).sum(1).tolist()
-            read = [min(count, 2 + right) for count, right in zip(kept.counts, same)]
-            self.missing = [count - own for count, own in zip(kept.counts, read)]
-            kept = NewTokens(read, kept.device)
+            read = [min(count, 2 + right) for count, right in zip(new.counts, same)]
+            self.missing = [count - known for count, known in zip(new.counts, read)]
+            new = NewTokens(read, new.device)
         if self.lag:
-            kept = NewTokens([count + self.lag if count else 0 for count in kept.counts], kept.device)
-        self.target.keep(kept)
+            new = NewTokens([count + self.lag if count else 0 for count in new.counts], new.device)
+        self.target.keep(new)
+
+
+def shared_vocabulary(assistant: PreTrainedModel, backbone: PreTrainedModel, shared: int | None) -> SharedVocabulary:
+    """Return the vocabulary that two models share.
+
+    Args:
+        assistant: Drafts.
+        backbone: Verifies.
+        shared: How many ids mean the same token in both; None: the models' tokenizers decide where their sizes differ.
+
+    Raises:
+        ValueError: No common ids, or more than there are.
+    """
+    own, theirs = (model.config.get_text_config().vocab_size for model in (assistant, backbone))
+    if shared is None:
+        shared = own if own == theirs else _of_tokenizers(assistant, backbone)
+    if isinstance(shared, bool) or not isinstance(shared, int) or not 1 <= shared <= min(own, theirs):
+        sizes = f"the assistant has {own} ids, the backbone {theirs}"
+        raise ValueError(f"vocab_size={shared!r} must be a whole number from 1 to {min(own, theirs)}: {sizes}")
+    return SharedVocabulary(own, theirs, shared)
+
+
+def _of_tokenizers(assistant: PreTrainedModel, backbone: PreTrainedModel) -> int:
+    """Return how many ids the tokenizers of two models share, where one knows all tokens of the other."""
+    own, theirs = (
+        f"{type(model).__name__} has {model.config.get_text_config().vocab_size} ids" for model in (assistant, backbone)
+    )
+    sizes = f"vocab_size: the assistant {own}, but {theirs}; they must share a tokenizer"
+    others = "; tokenizer= and assistant_tokenizer= let an assistant with another one draft"
+    first, second = (_tokens(model) for model in (assistant, backbone))
+    if first is None or second is None:
+        bare = "assistant" if first is None else "backbone"
+        raise ValueError(f"{sizes}; the {bare} has none: AssistantDrafter(model, vocab_size=len(tokenizer)){others}")
+    fewer, more = sorted((first, second), key=len)
+    other = next((token for token, index in fewer.items() if more.get(token) != index), None)
+    if other is not None:
+        ids = first.get(other), second.get(other)
+        names = f"{other!r} is id {ids[0]} in the assistant's, {ids[1]} in the backbone's"
+        raise ValueError(f"{sizes}, and {names}{others}")
+    return max(fewer.values()) + 1
+
+
+def _tokens(model: PreTrainedModel) -> dict[str, int] | None:
+    """Return the tokens of the tokenizer that lies where a model was loaded from; None: there is none."""
+    name = model.config.name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name).get_vocab() if name else None
+    except (OSError, ValueError, KeyError):
+        return None

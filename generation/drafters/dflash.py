@@ -29,7 +29,7 @@ from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows
 from ..target.target import HiddenLayers, States, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
-from .blocks import block_chain
+from ..trees.growth import block_chain
 
 
 def check_source(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:

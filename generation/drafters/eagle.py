@@ -26,9 +26,8 @@ from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows
 from ..target.target import HiddenLayers, TargetOutput
-from ..trees.contract import DraftTree, VerificationResult
-from ..trees.growth import Ancestry, grow, most_nodes, taken
-from .blocks import block_chain
+from ..trees.contract import DraftTree, VerificationResult, taken
+from ..trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
 
 
 @dataclass
@@ -118,16 +117,15 @@ class EagleSession(DraftSession):
         """Up to `length` tokens one after the other; it ends with a token of which no sequence was sure."""
         if self.head.config.mask_token_id is not None:
             return self._chain_at_once(length, masks)
-        features, drafts, probs = self.features, [], []
-        for step in range(length):
+        features = self.features
+
+        def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            nonlocal features
+            features = features if token is None else self._run(features, token[:, None])
             logits = self.head.draft_logits(features)[:, 0]
-            token, distribution = self.options.choose(logits, self.draft_ids, self.vocab_size, masks)
-            drafts.append(token)
-            probs.append(distribution)
-            if step + 1 == length or self.options.is_unsure(token, distribution):
-                break
-            features = self._run(features, token[:, None])
-        return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)
+            return self.options.choose(logits, self.draft_ids, self.vocab_size, masks)
+
+        return grow_chain(step, self.options, length)
 
     def _chain_at_once(self, length: int, masks: DraftMasks | None) -> DraftTree:
         """The same of a P-EAGLE head: rows of a mask token stand for all tokens but the first one."""

@@ -27,7 +27,8 @@ from ..protocols import CacheView, DraftSession
 from ..target.cache import RowLayer
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
-from .vocabulary import SharedVocabulary
+from ..trees.growth import grow_chain
+from .assistant_session import SharedVocabulary
 
 
 def lending_layers(config: PreTrainedConfig) -> dict[str, int]:
@@ -93,14 +94,14 @@ class Gemma4Chain(DraftSession):
         """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        token, state, lent, masks = tokens.last(), self.state, self._lent(), self.options.masks(tokens)
-        drafts, probs = [], []
-        while len(drafts) < length and not (drafts and self.options.is_unsure(token, probs[-1])):
-            logits, state = self._step(token, state, lent)
-            token, distribution = self.vocabulary.choose(logits.to(tokens.ids.device), self.options, masks)
-            drafts.append(token)
-            probs.append(distribution)
-        return DraftTree.chain(torch.stack(drafts, 1), torch.stack(probs, 1) if self.options.do_sample else None)
+        last, state, lent, masks = tokens.last(), self.state, self._lent(), self.options.masks(tokens)
+
+        def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            nonlocal state
+            logits, state = self._step(last if token is None else token, state, lent)
+            return self.vocabulary.choose(logits.to(last.device), self.options, masks)
+
+        return grow_chain(step, self.options, length)
 
     def _lent(self) -> dict[str, Any]:
         """What all steps of a draft read: the backbone's keys and values, which of them exist, and the position.

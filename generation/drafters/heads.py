@@ -32,8 +32,8 @@ from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows, block_mask
 from ..target.target import HiddenLayers, TargetOutput
-from ..trees.contract import DraftTree, VerificationResult
-from ..trees.growth import grow, taken
+from ..trees.contract import DraftTree, VerificationResult, taken
+from ..trees.growth import grow
 
 
 class HeadSession(DraftSession):

@@ -36,13 +36,11 @@ from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows
 from ..target.indexed import layer_class, note_positions, real_tokens
 from ..target.target import TargetOutput
-from ..trees.contract import DraftTree, VerificationResult
-from ..trees.growth import Ancestry, grow, most_nodes, taken
+from ..trees.contract import DraftTree, VerificationResult, taken
+from ..trees.growth import Ancestry, grow, most_nodes
 
 _LAG = 64
 """Columns that may be left to be computed by the modules that a short draft did not need."""
-
-
 _TREE_KINDS = ("full_attention", "sliding_attention")
 """Ways to attend in which a mask says what each sequence sees."""
 

@@ -29,7 +29,7 @@ class NgramDrafter(LookUpDrafter):
     Args:
         longest: Tokens of the longest n-gram to look for.
         num_tokens: The most tokens to draft, unless `num_assistant_tokens` says otherwise.
-        branches: Places to draft from.
+        branches: Positions to draft from.
 
     Raises:
         ValueError: A value below 1.

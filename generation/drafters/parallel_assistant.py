@@ -21,9 +21,8 @@ from ..target.target import RowTarget, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Uniforms
 from .assistant import AssistantDrafter
-from .assistant_session import AssistantSession
+from .assistant_session import AssistantSession, SharedVocabulary
 from .parallel import ParallelSession
-from .vocabulary import SharedVocabulary
 
 
 class ParallelAssistant(ParallelDrafter, AssistantDrafter):

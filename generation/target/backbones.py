@@ -1,5 +1,4 @@
-"""Which calls, backbones, prompts and caches drafts can be verified on, what trees need, and which kind of target does
-it."""
+"""Obstacles to drafts in calls, backbones, prompts and caches, and the choice of a target."""
 
 from __future__ import annotations
 
@@ -37,10 +36,7 @@ from .static import FixedTarget, PlannedCache
 from .target import ColumnTarget, RowTarget, is_recurrent
 
 logger = logging.get_logger(__name__)
-
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
-
-
 _KINDS = (
     DynamicLayer,
     DynamicIndexedLayer,
@@ -49,33 +45,23 @@ _KINDS = (
     LinearAttentionAndFullAttentionLayer,
     _EMPTY,
 )
-
-
 _FIXED = tuple(kind for kind in _KINDS if kind is not LinearAttentionAndFullAttentionLayer)
 """Layers of which a copy that never moves is known."""
-
-
 _FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
-"""Kinds whose mixers read a block of several tokens otherwise than its tokens: as if no state stood before it, say."""
-
-
+"""Models whose mixers compute a block of several tokens otherwise than single ones, without the state before it say."""
 _ALIBI = ("bloom", "mpt")
-"""Kinds of models that have no other positions."""
-
-
+"""Models without other positions."""
 _CAUSAL = ("gpt_neox_japanese",)
-"""Decoders of which neither config nor layers say so."""
-
-
-_PICTURES_APART = ("git",)
-"""Models whose cache begins with columns of a picture, of which masks have none."""
+"""Decoders that neither config nor layers identify."""
+_IMAGES_APART = ("git",)
+"""Models whose cache begins with columns of an image, which masks lack."""
 
 
 def check_backbone(backbone: PreTrainedModel) -> None:
-    """Refuses a backbone whose rows cannot be verified next to each other.
+    """Refuse a backbone whose sequences cannot be verified in one batch.
 
     Raises:
-        ValueError: An encoder-decoder, an encoder, no cache, or positions that its columns decide.
+        ValueError: An encoder-decoder, an encoder, no cache, or positions that follow from columns.
     """
     name = type(backbone).__name__
     if backbone.config.is_encoder_decoder:
@@ -84,7 +70,7 @@ def check_backbone(backbone: PreTrainedModel) -> None:
         return
     if _looks_ahead(backbone):
         raise ValueError(f"{name}: is_decoder=False: its tokens attend to later ones; attach to a causal model")
-    if backbone.config.model_type in _PICTURES_APART:
+    if backbone.config.model_type in _IMAGES_APART:
         raise ValueError(f"{name}: its cache has columns of a picture that masks lack; attach to another backbone")
     if not backbone._is_stateful and not _takes(type(backbone), "past_key_values"):
         raise ValueError(f"{name}: its forward takes no past_key_values; attach to another backbone")
@@ -95,7 +81,7 @@ def check_backbone(backbone: PreTrainedModel) -> None:
 
 
 def _takes(kind: type, name: str) -> bool:
-    """Return whether a class's forward takes a keyword; one that hands on what it does not name asks its base's."""
+    """Return whether a class's forward takes a keyword, itself or by way of the base that it passes others to."""
     for forward in (vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)):
         known = signature(forward).parameters
         if name in known:
@@ -106,11 +92,11 @@ def _takes(kind: type, name: str) -> bool:
 
 
 def check_trees(backbone: PreTrainedModel) -> None:
-    """Refuses a backbone that cannot verify trees of drafts; chains it can.
+    """Refuse a backbone that cannot verify trees of drafts; chains it can.
 
     Raises:
-        ValueError: Attention without dense masks, or one that takes distances from columns: in a tree, siblings stand
-            in different columns at the same distance.
+        ValueError: Attention without dense masks, or with distances between columns: in a tree, siblings have
+            different columns at the same distance.
     """
     config = backbone.config.get_text_config()
     check_attention(backbone.config, "trees of drafts")
@@ -122,7 +108,7 @@ def check_trees(backbone: PreTrainedModel) -> None:
 
 
 def takes_dense_masks(model: PreTrainedModel) -> bool:
-    """Whether a mask may say of every token what it sees, as trees need it."""
+    """Return whether a mask may define for every token what it sees, as trees need it."""
     try:
         check_trees(model)
     except ValueError:
@@ -131,7 +117,7 @@ def takes_dense_masks(model: PreTrainedModel) -> bool:
 
 
 def _looks_ahead(backbone: PreTrainedModel) -> bool:
-    """Whether a model is an encoder; some decoders have a config that says so, and layers that know better."""
+    """Return whether a model is an encoder; some decoders have a config of an encoder, and layers that are causal."""
     if getattr(backbone.config, "is_decoder", True) or backbone.config.model_type in _CAUSAL:
         return False
     return not any(getattr(module, "is_causal", False) for module in backbone.get_decoder().modules())
@@ -142,15 +128,15 @@ def _has_alibi(backbone: PreTrainedModel) -> bool:
     return config.model_type in _ALIBI or bool(getattr(config, "alibi", False))
 
 
-def _is_local(config: Any) -> bool:
-    """Whether any layer has GPT-Neo's attention window, which it makes of columns itself."""
+def _is_local(config: PreTrainedConfig) -> bool:
+    """Return whether any layer has GPT-Neo's attention window, which depends on columns."""
     return "local" in (getattr(config, "attention_layers", None) or ())
 
 
 def check_prompt(
     backbone: PreTrainedModel, call: dict[str, Any], config: GenerationConfig, has_own_cache: bool
 ) -> None:
-    """Refuse a prompt that the backbone cannot read, and a text that it cannot write.
+    """Refuse a prompt or a length that the backbone cannot process.
 
     Raises:
         ValueError: An empty prompt, ids outside the vocabulary, or more tokens than the model has positions.
@@ -172,17 +158,17 @@ def check_prompt(
         raise ValueError(f"the prompt has {tensor.shape[1]} tokens, more than max_position_embeddings={limit}")
     mask, new = call.get("attention_mask"), config.max_new_tokens or (config.max_length or 0) - tensor.shape[1]
     may_end = config.eos_token_id is not None or config.stop_strings or config.max_time or call.get("stopping_criteria")
-    fed = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, Tensor) else tensor.shape[1])
-    if not has_own_cache and limit is not None and fed > limit and not may_end:
-        least = f"ask for at most {new - fed + limit}"
-        raise ValueError(f"max_new_tokens={new} takes {fed} positions of max_position_embeddings={limit}: {least}")
+    count = new - 1 + (int(mask.sum(1).max()) if isinstance(mask, Tensor) else tensor.shape[1])
+    if not has_own_cache and limit is not None and count > limit and not may_end:
+        most = f"choose at most {new - count + limit}"
+        raise ValueError(f"max_new_tokens={new} takes {count} positions of max_position_embeddings={limit}: {most}")
 
 
-def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
+def check_user_cache(call: dict[str, Any], config: GenerationConfig) -> None:
     """Refuse a cache of transformers that does not fit the prompt.
 
     Raises:
-        ValueError: It holds another number of sequences, or has no room for the tokens that the call may feed.
+        ValueError: It holds another number of sequences, or too few columns for the call.
     """
     cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
     if not isinstance(cache, (DynamicCache, StaticCache)) or not isinstance(ids, Tensor) or (config.num_beams or 1) > 1:
@@ -202,20 +188,19 @@ def check_given_cache(call: dict[str, Any], config: GenerationConfig) -> None:
 
 
 def is_repackable(cache: Cache | None) -> bool:
-    """Whether rows of this cache may keep different numbers of tokens: its layers can go back."""
+    """Return whether sequences of this cache may accept different numbers of tokens: its layers support rollback."""
     return cache is None or all(type(layer) in _KINDS or _has_blocks(layer) for layer in cache.layers)
 
 
 def _has_blocks(layer: object) -> bool:
-    """Whether a layer has an index of blocks of columns, or windows of them that are compressed."""
+    """Return whether a layer has an index of blocks of columns, or windows of them that are compressed."""
     return isinstance(layer, DynamicLayer) and not {"idx_keys", "compressed_kv"}.isdisjoint(vars(layer))
 
 
 def can_roll_back(model: PreTrainedModel) -> bool:
-    """Whether a model's states can go back after a rejected draft: columns are cropped, recurrent layers replayed.
+    """Return whether a model supports rollback after a rejected draft: columns are cropped, recurrent layers replayed.
 
-    Columns are needed to tell how long a cache is, and a class that keeps states in another way than transformers'
-    caches do cannot be helped.
+    The length of a cache needs columns, and states in another form than in transformers' caches are not supported.
     """
     if not type(model)._is_stateful:
         return True
@@ -226,8 +211,8 @@ def can_roll_back(model: PreTrainedModel) -> bool:
     return has_columns and (is_recurrent(cache) or compresses_windows(model.config)) and is_repackable(cache)
 
 
-def takes_fixed_room(model: PreTrainedModel) -> bool:
-    """Whether drafts can be verified on columns that are allocated once and never counted by the host."""
+def takes_fixed_size(model: PreTrainedModel) -> bool:
+    """Return whether drafts can be verified on columns that are allocated once and never counted by the host."""
     kinds = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
     return kinds <= {DynamicLayer, DynamicSlidingWindowLayer, _EMPTY} and bool(kinds) and takes_dense_masks(model)
 
@@ -237,46 +222,36 @@ def target_of(
     cache: Cache,
     like: Tensor,
     mask: Tensor | None,
-    given: dict[str, Any] | None = None,
+    model_kwargs: dict[str, Any] | None = None,
     limit: int = 0,
     span: int = 0,
 ) -> ColumnTarget:
-    """Return the target of a model on a cache of transformers, in which the prompt is; see `ColumnTarget`.
-
-    Args:
-        model: The backbone.
-        cache: Its cache.
-        like: A tensor on the device of the tokens.
-        mask: Of the prompt.
-        given: Of the prefill.
-        limit: The longest text, prompt included.
-        span: The longest block, as far as it is known.
-    """
+    """Return the target of a model on a cache of transformers with the prompt in it; see `ColumnTarget` and
+    `RowTarget`."""
     if not is_repackable(cache):
-        return EvenTarget(model, cache, like, mask, given)
+        return EvenTarget(model, cache, like, mask, model_kwargs)
     if isinstance(cache, PlannedCache) and cache.room is not None:
-        return FixedTarget(model, cache, like, mask, given, span=span)
+        return FixedTarget(model, cache, like, mask, model_kwargs, span=span)
     is_known = all(type(layer) in _FIXED or _has_blocks(layer) for layer in cache.layers)
     takes_masks = takes_dense_masks(model) or chooses_blocks(model.config) or compresses_windows(model.config)
     if is_known and takes_masks and not cache.offloading:
         kind = CompressedTarget if compresses_windows(model.config) else RowTarget
-        return kind(model, cache, like, mask, given, limit=limit, span=span)
-    return RepackedTarget(model, cache, like, mask, given)
+        return kind(model, cache, like, mask, model_kwargs, limit=limit, span=span)
+    return RepackedTarget(model, cache, like, mask, model_kwargs)
 
 
 def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
-    """What of a backbone's positions or columns rules out blocks of tokens in a call.
+    """Return an obstacle to blocks of tokens in a call, of a backbone's positions or columns.
 
-    Frequencies may depend on the longest position: a token that is fed beside later ones would be turned as they are,
-    and not as it is alone. Up to the border that does not happen, and after it no more where only the border counts.
-    Where attention chooses blocks of columns, tokens behind padding may see nothing, and get the mean of all columns,
-    however many there are.
+    Frequencies may depend on the longest position: a token of a block would be rotated as the later ones are, and
+    not as it is alone. That happens at a border alone, and not after one that is crossed once. Where attention
+    chooses blocks of columns, tokens after padding may see nothing, and get the mean of all columns.
 
     Args:
         model: The backbone.
         model_kwargs: Prepared keyword arguments of the model.
         prompt: [B, L] int64.
-        end: The longest position that the call may feed.
+        end: The longest position that the call may reach.
     """
     mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values"), type(model).__name__
     if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
@@ -294,13 +269,8 @@ def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], pro
 
 
 def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -> int | None:
-    """Where trials after a prompt must end: at the last position, and `reach` below a border of `obstacle_to_blocks`.
-
-    Args:
-        config: The backbone's, of its text.
-        length: Tokens of the prompt.
-        reach: How far beyond the text's end a draft may go.
-    """
+    """Return where trials after a prompt of `length` tokens must end: at the last position, or `reach` below a
+    border."""
     last, border = getattr(config, "max_position_embeddings", None), rotary_border(config)
     if border is None or length > border[1]:
         return last
@@ -308,11 +278,11 @@ def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -
 
 
 def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
-    """What in a call rules out our loop on any backbone, in the user's words.
+    """Return an obstacle to our loop in a call on any backbone, in the user's words.
 
     Args:
         config: Of the call.
-        of_drafts: Also name the caches that cannot go back, which hinder drafts alone.
+        of_drafts: Also name caches without rollback, which hinder drafts alone.
     """
     for name, is_plain in _PLAIN.items():
         value = getattr(config, name, None)
@@ -335,20 +305,18 @@ _PLAIN = {
     "output_attentions": lambda value: not value,
     "dola_layers": lambda value: value is None,
 }
-"""Fields of a GenerationConfig, and which of their values leave room for speculation."""
-
-
+"""Fields of a GenerationConfig, and the values that allow speculation."""
 _UNREAD = {
     "compile_config": "pass cache_implementation='static' beside it, or compile the backbone itself, by "
     "model.forward = torch.compile(model.forward)",
     "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
     "speculation_type": "the drafter that the call was given drafts",
 }
-"""Fields of a GenerationConfig that transformers' own loops read and ours does not, and what there is to do."""
+"""Fields of a GenerationConfig that transformers' own loops read and ours ignores, and the alternative."""
 
 
 def warn_of_unread(config: GenerationConfig) -> None:
-    """Warns of what a call asks for and our loop does not do."""
+    """Warn of fields that our loop ignores."""
     for name, instead in _UNREAD.items():
         value = getattr(config, name, None)
         is_read = name == "compile_config" and config.cache_implementation == "static"

@@ -1,17 +1,17 @@
 """A cache that never moves: every sequence of a batch has an end of its own among the columns.
 
-    columns    0 .. L-1          the prompt as it was given, padding included
+    columns    0 .. L-1          the prompt, padding included
                ends[b] ..        the next token of sequence b goes to column ends[b]
-    block      ends[b] + i       what a forward feeds; drafts that are rejected are written over by the next block
+    block      ends[b] + i       the inputs of a forward; the next block overwrites rejected drafts
 
-    columns of the cache     before           + block of 4, kept 4 and 2         the next block begins at
-    row 0                    . a b c          . a b c d e f g                    8
-    row 1                    r s t u          r s t u v w x y                    6: x and y are seen by nobody
+    columns of the cache     before           + block of 4, new tokens 4 and 2   the next block begins at
+    sequence 0               . a b c          . a b c d e f g                    8
+    sequence 1               r s t u          r s t u v w x y                    6: x and y are seen by nobody
 
-Keys and values are allocated once. A forward writes its own columns, and attention gets a view of the first ones; what
-each position sees is a mask that is made on the device. A rollback adds to `ends`, and moves nothing; of a tree, the
-columns of the accepted path are put in a row first. A layer with an attention window is a ring: column c stands in slot
-c % size, and the ring has room for the window and a block, so that what is still wanted is never written over.
+Keys and values are allocated once. A forward writes its own columns, and attention gets a view of the first ones; a
+mask, made on the device, defines what each position sees. A rollback adds to `ends`, and moves nothing; of a tree, the
+columns of the accepted path are put in a row first. A layer with an attention window is a ring: column c is in slot
+c % size, and the ring has room for the window and a block, so that nothing is overwritten that is still visible.
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...modeling.masks import cached_arange, cached_range, model_mask
 from ..call.sequences import NewTokens
@@ -33,38 +29,33 @@ from ..trees.contract import DraftTree
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
 """Widths that are allocated, and that attention reads, are multiples; a cache begins with room for so many tokens."""
-
 _STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)
-"""What is kept of single tokens, and the dimension of its columns; the last one by dynamic sparse attention alone."""
-
+"""States of single tokens, and the dimension of their columns; dynamic sparse attention alone has the last one."""
 _WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}
 """Kinds of layers whose tokens are real, all of them."""
-
-_NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose masks end somewhere
-Slots = tuple[torch.Tensor, torch.Tensor] | tuple[slice, slice]
+_NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose masks are local
+Slots = tuple[Tensor, Tensor] | tuple[slice, slice]
 
 
 class Rows:
-    """Where the sequences of a batch end, which all layers of a cache share.
+    """The ends of the sequences of a batch, which all layers of a cache share.
 
     Args:
         mask: [B, L] bool, the real tokens among the columns of the prompt.
-        is_padded: Whether any of them is none.
-        limit: The longest text, prompt included.
-        span: The most columns that are fed before and after `ends` until the next rollback; more make room.
-        counts: [B] int64, real tokens before `ends`; those of the prompt if not given.
+        is_padded: Whether any of them is padding.
+        limit: The longest sequence, prompt included.
+        span: The most columns that are read before and after `ends` until the next rollback; more are allocated later.
+        counts: [B] int64, real tokens before `ends`; None: those of the prompt.
 
     Attributes:
         ends: [B] int64; `lengths` are the same on the host.
         is_even: Whether all sequences end in the same column.
-        ahead: Where the next block begins, from `ends` on: what is fed between two rollbacks stands in a row. It may be
-            negative where columns are fed again.
+        ahead: Where the next block begins, relative to `ends`: blocks between two rollbacks follow each other. It is
+            negative where columns are read again.
         is_exact: Whether attention gets no mask, and the columns up to the block's end.
     """
 
-    def __init__(
-        self, mask: torch.Tensor, is_padded: bool, limit: int, span: int, counts: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, mask: Tensor, is_padded: bool, limit: int, span: int, counts: Tensor | None = None) -> None:
         batch, self.prompt = mask.shape
         self.mask = mask if is_padded and self.prompt else None
         if counts is None and self.mask is not None:
@@ -78,17 +69,17 @@ class Rows:
         self._slots: dict[tuple[int, int, int, torch.device], Slots] = {}
 
     @property
-    def counts(self) -> torch.Tensor:
+    def counts(self) -> Tensor:
         """Real tokens of every sequence, [B] int64."""
         return self.ends if self.padding is None else self.ends - self.padding
 
-    def needs_mask(self, fed: int) -> bool:
+    def needs_mask(self, count: int) -> bool:
         """Return whether a chain needs a mask: where the model would make one itself, ours repeats no keys."""
         begins = max(self.lengths) + self.ahead
-        return self.mask is not None or self.window > 0 or not self.is_even or (fed > 1 and begins > 0)
+        return self.mask is not None or self.window > 0 or not self.is_even or (count > 1 and begins > 0)
 
     def take_over(self, cache: Cache, kind: type[RowLayer] | None = None) -> None:
-        """Replace the layers of a cache, one after the other, by layers that never move and hold what they held."""
+        """Replace the layers of a cache, one after the other, by layers with the same content that never move."""
         kind = kind or RowLayer
         near = [vars(layer) for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         self.window = max((max(held["sliding_window"], held.get("compress_rate", 0)) for held in near), default=0)
@@ -99,7 +90,7 @@ class Rows:
             cache.layer_class_to_replicate = cast(Any, lambda: kind(self, cast(DynamicLayer, new())))
 
     def give_back(self, cache: Cache, columns: int) -> None:
-        """Lay a cache out as plain decoding leaves it, with so many columns."""
+        """Lay a cache out as after plain decoding, with so many columns."""
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, RowLayer):
                 cache.layers[index] = layer.give_back(columns)
@@ -109,9 +100,9 @@ class Rows:
         return all(isinstance(layer, RowLayer) for layer in cache.layers)
 
     def select(self, cache: Cache, chosen: list[int]) -> None:
-        """Go on with some of the sequences alone; the cache is copied."""
+        """Continue with some of the sequences alone; the cache is copied."""
         index = torch.tensor(chosen, device=self.ends.device)
-        self.ends, self.lengths = self.ends[index], [self.lengths[row] for row in chosen]
+        self.ends, self.lengths = self.ends[index], [self.lengths[each] for each in chosen]
         self.mask = None if self.mask is None else self.mask[index]
         self.padding = None if self.padding is None else self.padding[index]
         self.is_even, self._slots = len(set(self.lengths)) == 1, {}
@@ -120,14 +111,14 @@ class Rows:
                 if (held := getattr(layer, name)) is not None:
                     setattr(layer, name, held[index.to(held.device)])
 
-    def keep(self, kept: NewTokens) -> None:
-        """Leave the first `kept.counts[b]` columns of what was fed after the end of sequence b."""
-        self.ends = self.ends + (kept.longest if kept.is_even else kept.on_device.to(self.ends.device))
-        self.lengths = [length + count for length, count in zip(self.lengths, kept.counts)]
+    def keep(self, new: NewTokens) -> None:
+        """Leave the first `new.counts[b]` columns of those read after the end of sequence b."""
+        self.ends = self.ends + (new.longest if new.is_even else new.on_device.to(self.ends.device))
+        self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
         self.is_even = len(set(self.lengths)) == 1
         self.ahead, self._slots = 0, {}
 
-    def keep_path(self, cache: Cache, path: torch.Tensor) -> None:
+    def keep_path(self, cache: Cache, path: Tensor) -> None:
         """Put the columns `path` [B, k] of the last block in a row, from `ends` on."""
         first = self.ends[:, None]
         for layer in cache.layers:
@@ -135,16 +126,17 @@ class Rows:
                 layer.put_in_row(first + path, first + cached_arange(path.shape[1], path.device))
 
     def size(self, is_ring: bool) -> int:
-        """Return the columns that layers have room for."""
+        """Return how many columns layers allocate."""
         return min(self.capacity, rounded(self.window + self.span)) if is_ring else self.capacity
 
-    def width(self, fed: int, size: int) -> int:
-        """Return how many columns attention gets in a forward of `fed` tokens."""
-        end = max(self.lengths) + self.ahead + fed
+    def width(self, count: int, size: int) -> int:
+        """Return how many columns attention gets in a forward of `count` tokens."""
+        end = max(self.lengths) + self.ahead + count
         return end if self.is_exact else min(size, -(-end // _ALIGNED) * _ALIGNED)
 
     def slots(self, first: int, count: int, size: int, device: torch.device) -> Slots:
-        """Return where columns go that begin `first` after the ends: an index of sequences and columns, or slices."""
+        """Return the slots of columns that begin `first` after the ends: an index of sequences and columns, or
+        slices."""
         key = (first, count, size, device)
         if key not in self._slots:
             start = max(self.lengths) + first
@@ -157,53 +149,54 @@ class Rows:
                 self._slots[key] = cached_arange(len(columns), device)[:, None], columns.to(device)
         return self._slots[key]
 
-    def columns(self, width: int, size: int, fed: int = 0) -> torch.Tensor:
-        """Return the column that stands in each slot, [1 or B, W] int64; negative where there is none yet.
+    def columns(self, width: int, size: int, count: int = 0) -> Tensor:
+        """Return the column in each slot, [1 or B, W] int64; negative where there is none yet.
 
-        What a rejected draft wrote over lay behind every window already, so that the ends alone tell the columns.
+        Columns that a rejected draft overwrote were outside of every window already, so that `ends` determines the
+        columns.
         """
         slots = cached_arange(width, self.ends.device)[None]
         if self.written <= size:
             return slots
-        last = self.ends[:, None] + (self.ahead + fed - 1)
+        last = self.ends[:, None] + (self.ahead + count - 1)
         return last - (last - slots) % size
 
     def visible(
         self,
-        fed: int,
+        count: int,
         window: int | None = None,
         chunk: int | None = None,
-        new: torch.Tensor | None = None,
-        depths: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return what the positions of the next block see of the columns that attention gets, [B, F, W] bool.
+        new: Tensor | None = None,
+        depths: Tensor | None = None,
+    ) -> Tensor:
+        """Return which columns the positions of the next block see, [B, F, W] bool.
 
         Args:
-            fed: F.
+            count: F.
             window: How far back a position sees, itself included; None: as far as there are columns.
             chunk: The size of chunks, of which a position sees its own; in place of a window.
-            new: [1 or B, F, N] bool, what the block sees of the last N columns up to its end, of which it is the last;
-                None: a chain, each position sees those before it.
-            depths: [1 or B, N] int64, where those columns stand in their texts, from `ends` on; read with `new`, and a
-                window or chunks.
+            new: [1 or B, F, N] bool, which of the last N columns, up to its end, the block sees; None: a chain, each
+                position sees those before it.
+            depths: [1 or B, N] int64, the positions of those columns relative to `ends`; read with `new`, and a window
+                or chunks.
         """
         self.is_exact = False
-        self.reserve(fed)
+        self.reserve(count)
         size = self.size(bool(window or chunk) and self.window > 0)
-        places = cached_range(self.ahead, fed, self.ends.device)
+        block = cached_range(self.ahead, count, self.ends.device)
         # of a block that is longer than a ring, attention gets the block
-        columns = self.ends[:, None] + places if fed > size else self.columns(self.width(fed, size), size, fed)
+        columns = self.ends[:, None] + block if count > size else self.columns(self.width(count, size), size, count)
         away = columns - self.ends[:, None]
         if new is None:
-            seen, place, own = away[:, None] <= places[:, None], away, places[None]
+            seen, depth, own = away[:, None] <= block[:, None], away, block[None]
         else:
-            node = away - (self.ahead + fed - new.shape[-1])
+            node = away - (self.ahead + count - new.shape[-1])
             among = node.clamp(0, new.shape[-1] - 1)
-            seen = new.expand(len(node), -1, -1).gather(2, among[:, None].expand(-1, fed, -1))
+            seen = new.expand(len(node), -1, -1).gather(2, among[:, None].expand(-1, count, -1))
             seen = (seen & (node < new.shape[-1])[:, None]) | (node < 0)[:, None]
             if depths is not None:
-                own = depths[:, -fed:]
-                place = torch.where(node < 0, away, depths.expand(len(node), -1).gather(1, among))
+                own = depths[:, -count:]
+                depth = torch.where(node < 0, away, depths.expand(len(node), -1).gather(1, among))
         if self.mask is not None:
             inside = columns.clamp(0, self.prompt - 1).expand(len(away), -1)
             seen = seen & ((columns >= self.prompt) | self.mask.gather(1, inside))[:, None]
@@ -211,44 +204,43 @@ class Rows:
             seen = seen & (columns >= 0)[:, None]
         if chunk:
             first = self.ends if self.mask is None else self.ends - (self.mask.cumsum(1) == 0).sum(1)
-            seen = seen & ((first[:, None] + own) // chunk)[..., None].eq(((first[:, None] + place) // chunk)[:, None])
+            seen = seen & ((first[:, None] + own) // chunk)[..., None].eq(((first[:, None] + depth) // chunk)[:, None])
         elif window:
-            seen = seen & (own[..., None] - place[:, None] < window)
-        if self.ahead < 0 and self.mask is not None:  # what is no token sees something, so that it gives numbers
-            seen = seen | (away[:, None] == places[:, None])
+            seen = seen & (own[..., None] - depth[:, None] < window)
+        if self.ahead < 0 and self.mask is not None:  # padding sees itself, so that softmax gives numbers
+            seen = seen | (away[:, None] == block[:, None])
         if min(self.lengths) + self.ahead < 0:
-            seen = seen | (self.ends[:, None] + places < 0)[..., None]
+            seen = seen | (self.ends[:, None] + block < 0)[..., None]
         return seen
 
-    def reserve(self, fed: int) -> None:
-        """Make room for a block; layers grow when they are next written to."""
-        end = max(self.lengths) + self.ahead + fed
+    def reserve(self, count: int) -> None:
+        """Allocate columns for a block; layers grow when they are next written to."""
+        end = max(self.lengths) + self.ahead + count
         if end > self.capacity:
             self.capacity = rounded(max(end, self.capacity + self.capacity // 2))
-        self.span, self.written = max(self.span, self.ahead + fed), max(self.written, end)
+        self.span, self.written = max(self.span, self.ahead + count), max(self.written, end)
 
 
 def block_mask(
-    rows: Rows, fed: int, config: PreTrainedConfig, dtype: torch.dtype | None = None, tree: DraftTree | None = None
+    rows: Rows, count: int, config: PreTrainedConfig, dtype: torch.dtype | None = None, tree: DraftTree | None = None
 ) -> Any:
-    """Return what b and the nodes see: all real columns of the cache, their ancestors and themselves.
+    """Return the mask of b and the nodes: they see all real columns of the cache, their ancestors and themselves.
 
     Args:
         rows: Of a cache that never moves.
-        fed: F, the tokens of the block.
-        config: The backbone's, of its text; where layers have attention windows, distances are those of columns, as in
-            its own masks.
+        count: F, the tokens of the block.
+        config: The backbone's, of its text; distances in attention windows are those of columns, as in its own masks.
         dtype: The backbone's; None: masks are for layers outside a model, which choose theirs from a dict.
-        tree: The draft; None or a chain: in the order of the block.
+        tree: The draft; None or a chain: each position sees those before it.
 
     Returns:
-        None where the backbone knows it without a mask, else [B, 1, F, W] (see `model_mask`); by kind of layer where
-        there are several.
+        None where the backbone needs no mask, else [B, 1, F, W] (see `model_mask`); by kind of layer where there are
+        several.
     """
     auxiliary = None if tree is None else tree.auxiliary
     new = None if tree is None or tree.is_chain else tree.mask()
     new = new if auxiliary is None else auxiliary.mask[None]
-    rows.is_exact = new is None and not rows.needs_mask(fed)
+    rows.is_exact = new is None and not rows.needs_mask(count)
     if rows.is_exact:
         return None
     kinds: set[str] = set(getattr(config, "layer_types", None) or ())
@@ -256,13 +248,13 @@ def block_mask(
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
     near = {kind for kind in kinds or {"sliding_attention"} if any(name in kind for name in _NEAR)}
     near = near if chunk or window else set()
-    masks: dict[str, torch.Tensor | None] = dict.fromkeys(kinds & _WITHOUT_COLUMNS)
+    masks: dict[str, Tensor | None] = dict.fromkeys(kinds & _WITHOUT_COLUMNS)
     if dtype is None or not near or kinds - near:
-        full = model_mask(rows.visible(fed, new=new), config, dtype)
+        full = model_mask(rows.visible(count, new=new), config, dtype)
         masks |= dict.fromkeys({"full_attention", *kinds} - near - _WITHOUT_COLUMNS, full)
     if near:
         depths = None if new is None or tree is None else tree.positions()
-        seen = rows.visible(fed, None if chunk else window, chunk, new, depths)
+        seen = rows.visible(count, None if chunk else window, chunk, new, depths)
         masks |= dict.fromkeys(near, model_mask(seen, config, dtype))
     if dtype is None or (near and len(masks) > 1):
         return masks
@@ -273,15 +265,15 @@ class RowLayer(CacheLayerMixin):
     """Keys and values [B, H, C, D] of a layer, and keys [B, C, D] of an indexer where it has one.
 
     Args:
-        rows: Where sequences end.
-        origin: The layer of transformers whose place it takes; it may hold the prompt, and gives it away.
+        rows: The ends of the sequences.
+        origin: The layer of transformers that it replaces, whose content it takes.
     """
 
     def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
         super().__init__()
         self.rows, self.origin = rows, origin
         self.is_sliding = isinstance(origin, DynamicSlidingWindowLayer)
-        self.indexer_keys: torch.Tensor | None = None
+        self.indexer_keys: Tensor | None = None
         self.states = _STATES if isinstance(origin, DynamicIndexedLayer) else _STATES[:2]
         size = rows.size(self.is_sliding)
         for name, dim in self.states:
@@ -290,27 +282,27 @@ class RowLayer(CacheLayerMixin):
                 setattr(self, name, laid_out(states, rows.prompt - states.shape[dim], dim, size))
                 setattr(origin, name, None)
 
-    def _written(self, name: str, dim: int, states: torch.Tensor) -> torch.Tensor:
-        """Write the block's states to their columns, and return a view of those that attention gets."""
-        fed = states.shape[dim]
-        self.rows.reserve(fed)
+    def _written(self, name: str, dim: int, states: Tensor) -> Tensor:
+        """Write the block's states to their columns, and return a view of the columns that attention gets."""
+        count = states.shape[dim]
+        self.rows.reserve(count)
         size, held = self.rows.size(self.is_sliding), getattr(self, name)
         if held is None:
             held = laid_out(states.narrow(dim, 0, 0), 0, dim, size)
         elif held.shape[dim] < size:
             held = self._grown(held, dim, size)
         setattr(self, name, held)
-        kept = min(fed, size)  # the first block of a ring may be longer: it keeps the end, and attention gets the whole
-        slots = self.rows.slots(self.rows.ahead + fed - kept, kept, size, states.device)
-        new = states if kept == fed else states.narrow(dim, fed - kept, kept)
+        stored = min(count, size)  # a ring stores the end of a longer first block, and attention gets the whole block
+        slots = self.rows.slots(self.rows.ahead + count - stored, stored, size, states.device)
+        new = states if stored == count else states.narrow(dim, count - stored, stored)
         if isinstance(slots[1], slice):
-            held.narrow(dim, slots[1].start, kept).copy_(new)
+            held.narrow(dim, slots[1].start, stored).copy_(new)
         else:
             held.movedim(dim, 1)[slots] = new.movedim(dim, 1)
-        return states if kept < fed else held.narrow(dim, 0, self.rows.width(fed, size))
+        return states if stored < count else held.narrow(dim, 0, self.rows.width(count, size))
 
-    def _grown(self, held: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        """Return a layer's columns with more room: a ring's stand in other slots then."""
+    def _grown(self, held: Tensor, dim: int, size: int) -> Tensor:
+        """Return a layer's columns in more slots; a ring's move to others."""
         rows, old = self.rows, held.shape[dim]
         if not self.is_sliding:
             return laid_out(held, 0, dim, size)
@@ -318,44 +310,43 @@ class RowLayer(CacheLayerMixin):
         slots = cached_arange(old, rows.ends.device)
         columns = last - (last - slots) % old
         columns = torch.where(columns < 0, slots, columns).to(held.device)
-        room = laid_out(held.narrow(dim, 0, 0), 0, dim, size)
-        row = cached_arange(len(columns), held.device)[:, None]
-        room.movedim(dim, 1)[row, columns % size] = held.movedim(dim, 1)
-        return room
+        grown = laid_out(held.narrow(dim, 0, 0), 0, dim, size)
+        sequence = cached_arange(len(columns), held.device)[:, None]
+        grown.movedim(dim, 1)[sequence, columns % size] = held.movedim(dim, 1)
+        return grown
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write a block [B, H, F, D], and return views of the columns that attention gets."""
         return self._written("keys", 2, key_states), self._written("values", 2, value_states)
 
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the indexer's keys of a block [B, F, D], and return a view of the columns that attention gets."""
         return self._written("indexer_keys", 1, indexer_key_states)
 
-    def put_in_row(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def put_in_row(self, source: Tensor, target: Tensor) -> None:
         """Copy the columns `source` [B, k] to `target` [B, k]."""
         for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
-                columns = held.movedim(dim, 1)
-                row = cached_arange(len(source), held.device)[:, None]
-                source, target = source.to(held.device), target.to(held.device)
-                columns[row, target % held.shape[dim]] = columns[row, source % held.shape[dim]]
+                columns, size = held.movedim(dim, 1), held.shape[dim]
+                sequence = cached_arange(len(source), held.device)[:, None]
+                columns[sequence, target.to(held.device) % size] = columns[sequence, source.to(held.device) % size]
 
     def give_back(self, columns: int) -> DynamicLayer:
-        """Return the layer of transformers with the first columns, and of a ring those that it keeps."""
+        """Return the layer of transformers with the first columns, and of a ring those of its window."""
         layer = self.origin
         first = max(columns - layer.sliding_window + 1, 0) if isinstance(layer, DynamicSlidingWindowLayer) else 0
         for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
-                kept = cached_range(first, columns - first, held.device) % held.shape[dim]
-                setattr(layer, name, held.index_select(dim, kept))
+                slots = cached_range(first, columns - first, held.device) % held.shape[dim]
+                setattr(layer, name, held.index_select(dim, slots))
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length, layer.record_past = columns, False
         return layer
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: room is made with the first block."""
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first block allocates."""
 
     def get_seq_length(self) -> int:
         """Return the columns before the next block of the longest sequence."""
@@ -366,35 +357,32 @@ class RowLayer(CacheLayerMixin):
         return self.rows.width(query_length, self.rows.size(self.is_sliding)), 0
 
     def get_max_length(self) -> int:
-        """Return -1: there is room for more."""
+        """Return -1: it grows."""
         return -1
 
-    def verified(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return keys and values [B, H, W, D] of verified tokens, and which columns are some [B, W]; None: all are.
-
-        Args:
-            window: How many tokens back; None: all.
-        """
+    def verified(self, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys and values [B, H, W, D] of the last `window` verified tokens (None: all), and their mask [B, W]
+        or None."""
         rows, width = self.rows, max(self.rows.lengths)
         seen = None
         if rows.needs_mask(1) or window is not None:
             rows.ahead = -1  # what the last token sees
             seen, width = rows.visible(1, window)[:, 0], rows.width(1, rows.size(self.is_sliding))
-        keys, values = cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         return keys[:, :, :width], values[:, :, :width], seen
 
 
 def rounded(width: int) -> int:
-    """Return a width as it is allocated: few different ones, that shapes repeat."""
+    """Return a width as it is allocated: few different ones, so that shapes repeat."""
     return -(-width // _STEP) * _STEP
 
 
-def laid_out(states: torch.Tensor, first: int, dim: int, size: int) -> torch.Tensor:
-    """Return a tensor with room, which holds the columns from `first` on: column c in slot c % size."""
+def laid_out(states: Tensor, first: int, dim: int, size: int) -> Tensor:
+    """Return a tensor of `size` slots, which holds columns from `first` on: column c in slot c % size."""
     count = states.shape[dim]
-    room = states.new_zeros(*states.shape[:dim], size, *states.shape[dim + 1 :])
+    slots = states.new_zeros(*states.shape[:dim], size, *states.shape[dim + 1 :])
     if first + count <= size:
-        room.narrow(dim, first, count).copy_(states)
+        slots.narrow(dim, first, count).copy_(states)
     else:
-        room.index_copy_(dim, cached_range(first, count, states.device) % size, states)
-    return room
+        slots.index_copy_(dim, cached_range(first, count, states.device) % size, states)
+    return slots

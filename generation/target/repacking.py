@@ -1,15 +1,15 @@
-"""Targets of backbones that take no dense masks, or whose cache cannot go back: columns stay in one order for all.
+"""Targets of backbones that take no dense masks, or whose cache cannot be rolled back: all sequences share one layout.
 
-Sequences that keep different numbers of tokens are repacked after verification: every sequence's tokens are
+Sequences that accept different numbers of tokens are repacked after verification: every sequence's tokens are
 right-aligned again, and its left padding grows. No hole is left between tokens, so that distances between columns stay
 distances between tokens.
 
-    columns of the cache     before           + block of 4, kept 4 and 2         repacked
-    row 0                    . a b c          . a b c d e f g                    . a b c d e f g
-    row 1                    r s t u          r s t u v w - -                    . . r s t u v w
+    columns of the cache     before           + block of 4, new tokens 4 and 2   repacked
+    sequence 0               . a b c          . a b c d e f g                    . a b c d e f g
+    sequence 1               r s t u          r s t u v w - -                    . . r s t u v w
 
-A layer with an attention window W needs the last W - 1 columns for its next token, and forgets what is older. A block
-pushes columns out that are wanted again when its drafts are rejected; so while a block is verified the layer holds
+A layer with an attention window W needs the last W - 1 columns for its next token, and forgets older ones. A block
+pushes columns out that are needed again when its drafts are rejected; so while a block is verified the layer holds
 W - 1 columns and the block's, and nothing older. Chunked attention has layers of the same class.
 """
 
@@ -32,7 +32,7 @@ class RepackedTarget(ColumnTarget):
 
     Attributes:
         mask: [B, W] bool, the real tokens among the columns of the cache as it is laid out now.
-        is_padded: Whether any column is no real token.
+        is_padded: Whether any column is padding.
         counts: [B] int64, real tokens.
         moved: Columns by which sequences have moved to the right, [B]; None where none has.
     """
@@ -41,31 +41,31 @@ class RepackedTarget(ColumnTarget):
         super().__init__(*args)
         self.counts = self.mask.sum(1)
         self.moved: Tensor | None = None
-        self.fed = 0
+        self.count = 0
 
     def extend(self, block: Tensor, **options: Any) -> Any:
         """See `ColumnTarget`."""
-        places = self.counts[:, None] + cached_range(self.fed, block.shape[1], block.device)
-        self.fed += block.shape[1]
+        numbers = self.counts[:, None] + cached_range(self.count, block.shape[1], block.device)
+        self.count += block.shape[1]
         hold(self.cache)
         return self.model(
             block,
             past_key_values=self.cache,
             use_cache=True,
-            attention_mask=torch.nn.functional.pad(self.mask, (0, self.fed), value=True) if self.is_padded else None,
-            **(self.continuation.inputs(places, self.last_position) | options),
+            attention_mask=torch.nn.functional.pad(self.mask, (0, self.count), value=True) if self.is_padded else None,
+            **(self.continuation.inputs(numbers, self.last_position) | options),
         )
 
-    def keep(self, kept: NewTokens, path: Tensor | None = None) -> None:
+    def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
         """See `Target`."""
-        self.new_tokens = kept
+        self.new_tokens = new
         if self.replay is not None:
-            self.replay.keep(kept.counts)
-        crop(self.cache, kept.longest - self.fed)
-        self.mask, self.fed = torch.nn.functional.pad(self.mask, (0, kept.longest), value=True), 0
-        self.counts = self.counts + (kept.longest if kept.is_even else kept.on_device.to(self.counts.device))
-        if not kept.is_even:
-            shifts = kept.longest - kept.on_device.to(self.counts.device)
+            self.replay.keep(new.counts)
+        crop(self.cache, new.longest - self.count)
+        self.mask, self.count = torch.nn.functional.pad(self.mask, (0, new.longest), value=True), 0
+        self.counts = self.counts + (new.longest if new.is_even else new.on_device.to(self.counts.device))
+        if not new.is_even:
+            shifts = new.longest - new.on_device.to(self.counts.device)
             self.moved = shifts if self.moved is None else self.moved + shifts
             self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
         release(self.cache)
@@ -73,8 +73,8 @@ class RepackedTarget(ColumnTarget):
     def align(self, columns: int) -> None:
         """See `Target`; columns after a sequence's end hold arbitrary values, as padding does.
 
-        The first columns, which are padding in all sequences by now, are dropped and not the last ones, so that a
-        layer with an attention window keeps as many columns as it needs.
+        The first columns, padding in all sequences by now, are dropped and not the last ones, so that a layer with an
+        attention window has as many columns as it needs.
         """
         if self.moved is not None:
             surplus = self.mask.shape[1] - columns
@@ -83,25 +83,25 @@ class RepackedTarget(ColumnTarget):
 
 
 class EvenTarget(RepackedTarget):
-    """A model on a cache that cannot go back, a static one say: one token at a time, and never a rollback.
+    """A model on a cache without rollback, such as a static one: one token at a time.
 
-    Sequences that have ended go on reading what stands after them, as in transformers' own loop; nobody looks at it.
+    Sequences that have ended go on with arbitrary tokens, as in transformers' own loop.
     """
 
     supports_rollback = False
 
-    def keep(self, kept: NewTokens, path: Tensor | None = None) -> None:
-        """See `Target`; all sequences keep b."""
-        self.new_tokens, self.counts, self.fed = kept, self.counts + 1, 0
+    def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
+        """See `Target`; all sequences take b."""
+        self.new_tokens, self.counts, self.count = new, self.counts + 1, 0
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
         release(self.cache)
 
     def align(self, columns: int) -> None:
-        """Nothing was moved."""
+        """Do nothing: nothing was moved."""
 
 
 def crop(cache: Cache, columns: int) -> None:
-    """Takes the last `-columns` columns from all layers that have columns: a recurrent state has none."""
+    """Remove the last `-columns` columns from all layers that have columns: a recurrent state has none."""
     for layer in cache.layers:
         is_bounded = isinstance(layer, DynamicSlidingWindowLayer)
         if is_bounded or isinstance(layer, LinearAttentionAndFullAttentionLayer):
@@ -113,7 +113,7 @@ def crop(cache: Cache, columns: int) -> None:
 
 
 def drop_first(cache: Cache, columns: int) -> None:
-    """Leaves the last `columns` columns, and of layers with an attention window those of them that they hold."""
+    """Leave the last `columns` columns, and of layers with an attention window those of them that they hold."""
     for layer, name, dim in _states_with_columns(cache):
         states = getattr(layer, name)
         width = min(columns, states.shape[dim])
@@ -123,9 +123,9 @@ def drop_first(cache: Cache, columns: int) -> None:
 
 
 def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:
-    """Moves the columns of sequence b by `shifts[b]` [B] to the right, in every layer; returns the mask [B, W] moved.
+    """Move the columns of sequence b by `shifts[b]` [B] to the right, in every layer; return the mask [B, W] moved.
 
-    What enters at an end is arbitrary, and no token.
+    Columns that enter at an end are arbitrary, and padding in the mask.
     """
     source = cached_arange(mask.shape[1], shifts.device) - shifts[:, None]
     for layer, name, dim in _states_with_columns(cache):
@@ -137,7 +137,7 @@ def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:
 
 
 def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
-    """Layers, names and the dimension of columns of all that a cache holds of single tokens."""
+    """Return layer, name and dimension of columns of all states of single tokens in a cache."""
     names = (("keys", 2), ("values", 2), ("indexer_keys", 1))
     return [
         (layer, name, dim)
@@ -148,20 +148,19 @@ def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:
 
 
 def window_layers(cache: Cache) -> list[DynamicSlidingWindowLayer]:
-    """The layers that forget columns, those apart that share another layer's keys and hold none."""
+    """Return the layers that forget columns, without those that share another layer's keys and hold none."""
     return [layer for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized]
 
 
 def hold(cache: Cache) -> None:
-    """From now on nothing is forgotten, until `release`."""
+    """Let no layer forget anything, until `release`."""
     for layer in cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
             layer.activate_past_recording()
 
 
 def release(cache: Cache, more: int = 0) -> None:
-    """Leaves the last W - 1 columns, and some more; from now on older ones are forgotten at once, as in plain
-    decoding."""
+    """Leave the last W - 1 columns, and some more; from now on older ones are forgotten, as in plain decoding."""
     for layer in window_layers(cache):
         if layer.keys is not None and layer.values is not None:
             first = max(layer.keys.shape[-2] - (layer.sliding_window - 1) - more, 0)

@@ -23,8 +23,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 _STATES = ("conv_states", "recurrent_states")
 _INPUTS = ("hidden_states", "input_ids")
-
-
 _OF_THREAD = threading.local()  # no ContextVar: torch.compile cannot read one
 
 

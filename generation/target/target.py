@@ -1,8 +1,8 @@
 """The backbone as the decoding loop sees it: a forward after every sequence's own prefix, and a rollback per sequence.
 
-Three kinds of caches: transformers' own, of which every sequence gets an end of its own (`cache`); those of backbones
-that take no dense masks, which are repacked after every verification (`repacking`); and those of backbones that know
-every sequence's length themselves. `target_of` chooses. Knows neither distributions nor verification.
+Three kinds of caches: transformers' own, in which every sequence has an end of its own (`cache`); those of backbones
+that take no dense masks, which are repacked after every verification (`repacking`); and those that store every
+sequence's length themselves. `target_of` chooses. Knows neither distributions nor verification.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -22,76 +23,71 @@ from ...configuration.fields import masks_padding_alone
 from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
-from ..trees.contract import DraftTree, VerificationResult
+from ..trees.contract import DraftTree, VerificationResult, taken
 from .cache import RowLayer, Rows, block_mask
 from .indexed import layer_class, note_positions
 from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
-States = tuple[torch.Tensor | None, ...]
-
-
+States = tuple[Tensor | None, ...]
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
-"""Kinds of tokens, and whether the last one goes on; what is written is text, of kind 0, elsewhere."""
-
-
+"""Types of tokens, and whether the last one continues; new tokens have type 0 elsewhere."""
 _COPIED = 64
-"""Columns that may be copied for every token that may follow, where sequences that have ended are left out."""
+"""Columns that may be copied for every token that may follow, where ended sequences are left out."""
 
 
-def each_state(states: States | None, change: Callable[[torch.Tensor], torch.Tensor]) -> States | None:
-    """Return hidden states of layers after a change; None for layers that were not asked for, or for all of them."""
+def each_state(states: States | None, change: Callable[[Tensor], Tensor]) -> States | None:
+    """Return hidden states of layers after a change; None for layers that were not requested, or for all of them."""
     return states and tuple(None if state is None else change(state) for state in states)
 
 
 @dataclass
 class TargetOutput:
-    """What one backbone call gave for a block.
+    """The output of one backbone call for a block.
 
     Attributes:
         logits: [B, F, v] of b and the nodes.
-        hidden_states: Per layer [B, F, D] or None; those that were asked for.
-        auxiliary: [B, A, v] logits of the rows that rode along.
+        hidden_states: Per layer [B, F, D] or None; those that were requested.
+        auxiliary: [B, A, v] logits of the auxiliary positions.
         auxiliary_states: Their `hidden_states`.
     """
 
-    logits: torch.Tensor
-    hidden_states: tuple[torch.Tensor | None, ...] | None = None
-    auxiliary: torch.Tensor | None = None
-    auxiliary_states: tuple[torch.Tensor | None, ...] | None = None
+    logits: Tensor
+    hidden_states: tuple[Tensor | None, ...] | None = None
+    auxiliary: Tensor | None = None
+    auxiliary_states: tuple[Tensor | None, ...] | None = None
 
-    def state(self, layer: int = -1) -> torch.Tensor:
-        """Return the hidden states [B, F, D] of a layer that the session asked for."""
-        found = None if self.hidden_states is None else self.hidden_states[layer]
-        if found is None:
-            raise ValueError(f"hidden_layers: the states of layer {layer} were not asked for")
-        return found
+    def state(self, layer: int = -1) -> Tensor:
+        """Return the hidden states [B, F, D] of a layer that the session reads."""
+        state = None if self.hidden_states is None else self.hidden_states[layer]
+        if state is None:
+            raise ValueError(f"hidden_layers: the states of layer {layer} were not requested")
+        return state
 
     def first(self, count: int) -> States:
-        """Return the hidden states of the first `count` positions, None for layers that were not asked for."""
+        """Return the hidden states of the first `count` positions; None for layers that were not requested."""
         return each_state(self.hidden_states, lambda state: state[:, :count]) or ()
 
     def along(self, result: VerificationResult, tree: DraftTree) -> TargetOutput:
-        """The same along the accepted path only, [B, k + 1, ...]; a chain's path is its beginning."""
+        """Return the output along the accepted path only, [B, k + 1, ...]; a chain's path is its beginning."""
         if tree.is_chain:
             return self
-        take = result.path[..., None]
 
-        def taken(values: torch.Tensor) -> torch.Tensor:
-            return values.gather(1, take.to(values.device).expand(-1, -1, values.shape[-1]))
+        def along_path(values: Tensor) -> Tensor:
+            return taken(values, result.path.to(values.device))
 
-        states = each_state(self.hidden_states, taken)
-        return TargetOutput(taken(self.logits), states, self.auxiliary, self.auxiliary_states)
+        states = each_state(self.hidden_states, along_path)
+        return TargetOutput(along_path(self.logits), states, self.auxiliary, self.auxiliary_states)
 
 
 class Target(CacheView, Protocol):
-    """What the loop needs of a model with a filled cache.
+    """A model with a filled cache, as the loop uses it.
 
     Attributes:
-        supports_rollback: Whether rows keep different numbers of tokens; else all sequences keep b, those that have
+        supports_rollback: Whether sequences may accept different numbers of tokens; else all take b, those that have
             ended, too.
-        keywords: What else the model is given in the next forward; the loop sets it.
-        is_steady: Whether the last forward took as long as the next one of its kind will: nothing was compiled in it.
+        keywords: Further keyword arguments of the next forward; the loop sets it.
+        is_steady: Whether the last forward took as long as the next one of its kind will: it compiled nothing.
     """
 
     cache: Cache
@@ -100,52 +96,43 @@ class Target(CacheView, Protocol):
     last_position: int | None
     keywords: Mapping[str, Any] = MappingProxyType({})
 
-    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
-        """One backbone call on block [B, m + 1], b and the nodes, after every sequence's prefix."""
+    def forward(self, block: Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
+        """Call the backbone on a block [B, m + 1], b and the nodes, after every sequence's prefix."""
         ...
 
-    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
-        """Leaves the first `kept.counts[b]` tokens of the last block in the cache.
-
-        Args:
-            kept: Tokens per sequence.
-            path: [B, k + 1] int64, the places of a tree that come first (`VerificationResult.path`); None: a chain.
-        """
+    def keep(self, kept: NewTokens, path: Tensor | None = None) -> None:
+        """Leave the first `new.counts[b]` tokens of the last block in the cache; of a tree, those of `path` [B, k +
+        1]."""
         ...
 
     def align(self, columns: int) -> None:
-        """Ends the call: lays the cache out as the first `columns` columns of the sequences that are returned."""
+        """End the call: lay the cache out as the first `columns` columns of the returned sequences."""
         ...
 
     def leave_out(self, done: list[bool]) -> None:
-        """Leaves sequences that have ended out of the forwards to come, where that pays; what they give is zeros then.
+        """Leave ended sequences out of the next forwards, where that pays; their outputs are zeros then.
 
-        Nobody may look into the cache after that.
+        Nobody may read the cache after that.
         """
 
 
 class RowLengthTarget(Target):
-    """A model whose cache has a length per sequence: `crop` takes a number per sequence, and no mask is needed.
-
-    Args:
-        model: The backbone.
-        cache: Its cache.
-        mask: [B, columns of the prompt], 0 for padding; None where there is none.
+    """A model whose cache stores a length per sequence, so that no mask is needed.
 
     Attributes:
-        mask: The same.
-        new_tokens: What the last `keep` left.
+        mask: [B, columns of the prompt], 0 for padding; None where there is none.
+        new_tokens: The tokens of the last `keep`.
     """
 
     supports_rollback, has_columns = True, False
     last_position = None
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, mask: torch.Tensor | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, cache: Cache, mask: Tensor | None = None) -> None:
         self.model, self.cache = model, cast(SpeculativeCache, cache)
         self.cache.activate_past_recording()  # a draft may be longer than what a forward leaves for rollback by itself
-        self.mask = cast(torch.Tensor, mask)  # None without padding; only sessions of such caches read it
+        self.mask = cast(Tensor, mask)  # None without padding; only sessions of such caches read it
 
-    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
+    def forward(self, block: Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """See `Target`.
 
         Raises:
@@ -153,84 +140,78 @@ class RowLengthTarget(Target):
         """
         if not tree.is_chain and not getattr(self.cache, "takes_trees", False):
             raise ValueError(f"{type(self.cache).__name__} takes chains, and no trees of drafts: leave draft_tree out")
-        self.fed = block.shape[1]
-        outputs = self.model(
-            block,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            output_hidden_states=hidden_layers,
-            **self.keywords,
-            **({} if tree.is_chain else {"draft_tree": tree}),
-        )
+        self.count = block.shape[1]
+        options = self.keywords if tree.is_chain else {**self.keywords, "draft_tree": tree}
+        options = {"return_dict": True, "output_hidden_states": hidden_layers, **options}
+        outputs = self.model(block, past_key_values=self.cache, use_cache=True, **options)
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
-    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+    def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
         """See `Target`."""
-        self.new_tokens = kept
-        self.cache.keep_last(self.fed, kept, *(() if path is None else (path,)))
+        self.new_tokens = new
+        self.cache.keep_last(self.count, new, *(() if path is None else (path,)))
 
     def align(self, columns: int) -> None:
-        """Nothing to do: every sequence starts where it ends."""
+        """Do nothing: every sequence continues at its own end."""
 
 
 class Continuation:
     """The inputs of a call's tokens after its prompt.
 
     Args:
-        given: Prepared keyword arguments of the prefill.
+        model_kwargs: Prepared keyword arguments of the prefill.
         counts: [B] int64, the real tokens of every sequence's prompt.
 
     Attributes:
-        start: What positions have beyond the number of real tokens before them, [B, 1] or [axes, B, 1]; None: nothing.
+        start: Positions less the number of real tokens before them, [B, 1] or [axes, B, 1]; None: 0.
     """
 
-    def __init__(self, given: dict[str, Any], counts: torch.Tensor) -> None:
-        self.start: torch.Tensor | None = None
-        if (positions := given.get("position_ids")) is not None:
+    def __init__(self, model_kwargs: dict[str, Any], counts: Tensor) -> None:
+        self.start: Tensor | None = None
+        if (positions := model_kwargs.get("position_ids")) is not None:
             start = positions[..., -1:].to(counts.device) + 1 - counts[:, None]
-            # looked at once, so that the usual call pays nothing in its cycles
+            # tested once, so that the usual call pays nothing in its cycles
             self.start = start if positions.dim() > 2 or bool(start.any()) else None
         self.types = {
-            name: types[:, -1:] if goes_on else torch.zeros_like(types[:, -1:])
-            for name, goes_on in _TYPES.items()
-            if (types := given.get(name)) is not None
+            name: types[:, -1:] if continues else torch.zeros_like(types[:, -1:])
+            for name, continues in _TYPES.items()
+            if (types := model_kwargs.get(name)) is not None
         }
 
-    def inputs(self, places: torch.Tensor, last_position: int | None = None) -> dict[str, torch.Tensor]:
-        """Keyword arguments of a forward.
+    def inputs(self, numbers: Tensor, last_position: int | None = None) -> dict[str, Tensor]:
+        """Return the keyword arguments of a forward.
 
         Args:
-            places: [B, F] int64, the number of real tokens before each one that is fed.
-            last_position: Where positions end; those after are given this one.
+            numbers: [B, F] int64, how many real tokens precede each token of the block.
+            last_position: The largest position.
         """
-        positions = places if self.start is None else places + self.start
+        positions = numbers if self.start is None else numbers + self.start
         if last_position is not None:
             positions = positions.clamp(max=last_position)
-        fed = places.shape[1]
-        return {"position_ids": positions} | {name: types.expand(-1, fed) for name, types in self.types.items()}
+        types = {name: types.expand(-1, numbers.shape[1]) for name, types in self.types.items()}
+        return {"position_ids": positions} | types
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Go on with these sequences alone."""
-        self.start = None if self.start is None else self.start.index_select(-2, rows)
-        self.types = {name: types[rows] for name, types in self.types.items()}
+    def select(self, chosen: Tensor) -> None:
+        """Continue with these sequences alone."""
+        self.start = None if self.start is None else self.start.index_select(-2, chosen)
+        self.types = {name: types[chosen] for name, types in self.types.items()}
 
 
 class ColumnTarget(Target):
-    """A model on transformers' caches, of which its sequences share the columns.
+    """A model on transformers' caches, whose columns its sequences share.
 
     Args:
         model: The backbone.
         cache: Its cache, with the prompt in it.
         like: A tensor [B] on the device of the tokens.
         mask: [B, columns of the cache], 0 for padding; None where there is none.
-        given: Prepared keyword arguments of the prefill, of which some go on after it.
+        model_kwargs: Prepared keyword arguments of the prefill.
 
     Attributes:
         mask: [B, L] bool, the real tokens among the columns of the prompt.
-        is_padded: Whether any of them is none.
-        new_tokens: What the last `keep` left.
-        last_position: Where the positions of sequences that have ended stop; None: nowhere.
+        is_padded: Whether any of them is padding.
+        new_tokens: The tokens of the last `keep`.
+        last_position: The largest position, for sequences that have ended; None: there is none.
     """
 
     supports_rollback, has_columns, takes_trees = True, True, False
@@ -240,23 +221,23 @@ class ColumnTarget(Target):
         self,
         model: PreTrainedModel,
         cache: Cache,
-        like: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        given: dict[str, Any] | None = None,
+        like: Tensor,
+        mask: Tensor | None = None,
+        model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         width = cache.get_seq_length()
         self.mask = torch.ones(len(like), width, dtype=torch.bool, device=like.device)
         self.mask = self.mask if mask is None else mask[:, :width].to(like.device).bool()
         self.is_padded = mask is not None and not bool(self.mask.all())
-        self.continuation = Continuation(given or {}, self.mask.sum(1))
+        self.continuation = Continuation(model_kwargs or {}, self.mask.sum(1))
         self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
 
-    def forward(self, block: torch.Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
-        """See `Target`; positions go on by real tokens.
+    def forward(self, block: Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
+        """See `Target`; positions count real tokens.
 
         Raises:
-            ValueError: A draft that is no chain, where all tokens are seen in a row, by recurrent layers say.
+            ValueError: A tree where the cache or recurrent layers take chains alone.
         """
         is_chain = tree.is_chain and tree.auxiliary is None
         if not is_chain and (self.replay is not None or not self.takes_trees):
@@ -268,16 +249,16 @@ class ColumnTarget(Target):
         with nullcontext() if self.replay is None else self.replay.record():
             return self._forward(block, tree, options)
 
-    def _forward(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+    def _forward(self, block: Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
         outputs = self.extend(block, **options)
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
-    def extend(self, block: torch.Tensor, **options: Any) -> Any:
-        """Feeds tokens [B, F] in a row behind those of the last calls, which stay until `keep`."""
+    def extend(self, block: Tensor, **options: Any) -> Any:
+        """Read tokens [B, F] after those of the last calls, which stay until `keep`."""
         raise NotImplementedError
 
     def next_positions(self) -> list[int]:
-        """The position of the token after every sequence's prefix; the host waits for it."""
+        """Return the position of the token after every sequence's prefix; the host waits for it."""
         positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()
 
@@ -287,18 +268,18 @@ class RowTarget(ColumnTarget):
 
     Args:
         *args: See `ColumnTarget`.
-        limit: The longest text, prompt included.
+        limit: The longest sequence, prompt included.
         span: The longest block, as far as it is known.
 
     Attributes:
-        rows: Where the sequences end that are in the cache.
+        rows: The ends of the sequences in the cache.
         open: [b] int64, which of the batch they are; None: all of them.
     """
 
     takes_trees = True
     rows_type = Rows
     layer_type: type[RowLayer] | None = None
-    open: torch.Tensor | None = None
+    open: Tensor | None = None
 
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
@@ -308,28 +289,27 @@ class RowTarget(ColumnTarget):
         self.rows.take_over(self.cache, self.layer_type or layer_class(self.model.config))
 
     @property
-    def counts(self) -> torch.Tensor:
+    def counts(self) -> Tensor:
         """Real tokens per sequence, [B] int64."""
         return self.rows.counts if self.open is None else self.ended.index_copy(0, self.open, self.rows.counts)
 
     def leave_out(self, done: list[bool]) -> None:
         """See `Target`: the cache is copied, so that half of its sequences must have ended since the last time.
 
-        Beyond that, few columns for every token that may follow: what cycles move must not grow with the context.
+        Beyond that, few columns for every token that may follow: the copies must not grow with the context.
         """
         held = list(range(len(done))) if self.open is None else self.held
-        chosen = [index for index, row in enumerate(held) if not done[row]]
+        chosen = [index for index, sequence in enumerate(held) if not done[sequence]]
         if not chosen or 2 * len(chosen) > len(held) or not self.rows.holds(self.cache):
             return
-        room = self.limit - min(self.rows.lengths[row] for row in chosen)
-        if max(self.rows.lengths) > _COPIED * room:
+        if max(self.rows.lengths) > _COPIED * (self.limit - min(self.rows.lengths[index] for index in chosen)):
             return
         self.ended, self.held = self.counts, [held[index] for index in chosen]
         self.open = torch.tensor(self.held, device=self.ended.device)
         self.rows.select(self.cache, chosen)
         self.continuation.select(torch.tensor(chosen, device=self.ended.device))
 
-    def _forward(self, block: torch.Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+    def _forward(self, block: Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
         batch = len(block)
         if self.open is not None:
             block = block[self.open]
@@ -339,58 +319,53 @@ class RowTarget(ColumnTarget):
             outputs = self._call(block, tree.positions(), tree, self.last_position, options)
             if self.open is None:
                 return TargetOutput(outputs.logits, outputs.hidden_states)
-            spread = partial(_spread, rows=self.open, batch=batch)
+            spread = partial(_spread, open_ones=self.open, batch=batch)
             return TargetOutput(spread(outputs.logits), each_state(outputs.hidden_states, spread))
         last = self.last_position if auxiliary.last_position is None else auxiliary.last_position
         outputs = self._call(block, auxiliary.positions, tree, last, options | auxiliary.inputs)
-        layers, fed = outputs.hidden_states, block.shape[1]
-        states = each_state(layers, lambda state: state[:, :fed])
-        behind = each_state(layers, lambda state: state[:, fed:])
-        return TargetOutput(outputs.logits[:, :fed], states, outputs.logits[:, fed:], behind)
+        layers, count = outputs.hidden_states, block.shape[1]
+        states = each_state(layers, lambda state: state[:, :count])
+        of_slots = each_state(layers, lambda state: state[:, count:])
+        return TargetOutput(outputs.logits[:, :count], states, outputs.logits[:, count:], of_slots)
 
-    def extend(self, block: torch.Tensor, **options: Any) -> Any:
+    def extend(self, block: Tensor, **options: Any) -> Any:
         """See `ColumnTarget`."""
-        places = cached_range(self.rows.ahead, block.shape[1], block.device)
-        outputs = self._call(block, places, None, self.last_position, options)
+        depths = cached_range(self.rows.ahead, block.shape[1], block.device)
+        outputs = self._call(block, depths, None, self.last_position, options)
         self.rows.ahead += block.shape[1]
         return outputs
 
     def _call(
-        self,
-        block: torch.Tensor,
-        places: torch.Tensor,
-        tree: DraftTree | None,
-        last: int | None,
-        options: dict[str, Any],
+        self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: dict[str, Any]
     ) -> Any:
-        config, fed = self.model.config.get_text_config(), places.shape[-1]
-        mask = None if masks_padding_alone(config) else block_mask(self.rows, fed, config, self.model.dtype, tree)
-        inputs = self.continuation.inputs(self.rows.counts[:, None] + places, last)
+        config, count = self.model.config.get_text_config(), depths.shape[-1]
+        mask = None if masks_padding_alone(config) else block_mask(self.rows, count, config, self.model.dtype, tree)
+        inputs = self.continuation.inputs(self.rows.counts[:, None] + depths, last)
         note_positions(self.cache, inputs["position_ids"])
         inputs |= {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
         return self.call(block, **(inputs | options))
 
-    def keep(self, kept: NewTokens, path: torch.Tensor | None = None) -> None:
+    def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
         """See `Target`; nothing of a chain moves, and of a tree its path."""
-        self.new_tokens = kept
+        self.new_tokens = new
         if self.replay is not None:
-            self.replay.keep(kept.counts)
+            self.replay.keep(new.counts)
         if self.open is not None:
-            kept, path = kept.of(self.held, self.open), None if path is None else path[self.open]
-        if path is not None and kept.longest > 1:
-            self.rows.keep_path(self.cache, path[:, : kept.longest])
-        self.rows.keep(kept)
+            new, path = new.of(self.held, self.open), None if path is None else path[self.open]
+        if path is not None and new.longest > 1:
+            self.rows.keep_path(self.cache, path[:, : new.longest])
+        self.rows.keep(new)
 
     def align(self, columns: int) -> None:
         """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""
         self.rows.give_back(self.cache, columns)
 
 
-def _spread(held: torch.Tensor, rows: torch.Tensor, batch: int) -> torch.Tensor:
+def _spread(values: Tensor, open_ones: Tensor, batch: int) -> Tensor:
     """Return values [b, ...] of some sequences as those of all [B, ...], 0 for the others."""
-    return held.new_zeros(batch, *held.shape[1:]).index_copy(0, rows.to(held.device), held)
+    return values.new_zeros(batch, *values.shape[1:]).index_copy(0, open_ones.to(values.device), values)
 
 
 def is_recurrent(cache: Cache) -> bool:
-    """Whether any layer keeps a recurrent state."""
+    """Return whether any layer has a recurrent state."""
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)

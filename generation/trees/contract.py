@@ -127,7 +127,7 @@ class VerificationResult:
 
     @cached_property
     def path(self) -> Tensor:
-        """Places of the accepted path in the block, [B, k + 1] int64: b's is 0, and the last is repeated after."""
+        """Positions of the accepted path in the block, [B, k + 1] int64: b's is 0, and the last is repeated after."""
         if self.tree_path is not None:
             return self.tree_path
         return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.num_accepted[:, None])
@@ -157,6 +157,11 @@ def path_columns(members: Tensor, depth: int) -> Tensor:
     places = cached_arange(members.shape[-1], members.device)
     last = (members * places).amax(-1, keepdim=True)
     return torch.where(members, places, last).sort(-1).values[..., : depth + 1]
+
+
+def taken(states: Tensor, index: Tensor) -> Tensor:
+    """Return entries [B, k, w] of states [B, n, w] at an index [B, k]."""
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
 
 
 @lru_cache(maxsize=64)

@@ -1,10 +1,8 @@
-"""How drafters grow trees of drafts: in one way, from the distributions of what follows the nodes of the level
-before.
-"""
+"""How drafters grow drafts: chains token by token or at once, trees level by level."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +11,55 @@ from torch import Tensor
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, draft_probs
 from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
-from .contract import DraftTree
+from .contract import DraftTree, taken
 
 _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
+
+
+def grow_chain(
+    step: Callable[[Tensor | None], tuple[Tensor, Tensor | None]], options: DraftOptions, length: int
+) -> DraftTree:
+    """Return a chain of up to `length` tokens; it ends with a token of which no sequence is sure.
+
+    Args:
+        step: From the last drafted token [B] (None at first) to the next one, and the distribution [B, V] that it was
+            drawn from.
+        options: Of the call.
+        length: At least 1.
+    """
+    drafts, probs = list[Tensor](), list[Tensor | None]()
+    while len(drafts) < length and not (drafts and options.is_unsure(drafts[-1], probs[-1])):
+        token, distribution = step(drafts[-1] if drafts else None)
+        drafts.append(token)
+        probs.append(distribution)
+    return _chain_of(drafts, probs, options)
+
+
+def block_chain(
+    logits: Tensor,
+    options: DraftOptions,
+    masks: DraftMasks | None,
+    draft_ids: Tensor | None = None,
+    vocab_size: int = 0,
+) -> DraftTree:
+    """Return a chain of a token for each position, up to the first of which no sequence is sure.
+
+    Args:
+        logits: [B, m, v] of a drafter, which no drafted token changes.
+        options: Of the call.
+        masks: The tokens that may be drafted (`DraftOptions.masks`).
+        draft_ids: [v], see `draft_probs`.
+        vocab_size: See `draft_probs`.
+    """
+    drafts, probs = zip(*(options.choose(step, draft_ids, vocab_size, masks) for step in logits.unbind(1)))
+    length = options.sure_length(torch.stack(drafts, 1), torch.stack(probs, 1)) if options.threshold else len(drafts)
+    return _chain_of(drafts[:length], probs[:length], options)
+
+
+def _chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: DraftOptions) -> DraftTree:
+    known = [each for each in probs if each is not None and options.do_sample]
+    return DraftTree.chain(torch.stack(list(drafts), 1), torch.stack(known, 1) if known else None)
 
 
 class Growth(Protocol):
@@ -83,11 +126,7 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
             columns=growth.draft_ids if masks is None else None,  # masks may leave others alone
             **tree,
         )
-    found = dynamic_tree(
-        ranking(logits),
-        lambda tokens, parents: ranking(after(_ids(growth, tokens), parents)),
-        **tree,
-    )
+    found = dynamic_tree(ranking(logits), lambda tokens, parents: ranking(after(_ids(growth, tokens), parents)), **tree)
     return _spelled(growth, found)
 
 
@@ -139,11 +178,6 @@ def most_nodes(options: DraftOptions) -> int:
     tree = _DEFAULTS | options.draft_tree if options.draft_tree else {"depth": 0, "top_k": 0, "total_tokens": 0}
     grown = (tree["depth"] + 1) * tree["top_k"] + tree["total_tokens"]
     return 1 + max(options.num_tokens, len(tree.get("choices", ())) or grown)
-
-
-def taken(states: Tensor, places: Tensor) -> Tensor:
-    """Entries of states [B, n, w] at places [B, k]: [B, k, w]."""
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
 
 
 class Ancestry:

@@ -146,11 +146,7 @@ def _reached_faults(distribution: Tensor, result: VerificationResult) -> Tensor:
 
 
 _CHUNK = 256
-
-
 _POSITIONS, _FRESH = 0, 1
-
-
 _SEEDS = range(-(2**63), 2**64)
 
 

@@ -88,7 +88,7 @@ def test_only_what_was_asked_for(wanted):
 def test_nothing_is_kept_without_a_dict():
     records = recorded(calls(), **ALL, return_dict_in_generate=False)
     assert records.per_token([6, 1], pad=0) == (None, None, None)
-    assert not any(row for rows in records.rows.values() for row in rows)
+    assert not any(row for rows in records.steps.values() for row in rows)
     assert records.prompt is None
 
 

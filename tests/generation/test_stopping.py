@@ -149,8 +149,8 @@ def test_length_is_never_overshot(limit, kept, ended):
 
 def test_the_smallest_length_counts():
     stopping = Stopping(StoppingCriteriaList([MaxLengthCriteria(9), MaxLengthCriteria(7), MaxLengthCriteria(8)]))
-    assert (stopping.room(4), stopping.room(7)) == (3, 0)
-    assert Stopping(StoppingCriteriaList()).room(10**6) > 10**6
+    assert (stopping.tokens_left(4), stopping.tokens_left(7)) == (3, 0)
+    assert Stopping(StoppingCriteriaList()).tokens_left(10**6) > 10**6
 
 
 @pytest.mark.parametrize(

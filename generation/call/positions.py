@@ -1,7 +1,7 @@
-"""Positions after ragged sequences, as rows of their own, and the processors of transformers on them.
+"""Positions after the sequences of a batch, and the processors of transformers on them.
 
-A position follows a sequence and then a path of drafted tokens: those of a tree that is verified (`TreePlaces`), or
-those whose next tokens are to be drafted (`PathPlaces`).
+A position follows a sequence and then a path of drafted tokens: those of a tree that is verified (`TreePositions`), or
+those whose next tokens are to be drafted (`PathPositions`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ POINTWISE = (
     library.SuppressTokensLogitsProcessor,
 )
 """Processors that look at scores alone."""
-
-
 BY_HISTORY = (
     library.RepetitionPenaltyLogitsProcessor,
     library.NoRepeatNGramLogitsProcessor,
@@ -42,8 +40,6 @@ BY_HISTORY = (
     library.NoBadWordsLogitsProcessor,
 )
 """Processors that look at each sequence's own ids, and for which an id beyond the vocabulary is no token."""
-
-
 BY_LENGTH = (
     library.MinLengthLogitsProcessor,
     library.MinNewTokensLengthLogitsProcessor,
@@ -53,19 +49,17 @@ BY_LENGTH = (
     library.SuppressTokensAtBeginLogitsProcessor,
 )
 """Processors that look at the number of ids."""
-
-
 KNOWN = frozenset(POINTWISE + BY_HISTORY + BY_LENGTH)
 
 
-class Places:
+class Positions:
     """Positions after sequences.
 
     Args:
         tokens: The sequences.
-        size: P, places after each of them.
-        depths: How many drafted tokens places may come after.
-        fill: An id, shown where a sequence has no token.
+        size: P, positions after each of them.
+        depths: How many drafted tokens may precede a position.
+        fill: An id for where a sequence has no token.
     """
 
     def __init__(self, tokens: Sequences, size: int, depths: range, fill: int) -> None:
@@ -73,43 +67,36 @@ class Places:
 
     @cached_property
     def paths(self) -> Tensor:
-        """The drafted tokens before every place, [B, P, J] int64, and -1 after the end of a path."""
+        """The drafted tokens before every position, [B, P, J] int64, and -1 after the end of a path."""
         raise NotImplementedError
 
     @cached_property
     def ids(self) -> Tensor:
-        """The ids before every place, right-aligned after `fill`: [B, P, W]."""
+        """The ids before every position, right-aligned after `fill`: [B, P, W]."""
         raise NotImplementedError
 
     @property
     def lengths(self) -> Tensor:
-        """Ids before every place, [B P]."""
+        """Ids before every position, [B P]."""
         raise NotImplementedError
 
-    def rows(self, longest: int) -> Tensor:
-        """The sequences themselves, right-aligned after `fill`: [B, W]."""
-        tokens = self.tokens
-        rows = tokens.ids[:, :longest]
-        if min(tokens.lengths) == longest:
-            return rows
-        source = cached_arange(longest, rows.device) - (longest - tokens.ends)[:, None]
-        return rows.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
+    def aligned(self, longest: int) -> Tensor:
+        """Return the sequences themselves, right-aligned after `fill`: [B, W]."""
+        ids = self.tokens.ids[:, :longest]
+        if min(self.tokens.lengths) == longest:
+            return ids
+        source = cached_arange(longest, ids.device) - (longest - self.tokens.ends)[:, None]
+        return ids.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
 
     def by_length(self) -> Iterator[tuple[int, Tensor]]:
-        """Lengths, and which of the B P places have them."""
+        """Yield every length, and which of the B P positions have it."""
         lengths = self.lengths
         for length in sorted({n + depth for n in self.tokens.lengths for depth in self.depths}):
             yield length, lengths == length
 
 
-class PathPlaces(Places):
-    """The ends of paths of one length.
-
-    Args:
-        tokens: The sequences.
-        paths: [B, P, J] int64, drafted tokens.
-        fill: An id, shown where a sequence has no token.
-    """
+class PathPositions(Positions):
+    """The ends of paths [B, P, J] int64 of one length."""
 
     def __init__(self, tokens: Sequences, paths: Tensor, fill: int) -> None:
         size, depth = paths.shape[1:]
@@ -118,24 +105,18 @@ class PathPlaces(Places):
 
     @cached_property
     def ids(self) -> Tensor:
-        """See `Places`."""
-        rows = self.rows(max(self.tokens.lengths))[:, None].expand(-1, self.size, -1)
-        return torch.cat([rows, self.paths], dim=-1) if self.paths.shape[2] else rows
+        """See `Positions`."""
+        ids = self.aligned(max(self.tokens.lengths))[:, None].expand(-1, self.size, -1)
+        return torch.cat([ids, self.paths], dim=-1) if self.paths.shape[2] else ids
 
     @property
     def lengths(self) -> Tensor:
-        """See `Places`."""
+        """See `Positions`."""
         return (self.tokens.ends + self.paths.shape[2]).repeat_interleave(self.size)
 
 
-class TreePlaces(Places):
-    """Every place of a tree, b's first.
-
-    Args:
-        tokens: The sequences.
-        tree: The draft after them, m nodes.
-        fill: An id, shown where a sequence has no token.
-    """
+class TreePositions(Positions):
+    """Every position of a tree, b's first."""
 
     def __init__(self, tokens: Sequences, tree: DraftTree, fill: int) -> None:
         super().__init__(tokens, tree.tokens.shape[1] + 1, range(tree.depth + 1), fill)
@@ -143,57 +124,56 @@ class TreePlaces(Places):
 
     @cached_property
     def paths(self) -> Tensor:
-        """See `Places`."""
+        """See `Positions`."""
         nodes, tree = self.tree.paths()[..., 1:] - 1, self.tree
-        found = tree.tokens.gather(1, nodes.clamp(min=0).flatten(1)).view(nodes.shape) if self.size > 1 else nodes
-        behind = cached_arange(nodes.shape[2], nodes.device) >= tree.positions()[..., None]
-        return found.masked_fill(behind, -1)
+        ids = tree.tokens.gather(1, nodes.clamp(min=0).flatten(1)).view(nodes.shape) if self.size > 1 else nodes
+        is_after = cached_arange(nodes.shape[2], nodes.device) >= tree.positions()[..., None]
+        return ids.masked_fill(is_after, -1)
 
     @cached_property
     def ids(self) -> Tensor:
-        """See `Places`."""
+        """See `Positions`."""
         tokens, tree = self.tokens, self.tree
         longest = max(tokens.lengths)
         if self.size == 1:  # nothing is drafted
-            return self.rows(longest)[:, None]
+            return self.aligned(longest)[:, None]
         steps = torch.arange(longest + tree.depth, device=tokens.ids.device)
         ends = tokens.ends[:, None] + tree.positions()
-        source = steps - (len(steps) - ends)[..., None]  # [B, m + 1, W]: each column's place in its own text
-        texts = torch.cat([tokens.ids[:, :longest], tree.tokens], dim=1)
-        behind = (source - tokens.ends[:, None, None] + 1).clamp(min=0, max=tree.depth)
-        nodes = longest - 1 + tree.paths().gather(2, behind)
+        source = steps - (len(steps) - ends)[..., None]  # [B, m + 1, W]: each column's position in its own sequence
+        depths = (source - tokens.ends[:, None, None] + 1).clamp(min=0, max=tree.depth)
+        nodes = longest - 1 + tree.paths().gather(2, depths)
         source = torch.where(source < tokens.ends[:, None, None], source, nodes)
-        found = texts[:, None].expand(-1, self.size, -1).gather(2, source.clamp(min=0))
-        return found.masked_fill_(source < 0, self.fill)
+        ids = torch.cat([tokens.ids[:, :longest], tree.tokens], dim=1)[:, None].expand(-1, self.size, -1)
+        return ids.gather(2, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
 
     @property
     def lengths(self) -> Tensor:
-        """See `Places`."""
+        """See `Positions`."""
         return (self.tokens.ends[:, None] + self.tree.positions()).flatten()
 
 
-def apply_known(processor: Any, places: Places, flat: Tensor) -> Tensor:
-    """Scores [B P, v] after one of transformers' processors that are known here."""
+def apply_known(processor: Any, positions: Positions, flat: Tensor) -> Tensor:
+    """Return scores [B P, v] after one of transformers' processors that are `KNOWN`."""
     if type(processor) in POINTWISE:
-        return processor(places.tokens.ids[:, :0], flat)
+        return processor(positions.tokens.ids[:, :0], flat)
     if type(processor) in BY_HISTORY:
-        ids = places.ids.flatten(0, 1)
+        ids = positions.ids.flatten(0, 1)
         ignored = getattr(processor, "prompt_ignore_length", None)
         if ignored is not None:
             processor = copy.copy(processor)
             processor.prompt_ignore_length = None
-            ids = _without_prompt(ids, places, ignored)
+            ids = _without_prompt(ids, positions, ignored)
         return processor(ids, flat)
     result = flat
-    for length, chosen in places.by_length():
-        ids = places.tokens.ids[:1, :1].expand(len(flat), length)  # it looks at their number only
+    for length, chosen in positions.by_length():
+        ids = positions.tokens.ids[:1, :1].expand(len(flat), length)  # it looks at their number only
         result = torch.where(chosen[:, None], processor(ids, flat.clone()), result)
     return result
 
 
-def _without_prompt(ids: Tensor, places: Places, ignored: int | Tensor) -> Tensor:
-    """Right-aligned ids [B P, W] of which the first `ignored` (per sequence, where a tensor) are no tokens."""
+def _without_prompt(ids: Tensor, positions: Positions, ignored: int | Tensor) -> Tensor:
+    """Return right-aligned ids [B P, W] without the first `ignored` (per sequence, where a tensor)."""
     if isinstance(ignored, Tensor):
-        ignored = ignored.to(ids.device).repeat_interleave(places.size)
-    start = ids.shape[1] - places.lengths + ignored
-    return ids.masked_fill(cached_arange(ids.shape[1], ids.device) < start[:, None], places.fill)
+        ignored = ignored.to(ids.device).repeat_interleave(positions.size)
+    start = ids.shape[1] - positions.lengths + ignored
+    return ids.masked_fill(cached_arange(ids.shape[1], ids.device) < start[:, None], positions.fill)

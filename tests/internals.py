@@ -258,7 +258,6 @@ _NAMES = {
         "race_order",
         "raced",
     ),
-    "tokenahead.training.analysis": ("layer_divergences", "marginal_log_probs", "next_token_spread"),
     "tokenahead.training.box": (
         "BoxDamagedError",
         "EXCERPT",

@@ -290,7 +290,7 @@ _NAMES = {
         "run_demo",
     ),
     "tokenahead.training.evaluation": ("MODES",),
-    "tokenahead.training.evaluation.bench": ("Bench", "Protocol"),
+    "tokenahead.training.evaluation.bench": ("Bench", "Protocol", "block_error", "is_near_tie"),
     "tokenahead.training.evaluation.decoding": (
         "GREEDY",
         "acceptance_by_position",
@@ -299,7 +299,6 @@ _NAMES = {
         "sampled",
     ),
     "tokenahead.training.evaluation.methods": ("drafting_method", "methods_of", "plain_method"),
-    "tokenahead.training.evaluation.near_ties": ("block_error", "is_near_tie"),
     "tokenahead.training.evaluation.prompts": ("Prompt", "Writer", "groups_of", "read_prompts"),
     "tokenahead.training.evaluation.summary": (
         "Completion",

@@ -133,7 +133,7 @@ class AcceptanceCallback(TrainerCallback):
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
             batch = trainer._prepare_inputs(batch)
             measures.add(model, trainer.without_repeated_rows(batch))
-        measures = measures.reduced(trainer.accelerator)
+        measures = measures.reduced()
         if not measures.calls:
             return {}
         expected = measures.calls["block"]

@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from .. import __version__
 from .requests import SECONDS, SEED, BenchRequest, CardRequest, GenerateRequest, add_options, whole
-from .utils import MissingExtraError, needs_extra
+from .utils import MissingExtraError, needs_extra, one_line
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:
-        message = _OF_VALIDATORS.sub("", " ".join(str(error).split())) or type(error).__name__
+        message = _OF_VALIDATORS.sub("", one_line(error))
         print(f"tokenahead {arguments.command}: {message}", file=sys.stderr)
         raise SystemExit(1) from None
 

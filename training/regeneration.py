@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
 from .features import checksum
-from .utils import check_same, replace_text
+from .utils import check_same, eos_ids, replace_text, until_end
 
 _TEXT, _PLAN = "text.jsonl", "plan.json"
 IGNORE = -100
@@ -147,8 +147,7 @@ def _completed(
     backbone: PreTrainedModel, prompts: list[torch.Tensor], max_new_tokens: int, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     longest = max(map(len, prompts))
-    config = backbone.generation_config
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    pad = backbone.generation_config.pad_token_id or 0
     padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0), value=pad) for prompt in prompts])
     real = torch.arange(longest)[None] >= longest - torch.tensor([len(prompt) for prompt in prompts])[:, None]
     output = backbone.generate(
@@ -158,13 +157,9 @@ def _completed(
         pad_token_id=pad,
         **options,
     )
-    ends = config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    rows = []
-    for prompt, new in zip(prompts, output[:, longest:].tolist()):
-        stop = next((index + 1 for index, token in enumerate(new) if token in ends), len(new))
-        rows.append({"ids": [*prompt.tolist(), *new[:stop]], "prompt": len(prompt)})
-    return rows
+    ends = eos_ids(backbone)
+    completions = zip(prompts, output[:, longest:].tolist())
+    return [{"ids": [*prompt.tolist(), *until_end(new, ends)], "prompt": len(prompt)} for prompt, new in completions]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -72,6 +72,22 @@ def replace_picture(path: Path, figure: Figure) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
     return temporary.replace(path)
+
+
+def eos_ids(model: object) -> list[int]:
+    """Return the end-of-text ids of a model's generation config; none if it has none."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def until_end(ids: list[int], ends: Collection[int]) -> list[int]:
+    """Return a sequence's new ids without the padding after its end."""
+    return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of an error in one line, or the name of its class."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def without_directories(name: str) -> str:

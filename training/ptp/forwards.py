@@ -18,6 +18,7 @@ from ...modeling.masks import additive_mask
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
 from ...modeling.sampling import pick
 from ...modeling.uniforms import place
+from ..utils import eos_ids
 from .completions import Completions, Scores, Sequences, at_columns, before_eos, completion_tokens, token_intervals
 from .losses import target_probs
 
@@ -230,12 +231,6 @@ class Teacher:
             scores = scores if step == 0 else self._of_completions(sequences, starts, tokens)
             tokens[..., step] = scores.states[:, :, step].argmax(-1)
         return tokens, scores
-
-
-def eos_ids(model: Any) -> list[int]:
-    """Return the end-of-text ids of a model's generation config; none if it has none."""
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ _MODULES = {
     "loading_module": "tokenahead.training.loading",
     "deepseek_readout": "tokenahead.modeling.deepseek.modules",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
-    "demo_figures": "tokenahead.training.commands.figures",
+    "demo_figures": "tokenahead.training.commands.bench",
     "demo_report": "tokenahead.training.demo",
     "demo_run": "tokenahead.training.demo",
     "cache_module": "tokenahead.generation.target.cache",

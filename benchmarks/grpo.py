@@ -44,7 +44,7 @@ from tokenahead import DrafterCascade, EagleHead, SuffixDrafter
 from tokenahead.generation.drafters.suffix_counts import Reader
 from tokenahead.training import OnlineDrafterTraining
 from tokenahead.training.evaluation.prompts import read_prompts
-from tokenahead.training.utils import replace_picture, replace_text
+from tokenahead.training.utils import replace_figure, replace_text
 
 DRAFTERS = ("none", "static", "online", "suffix", "cascade")
 TEXTS = ("prompt", "answers")
@@ -254,7 +254,7 @@ def draw(found: dict[str, Any], path: Path) -> Path:
     left.set(xlabel="steps of the policy", ylabel="tokens per call and sequence")
     right.set(xlabel="steps of the policy", ylabel="KL(policy, start) per token, nats")
     right.legend()
-    return replace_picture(path, figure)
+    return replace_figure(path, figure)
 
 
 def main() -> None:

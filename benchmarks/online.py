@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from tokenahead import EagleHead
 from tokenahead.training import OnlineDrafterTraining
-from tokenahead.training.utils import replace_picture, replace_text
+from tokenahead.training.utils import replace_figure, replace_text
 
 OPENER = "<|im_start|>assistant\n"
 SAVED_EVERY = 5
@@ -160,7 +160,7 @@ def draw(folder: Path) -> Path:
         axes.plot(range(len(values)), means, style, label=f"{name} drafter")
     axes.set(xlabel="steps of the policy", ylabel="tokens per call and sequence", ylim=(1, None))
     axes.legend()
-    return replace_picture(folder / "online.png", figure)
+    return replace_figure(folder / "online.png", figure)
 
 
 def main() -> None:

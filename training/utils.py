@@ -67,7 +67,7 @@ def replace_text(path: str | Path, text: str) -> Path:
     return path
 
 
-def replace_picture(path: Path, figure: Figure) -> Path:
+def replace_figure(path: Path, figure: Figure) -> Path:
     """Write a figure as PNG under a temporary name first; return `path`."""
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=120)

@@ -28,7 +28,7 @@ from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
 from ..requests import BenchRequest
 from ..results import DecodingResult, MeasuredResults
-from ..utils import check_same, needs_extra, replace_picture, replace_text, without_directories
+from ..utils import check_same, needs_extra, replace_figure, replace_text, without_directories
 
 with needs_extra("demo", "figures"):
     from matplotlib.axes import Axes
@@ -146,8 +146,8 @@ def show(console: Console, measured: MeasuredResults) -> None:
 def write(directory: Path, measured: MeasuredResults) -> None:
     """Write results and figures into a directory."""
     measured.to_json(directory / RESULTS)
-    replace_picture(directory / BENCH_FIGURE, bench_figure(measured))
-    replace_picture(directory / FRONTIER_FIGURE, frontier_figure(measured))
+    replace_figure(directory / BENCH_FIGURE, bench_figure(measured))
+    replace_figure(directory / FRONTIER_FIGURE, frontier_figure(measured))
 
 
 def bench_figure(measured: MeasuredResults) -> Figure:

@@ -49,23 +49,52 @@ def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[Pr
     """
     device = usable_device(device)
     base = base_of(source) if has_adapters(source) else source
-    config = load_config(base, "--model")
-    if isinstance(config, DRAFTERS):
-        raise ValueError(f"--model {source} holds a drafter without a backbone; name a whole model, and it as --heads")
-    model = causal_class(config).from_pretrained(base, config=config, dtype=dtype)
+    model = load_backbone(base, "--model", "--heads", dtype=dtype)
     if base != source:
         put_adapters(model, source)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(base))
 
 
-def load_drafter(source: str, backbone: Any, option: str, kind: Any = DRAFTERS, shared: bool = False) -> Any:
+def load_backbone(
+    source: str, option: str, of_drafters: str, with_modules: bool = True, **options: Any
+) -> PreTrainedModel:
+    """Return a causal language model, with the modules of its checkpoint unless `with_modules` is False.
+
+    Args:
+        source: Directory, or name on the Hub.
+        option: The argument that names the model, for messages.
+        of_drafters: The argument that names a drafter, for messages.
+        with_modules: Load the modules of the checkpoint, if it has some.
+        **options: Of `from_pretrained`.
+
+    Raises:
+        FileNotFoundError: No such directory.
+        OSError: What the Hub cannot give.
+        ValueError: A drafter without a backbone.
+    """
+    config = load_config(source, option)
+    if isinstance(config, DRAFTERS):
+        raise ValueError(
+            f"{option}={source} holds a drafter without a backbone: name the backbone there, and heads or an EAGLE "
+            f"head as {of_drafters}; of a student, what student.whole.save_pretrained(directory) writes"
+        )
+    return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
+
+
+def load_drafter(
+    source: str,
+    backbone: PreTrainedModel,
+    option: str,
+    kind: type[PreTrainedConfig] | tuple[type[PreTrainedConfig], ...] = DRAFTERS,
+    shared: bool = False,
+) -> Any:
     """Return a drafter, attached to its backbone, which gets the adapters that it learned with.
 
     Args:
         source: Directory, or name on the Hub.
         backbone: The model that it drafts for, as `load_model` returns it.
         option: The argument that names the drafter, for messages.
-        kind: Configurations that are taken.
+        kind: Accepted classes of its config.
         shared: Refuse to put adapters on the backbone, which others use, too.
 
     Raises:
@@ -83,7 +112,7 @@ def load_drafter(source: str, backbone: Any, option: str, kind: Any = DRAFTERS, 
         put_adapters(backbone, trained)
     elif trained is not None and not has_adapters(trained) and trained.resolve() != Path(name).resolve():
         raise ValueError(f"--model {name}: the backbone of {source} learned with these heads; name {trained} instead")
-    drafter: Any = AutoModel.from_pretrained(source, config=config, dtype=backbone.dtype).to(backbone.device)
+    drafter = AutoModel.from_pretrained(source, config=config, dtype=backbone.dtype).to(backbone.device)
     return drafter.eval().attach(backbone)
 
 

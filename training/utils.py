@@ -85,7 +85,7 @@ def until_end(ids: list[int], ends: Collection[int]) -> list[int]:
     return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return the message of an error in one line, or the name of its class."""
     return " ".join(str(error).split()) or type(error).__name__
 

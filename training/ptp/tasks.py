@@ -1,4 +1,4 @@
-"""What the slots of a batch are to learn: completions, uniforms that pick them, and states that they read."""
+"""The targets of a batch's slots: completions, uniforms that pick them, and states that they read."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ class Task:
     Attributes:
         sequences: The batch.
         rows: The batch in the model; its cache may be freed.
-        inputs: What the slots read.
+        inputs: Of the slots.
         completions: Of K tokens.
         u: [B, C, K], the uniforms that pick these tokens; `GREEDY` where they are the most likely ones.
         reached: [B, C, K] bool, tokens that uniforms determine.
         first: The token of a completion that slot 0 predicts: its own (0), or the one after it.
         with_distribution: Whether targets are distributions; else they are certain.
-        anchors: [B, C, L, D], the backbone's states of the ordinary rows that predict the same tokens as the slots; for
-            masks.
+        anchors: [B, C, L, D], the backbone's states that predict the same tokens as the slots; for masks.
     """
 
     sequences: Sequences
@@ -89,14 +88,7 @@ class Task:
 
 
 class TaskMaker:
-    """Makes tasks from batches.
-
-    Args:
-        config: The student's configuration.
-        options: What to learn.
-        teacher: The teacher, whose distribution slots learn.
-        is_own: Whether the teacher is the student's own backbone.
-    """
+    """Makes tasks from batches, for slots that learn a teacher's distribution (`is_own`: the student's backbone)."""
 
     def __init__(self, config: PTPConfig, options: PTPOptions, teacher: Teacher, is_own: bool) -> None:
         self.config, self.options, self.teacher, self.is_own = config, options, teacher, is_own
@@ -123,8 +115,8 @@ class TaskMaker:
             completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
         # a categorical slot predicts the token after its own; a one-hot one its own, for certain
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
-        read = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
-        task = Task(sequences, rows, read, completions, u, reached, int(not self.is_one_hot), with_distribution)
+        slots = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
+        task = Task(sequences, rows, slots, completions, u, reached, int(not self.is_one_hot), with_distribution)
         if not self.config.reads_uniforms and own is not None:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))

@@ -340,7 +340,7 @@ _NAMES = {
     "tokenahead.training.ptp.mutor": ("Registers",),
     "tokenahead.training.ptp.forwards": (
         "student_drafts",
-        "PackedRows",
+        "PackedBatch",
         "SlotInputs",
         "Teacher",
         "student_drafts",

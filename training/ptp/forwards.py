@@ -43,7 +43,7 @@ class SlotInputs:
         return {"uniforms": self.uniforms.flatten(1)}
 
 
-class PackedRows:
+class PackedBatch:
     """A batch in a `PTPForCausalLM`: its tokens are read once, then the slots of all completions in one forward.
 
     Completions start at columns [B, C]. One-hot slots have other positions than categorical ones.
@@ -198,7 +198,7 @@ class Teacher:
         return Scores.of_logits(torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2))
 
     def most_likely(self, sequences: Sequences, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
-        """Return greedy completions [B, C, K] and their scores, a forward per token; `PackedRows` has a cache."""
+        """Return greedy completions [B, C, K] and their scores, a forward per token; `PackedBatch` has a cache."""
         tokens = torch.zeros(*starts.shape, length, dtype=torch.long, device=starts.device)
         scores = self._of_completions(sequences, starts, tokens)
         for step in range(length):
@@ -208,7 +208,7 @@ class Teacher:
 
 
 @torch.no_grad()
-def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
+def student_drafts(rows: PackedBatch, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
     """Return the completions [B, C, L] that the student writes from uniform noise [B, C, L + 1], in one forward.
 
     Scores [B, T] are those of `rows.read()`. Categorical slots write L tokens after the backbone's own, whose uniform

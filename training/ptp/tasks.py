@@ -20,7 +20,7 @@ from .completions import (
     completion_tokens,
     draw_starts,
 )
-from .forwards import PackedRows, SlotInputs, Teacher, student_drafts
+from .forwards import PackedBatch, SlotInputs, Teacher, student_drafts
 from .losses import PTPOptions, slot_weights
 
 
@@ -41,7 +41,7 @@ class Task:
     """
 
     sequences: Sequences
-    rows: PackedRows
+    rows: PackedBatch
     inputs: SlotInputs
     completions: Completions
     u: Tensor
@@ -102,7 +102,7 @@ class TaskMaker:
         draws = RandomDraws(options.concentration) if is_training else FixedDraws(sequences.documents)
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
-        rows = PackedRows(model, sequences, starts, self.is_one_hot)
+        rows = PackedBatch(model, sequences, starts, self.is_one_hot)
         needs_states = options.sequences == "student" or options.method == "inverse"
         needs_states = needs_states or not self.config.reads_uniforms
         own = rows.read() if self.is_own or reads or needs_states else None
@@ -122,7 +122,7 @@ class TaskMaker:
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
 
-    def _completions(self, rows: PackedRows, own: Scores | None, exists: Tensor) -> Completions:
+    def _completions(self, rows: PackedBatch, own: Scores | None, exists: Tensor) -> Completions:
         sequences, starts = rows.sequences, rows.starts
         if self.options.sequences == "student" and own is not None:
             noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
@@ -132,7 +132,13 @@ class TaskMaker:
         return self.teacher.pieces(sequences, scores, starts, exists, self.length)
 
     def _with_greedy(
-        self, rows: PackedRows, own: Scores | None, exists: Tensor, completions: Completions, u: Tensor, reached: Tensor
+        self,
+        rows: PackedBatch,
+        own: Scores | None,
+        exists: Tensor,
+        completions: Completions,
+        u: Tensor,
+        reached: Tensor,
     ) -> tuple[Completions, Tensor, Tensor]:
         """Replace some completions by the most likely continuations."""
         chosen = self._greedy_indices(rows.starts)
@@ -160,7 +166,7 @@ class TaskMaker:
 
 
 def _inverse(
-    rows: PackedRows, sequences: Sequences, own: Scores, exists: Tensor, shares: Tensor
+    rows: PackedBatch, sequences: Sequences, own: Scores, exists: Tensor, shares: Tensor
 ) -> tuple[Completions, tuple[Tensor, Tensor]]:
     _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
     placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares)

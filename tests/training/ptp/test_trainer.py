@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from tests.internals import (
     SEQUENCES,
-    PackedRows,
+    PackedBatch,
     SlotInputs,
     Teacher,
     at_columns,
@@ -124,7 +124,7 @@ def test_both_ways_through_the_model_agree(variant):
     model = student(variant, backbone().double())
     batch = Sequences.of({"input_ids": ids(2, 8), "attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2])})
     starts, _ = draw_starts(batch.startable, 4, torch.rand(2, 8))
-    rows = PackedRows(model, batch, starts, variant == "one_hot")
+    rows = PackedBatch(model, batch, starts, variant == "one_hot")
     inputs = SlotInputs(torch.rand(2, 4, 3))
     own = rows.read()
     cached = rows.slots(inputs, logits_of)
@@ -210,7 +210,7 @@ def test_drafts_are_judged_as_their_texts_are():
     model = student("categorical", backbone().double(), sampling=FOLDED)
     batch = Sequences.of({"input_ids": ids(2, 7)})
     starts, exists = draw_starts(batch.startable, 3, torch.rand(2, 7))
-    rows = PackedRows(model, batch, starts, False)
+    rows = PackedBatch(model, batch, starts, False)
     written = student_drafts(rows, rows.read(), model.config, SlotInputs(torch.rand(2, 3, 4)))
     assert written.shape == (2, 3, 4)
     judged = Teacher(model, FOLDED).drafts(batch, starts, exists, written)

@@ -26,8 +26,8 @@ _SILVER = 0.7548776662466927  # the plastic number's inverse: a second sequence,
 
 def at_columns(values: Tensor, columns: Tensor) -> Tensor:
     """Return `values[b, columns[b]]` for values [B, T, ...] and columns [B, ...]."""
-    rows = torch.arange(len(values), device=values.device).view(-1, *[1] * (columns.dim() - 1))
-    return values[rows, columns]
+    index = torch.arange(len(values), device=values.device).view(-1, *[1] * (columns.dim() - 1))
+    return values[index, columns]
 
 
 @dataclass(frozen=True)

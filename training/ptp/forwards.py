@@ -208,14 +208,14 @@ class Teacher:
 
 
 @torch.no_grad()
-def student_drafts(rows: PackedBatch, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
+def student_drafts(packed: PackedBatch, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
     """Return the completions [B, C, L] that the student writes from uniform noise [B, C, L + 1], in one forward.
 
-    Scores [B, T] are those of `rows.read()`. Categorical slots write L tokens after the backbone's own, whose uniform
+    Scores [B, T] are those of `packed.read()`. Categorical slots write L tokens after the backbone's own, whose uniform
     is the first.
     """
     uniforms = inputs.uniforms
-    flat = rows.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)
+    flat = packed.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)
     drafted = Scores(flat.states.unflatten(1, (uniforms.shape[1], -1)), flat.head, flat.size)
     if config.predicts_tokens:
         return drafted.mapped(lambda logits: (logits.argmax(-1),))[0]
@@ -225,6 +225,6 @@ def student_drafts(rows: PackedBatch, scores: Scores, config: PTPConfig, inputs:
 
     if config.variant == "one_hot":
         return drafted.mapped(picked, uniforms[..., :-1])[0]
-    first = scores.at(rows.starts - 1)
+    first = scores.at(packed.starts - 1)
     own = first.mapped(lambda logits, u: (pick(u, target_probs(logits, **config.sampling or {})),), uniforms[..., 0])[0]
     return torch.cat([own[..., None], drafted.mapped(picked, uniforms[..., 1:])[0]], dim=-1)

@@ -206,12 +206,12 @@ class PTPTrainer(UpdateTrainer):
         reader = SlotReader(*values) if self._owner.config.reads_uniforms else MaskReader(self._owner, *values)
         if self._learns_in_one_pass:
             task.release()
-            loss, sums, hits = task.rows.everything(task.inputs, reader)
+            loss, sums, hits = task.packed.everything(task.inputs, reader)
         else:
-            if task.rows.cache is None:
+            if task.packed.cache is None:
                 with at_rest(model):
-                    task.rows.read()
-            loss, sums, hits = task.rows.slots(task.inputs, reader)
+                    task.packed.read()
+            loss, sums, hits = task.packed.slots(task.inputs, reader)
         self._note(task, sums, counts, hits, model.training)
         return loss, {"tokens": task.tokens, "valid": task.valid, "hits": hits}
 

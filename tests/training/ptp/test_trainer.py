@@ -55,7 +55,7 @@ def task(model, tmp_path, rows, is_training=True, **options):
     batch = own.data_collator(rows)
     with torch.no_grad():
         found = own._task(model, batch, is_training)
-    return (found.sequences, found.rows, found.completions, (found.u, found.reached)), own
+    return (found.sequences, found.packed, found.completions, (found.u, found.reached)), own
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)
@@ -156,7 +156,7 @@ def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
         found = own._task(model, own.data_collator(texts(backbone())), True)
         u, reached, completions = found.u, found.reached, found.completions
         # one forward confirms what was found step by step
-        distribution = found.rows.slots(found.inputs, logits_of).softmax(-1).unflatten(1, u[..., 1:].shape[1:])
+        distribution = found.packed.slots(found.inputs, logits_of).softmax(-1).unflatten(1, u[..., 1:].shape[1:])
         first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
     assert reached.sum() > 40
     picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], distribution)], dim=-1)

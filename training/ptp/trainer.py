@@ -130,7 +130,7 @@ class UpdateTrainer(BaseTrainer):
     ) -> tuple[Tensor, None, None]:
         """Return the loss of an evaluation batch; its uniforms lie evenly in their intervals."""
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(self.without_repeated_rows(inputs)))
+            loss = self.compute_loss(model, self._prepare_inputs(self.without_repeats(inputs)))
         return loss.detach(), None, None
 
 

@@ -277,7 +277,7 @@ _NAMES = {
     ),
     "tokenahead.training.commands.run_directory": ("write_run",),
     "tokenahead.training.commands.settings": (
-        "_KINDS",
+        "_CLASSES",
         "read_settings",
     ),
     "tokenahead.training.commands.train": ("commands_train",),

@@ -46,20 +46,12 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 
 def replace_text(path: str | Path, text: str) -> Path:
-    """Write `text` to a temporary file in the same directory and rename it; an interruption keeps the old file.
-
-    Args:
-        path: The file to write or replace. Its directory is created if missing.
-        text: The whole new content, written as UTF-8 with its own line ends.
-
-    Returns:
-        `path` as a `Path`.
-    """
+    """Write a file, and its directory, in UTF-8; after an interruption the old file is unchanged. Return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # not tempfile: its files are readable by their owner only, and the rename would keep that
+        # not tempfile: its files are readable by their owner only, and so would the renamed one be
         temporary.write_text(text, encoding="utf-8", newline="")
         temporary.replace(path)
     finally:
@@ -98,19 +90,10 @@ def without_directories(name: str) -> str:
 
 
 def check_same(where: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a directory that something with other settings was written into.
-
-    Args:
-        where: The argument that names the directory, for the message.
-        earlier: What was written there.
-        now: What would be written.
-
-    Raises:
-        ValueError: A field differs; it is named.
-    """
+    """Refuse a directory that was made with other settings; `where` is the argument that names it."""
     for name in sorted({*earlier, *now}):
         if earlier.get(name) != now.get(name):
             raise ValueError(
-                f"{where} holds what was made with {name}={earlier.get(name)!r}, and this is {name}={now.get(name)!r}: "
+                f"{where} was made with {name}={earlier.get(name)!r}, and this is {name}={now.get(name)!r}: "
                 "choose another directory, or remove it"
             )

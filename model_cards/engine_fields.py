@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ..modeling import DeepSeekMTP
 from ..training.utils import replace_text
@@ -20,15 +19,14 @@ ENGINE_ONLY = {
 
 
 def add_fields(path: Path, model: DeepSeekMTP) -> None:
-    """Add to a written config.json what engines read under older names."""
+    """Add to a written config.json the fields that engines read under older names."""
     config = json.loads(path.read_text(encoding="utf-8"))
     rope = dict(config.get("rope_parameters") or {})
-    theta, kind = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
+    theta, rope_type = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
     older = {"torch_dtype": config.get("dtype")}
-    if "full_attention" not in rope:  # else every kind of layer has its own, which the older fields cannot say
-        older |= {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope | {"type": kind}}
-    family = _OF_FAMILIES.get(model.config.model_type)
-    config = (family(model.config, model) if family else {}) | older | config
+    if "full_attention" not in rope:  # else every type of layer has its own, which the older fields cannot express
+        older |= {"rope_theta": theta, "rope_scaling": None if rope_type == "default" else rope | {"type": rope_type}}
+    config = _family_fields(model) | older | config
     if model.config.model_type == "mimo":
         config["model_type"] = "qwen2"
     replace_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -37,7 +35,7 @@ def add_fields(path: Path, model: DeepSeekMTP) -> None:
 def engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
     """Return the tensors to write, where they are not the model's own.
 
-    LongCat's zero experts hand on their input, so official files have no weights of them, while transformers allocates
+    LongCat's zero experts return their input, so official files have no weights of them, while transformers allocates
     gates for them.
     """
     if model.config.model_type != "longcat_flash":
@@ -47,43 +45,22 @@ def engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
     return {name: state[name][:count] if name.endswith("experts.gate_up_proj") else state[name] for name in state}
 
 
-def _deepseek(config: PreTrainedConfig, model: DeepSeekMTP) -> dict[str, Any]:
-    return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-
-
-def _hy3(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
-    """Return what vLLM's Hy3 reads; transformers has the first one as a list, and takes the others for granted."""
-    kinds = [*config.mlp_layer_types, "sparse"]
+def _hy3(config: Any) -> dict[str, object]:
+    """Return the fields of vLLM's Hy3; transformers has the first one as a list, and the others as constants."""
     return {
-        "first_k_dense_replace": kinds.index("sparse"),
+        "first_k_dense_replace": [*config.mlp_layer_types, "sparse"].index("sparse"),
         "qk_norm": True,
         "expert_hidden_dim": config.moe_intermediate_size,
         "route_norm": True,
     }
 
 
-def _exaone(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
-    """Return the kinds of the modules, which vLLM would otherwise take from the first layers."""
-    return {"mtp_layer_types": model.mtp.kinds}
-
-
-def _exaone_4_5(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
-    """Return fields of the text that vLLM's module looks up in the whole configuration."""
-    text = config.get_text_config()
-    return {"vocab_size": text.vocab_size, "tie_word_embeddings": text.tie_word_embeddings}
-
-
-def _longcat(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
-    """Return what transformers takes for granted."""
-    return {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}
-
-
-def _mimo_v2(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
-    """Return the official names: transformers has lists of kinds, and doubles the heads of sliding layers itself."""
+def _mimo_v2(config: Any) -> dict[str, object]:
+    """Return the official names: transformers has lists of types, and doubles the heads of sliding layers itself."""
     full, sliding = config.rope_parameters["full_attention"], config.rope_parameters["sliding_attention"]
     return {
-        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in config.layer_types],
-        "moe_layer_freq": [int(kind == "sparse") for kind in config.mlp_layer_types],
+        "hybrid_layer_pattern": [int(each == "sliding_attention") for each in config.layer_types],
+        "moe_layer_freq": [int(each == "sparse") for each in config.mlp_layer_types],
         "layernorm_epsilon": config.rms_norm_eps,
         "rope_theta": full["rope_theta"],
         "partial_rotary_factor": full["partial_rotary_factor"],
@@ -98,11 +75,20 @@ def _mimo_v2(config: Any, model: DeepSeekMTP) -> dict[str, Any]:
     }
 
 
-_OF_FAMILIES = {
-    "deepseek_v3": _deepseek,
-    "exaone4_5": _exaone_4_5,
-    "exaone_moe": _exaone,
-    "hy_v3": _hy3,
-    "longcat_flash": _longcat,
-    "mimo_v2_flash": _mimo_v2,
-}
+def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
+    config = model.config
+    match config.model_type:
+        case "deepseek_v3":
+            return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        case "longcat_flash":  # constants of transformers
+            return {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}
+        case "exaone4_5":  # fields of the text, which vLLM's module reads from the whole configuration
+            text = config.get_text_config()
+            return {"vocab_size": text.vocab_size, "tie_word_embeddings": text.tie_word_embeddings}
+        case "exaone_moe":  # vLLM would take the types of the modules from the first layers
+            return {"mtp_layer_types": model.mtp.kinds}
+        case "hy_v3":
+            return _hy3(config)
+        case "mimo_v2_flash":
+            return _mimo_v2(config)
+    return {}

@@ -1,6 +1,6 @@
 """A directory that serving engines read: official names and fields, copies of embeddings and head.
 
-The report says for which families such directories were run in an engine, and for which its loader was read.
+The report tells families whose directories were run in an engine from those whose loader was read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _REFUSED = {
     "step3p7": "vLLM reads fields of the configuration that came with the official files (vision_config.width, "
     "att_impl_type, ...), which transformers' classes do not have (vllm/model_executor/models/step3p{5,7}.py)",
 }
-"""Families whose directories vLLM could not load, or was not seen to load, though it has code for most, and why."""
+"""Families whose directories vLLM could not load, or was not observed to load, and why; it has code for most."""
 _NATIVE = (
     """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here, """
     """and --attention-backend CPU_MLA, "attention_backend": "CPU_MLA" in --speculative-config, in float32 with AMX"""
@@ -93,7 +93,7 @@ _NOT_RUN = {
     "text and drafts were as here on a CPU",
     "nemotron_h": "vLLM 0.32 has experts with is_act_and_mul=False on GPUs alone (fused_moe/config.py)",
 }
-"""Why families were not run, where it is more than that nobody did."""
+"""Why families could not be run."""
 
 
 def export(
@@ -104,7 +104,7 @@ def export(
     copies: bool | None = None,
     max_shard_size: int | str | None = None,
 ) -> ExportReport:
-    """Write a model as an engine reads it.
+    """Write a model for an engine.
 
     Besides what `save_pretrained` writes, config.json has the older names of fields that transformers 5 renamed, and
     every module has its copies of embeddings and head, where official files have them. A retrofitted backbone becomes
@@ -116,8 +116,8 @@ def export(
         model: Backbone and modules, not quantised; or a drafter that stands apart, attached.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
-        tokenizer: Saved beside the model; beside a tower for images, the processor. None: the one in the directory or
-            cached repository that the model was loaded from; a warning says where there is none. Drafters that stand
+        tokenizer: Saved with the model; with a tower for images, the processor. None: the one in the directory or
+            cached repository that the model was loaded from; without one there is a warning. Drafters that stand
             apart take none.
         copies: Whether modules repeat embeddings and head. None: as official files do. vLLM 0.32 shares the main
             model's in any case; older builds stop without copies, or draft nonsense in silence. For families whose
@@ -125,7 +125,7 @@ def export(
         max_shard_size: As for `save_pretrained`, for example `"5GB"`; for models, not for drafters that stand apart.
 
     Returns:
-        How to serve the directory, what was checked, and warnings.
+        The command that serves the directory, checks, and warnings.
 
     Raises:
         TypeError: Another kind of model.
@@ -140,11 +140,11 @@ def export(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
-    given = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
+    options = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
     if isinstance(model, (MTPHeads, EagleHead)):
-        _refuse_options(given, f"{type(model).__name__} is served beside its backbone's own directory")
+        _refuse_options(options, f"{type(model).__name__} is served beside its backbone's own directory")
         return write_drafter(model, Path(folder), engine)
-    _check_kind(model)
+    _check_class(model)
     warnings, folder = _check_model(model, engine), Path(folder)
     family = family_of(model.config)
     if not family.copies:
@@ -162,23 +162,19 @@ def export(
     return ExportReport(folder, engine, num_tensors, command, warnings, [_checked(model, engine)])
 
 
-def _refuse_options(given: dict[str, Any], reason: str) -> None:
-    for name, value in given.items():
+def _refuse_options(options: dict[str, object], reason: str) -> None:
+    for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}={value!r} would not be read: {reason}")
 
 
-def _check_kind(model: Any) -> None:
-    """Refuse what is no backbone with modules, by name.
-
-    Raises:
-        TypeError: Always for such a model.
-    """
+def _check_class(model: object) -> None:
+    """Refuse a model that is no backbone with modules."""
     if isinstance(model, DeepSeekMTP):
         return
     reason = "it is no model with modules and no heads: DeepSeekMTP, MTPHeads and EagleHead can be exported"
     if isinstance(model, (PTPForCausalLM, PTPStudent)):
-        reason = "it drafts inside the call that verifies, which no engine has code for"
+        reason = "it drafts inside the call that verifies, for which no engine has code"
     elif isinstance(model, EvaByteForMTPC):
         reason = "it needs a kind of cache that no engine has"
     elif isinstance(model, PreTrainedModel):
@@ -201,27 +197,24 @@ def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> Non
 
 
 def _drop_options_of_generate(path: Path) -> None:
-    """Remove this library's drafting options, which an engine has its own of, from generation_config.json."""
+    """Remove this library's drafting options from generation_config.json: an engine has its own."""
     if not path.is_file():
         return
     values = json.loads(path.read_text(encoding="utf-8"))
     ours = {*OWN, "use_mtp", "prompt_lookup_num_tokens"}
-    kept = {name: values[name] for name in values if name not in ours and "assistant" not in name}
-    replace_text(path, json.dumps(kept, indent=2, sort_keys=True) + "\n")
+    others = {name: values[name] for name in values if name not in ours and "assistant" not in name}
+    replace_text(path, json.dumps(others, indent=2, sort_keys=True) + "\n")
 
 
 def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> list[str]:
-    """Save a tokenizer, by default that of the directory the model came from, and return what there is to warn of.
-
-    Beside a tower it is the processor, which has the tokenizer in it.
-    """
+    """Save a tokenizer (with a tower: a processor), by default the loaded model's, and return warnings."""
     name = model.main.name_or_path
     if tokenizer is None and name:
-        with suppress(OSError, ValueError, ImportError):  # no files of one, or none that is understood
+        with suppress(OSError, ValueError, ImportError):  # no files of one, or unknown ones
             reader = AutoProcessor if has_towers(model.config) else AutoTokenizer
             tokenizer = reader.from_pretrained(name, local_files_only=True)
     if tokenizer is None:
-        where = f"in {name}" if name else "given, and the model does not know where it came from"
+        where = f"in {name}" if name else "was passed, and the model was not loaded from a directory"
         return [f"no tokenizer {where}: an engine does not load such a directory; pass tokenizer="]
     tokenizer.save_pretrained(folder)
     return []
@@ -253,7 +246,7 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
         how = 'text alone (--limit-mm-per-prompt \'{"image": 0, "video": 0}\'); images were not tried'
         if model_type == "glm_ocr":
             how = "text, and with one image each, on a tiny random tower; several images and videos were not tried"
-        warnings.append(f"directories of this family were asked with {how}")
+        warnings.append(f"directories of this family were tried with {how}")
     if count > 1:
         warnings += [
             f"num_speculative_tokens above {count} must be a multiple of {count}, the number of modules",
@@ -264,15 +257,15 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
 
 
 def _checked(model: DeepSeekMTP, engine: str) -> str:
-    """Return what is known of directories of the model's family, and how."""
+    """Return how directories of the model's family were tested."""
     family, model_type = family_of(model.config), model.config.model_type
     if model_type in MEASURED.get(engine, ()):
         return f"directories of this family were {RUN_AS_HERE}{_NOTES.get(model_type, '')}"
     if family.retrofit:
         return f"retrofits of this family were {RUN_AS_HERE}"
-    place = "names of its tensors" if family.names else "layout"
+    checked = "names of its tensors" if family.names else "layout"
     reason = f", because {_NOT_RUN[model_type]}" if engine == "vllm" and model_type in _NOT_RUN else ""
-    return f"the {place} follow {engine}'s loader, which was read and not run{reason}"
+    return f"the {checked} follow {engine}'s loader, which was read and not run{reason}"
 
 
 def _retrofit_command(model: DeepSeekMTP, folder: Path) -> str:

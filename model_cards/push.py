@@ -108,9 +108,9 @@ def public_copy(source: Path, target: Path, left_out: Sequence[str] = (), also: 
     hide_local_names(target)
 
 
-def hide_local_names(folder: Path) -> None:
+def hide_local_names(directory: Path) -> None:
     """Remove from configs the names of local directories; names that the Hub knows are left unchanged."""
-    for file in folder.rglob("*.json"):
+    for file in directory.rglob("*.json"):
         if file.name in _FILES:
             values = json.loads(file.read_text(encoding="utf-8"))
             if (public := _public(values)) != values:  # replaced, not rewritten: the file may be a link
@@ -286,18 +286,18 @@ def _upload(
 ) -> CommitInfo:
     """Save model, tokenizer, card and files into one directory, and upload it as one commit."""
     with TemporaryDirectory() as name:
-        folder = Path(name)
-        model.save_pretrained(folder, max_shard_size=max_shard_size, **_code(model, remote_code))
+        directory = Path(name)
+        model.save_pretrained(directory, max_shard_size=max_shard_size, **_code(model, remote_code))
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder, **_code(tokenizer, remote_code))
-        hide_local_names(folder)
+            tokenizer.save_pretrained(directory, **_code(tokenizer, remote_code))
+        hide_local_names(directory)
         for file, source in sources.items():
-            if (folder / file).exists():
+            if (directory / file).exists():
                 raise ValueError(f"files: {source} has the name of a file that the model itself saves; rename it")
-            shutil.copyfile(source, folder / file)
+            shutil.copyfile(source, directory / file)
         if card is not None:  # after the model: a save_pretrained may write a README.md of its own
-            replace_text(folder / "README.md", str(card))
-        return api.upload_folder(repo_id=repo_id, folder_path=folder, delete_patterns=WEIGHTS, **options)
+            replace_text(directory / "README.md", str(card))
+        return api.upload_folder(repo_id=repo_id, folder_path=directory, delete_patterns=WEIGHTS, **options)
 
 
 def _code(saved: PreTrainedModel | PreTrainedTokenizerBase, remote_code: str | None) -> dict[str, Any]:

@@ -45,13 +45,13 @@ def box_folder() -> Path:
 
 
 def load_box(
-    head: str = "ff", folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+    head: str = "ff", directory: str | Path | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
     """Load the model in the box with one of its heads.
 
     Args:
         head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`, as far as the box holds them.
-        folder: Another box than the installed one.
+        directory: Another box than the installed one.
         dtype: Of the weights in memory.
 
     Returns:
@@ -65,24 +65,24 @@ def load_box(
         >>> model, tokenizer = load_box("btree")
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
-    folder = Path(folder or box_folder())
-    check_box(folder)
-    heads = heads_in(folder)
+    directory = Path(directory or box_folder())
+    check_box(directory)
+    heads = heads_in(directory)
     if head not in heads:
         raise ValueError(f"head={head!r} is not in the box; choose one of {', '.join(heads)}")
-    return _load(folder, head, dtype), EvaByteTokenizer.from_pretrained(folder)
+    return _load(directory, head, dtype), EvaByteTokenizer.from_pretrained(directory)
 
 
-def heads_in(folder: Path) -> list[str]:
+def heads_in(directory: Path) -> list[str]:
     """Return the heads that a box holds: FF, then those of `HEADS`, then any other."""
-    stored = {path.stem for path in folder.glob("*.safetensors") if path.name != WEIGHTS}
+    stored = {path.stem for path in directory.glob("*.safetensors") if path.name != WEIGHTS}
     return ["ff", *(head for head in HEADS if head in stored), *sorted(stored.difference(HEADS))]
 
 
-def _load(folder: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
-    model = EvaByteForMTPC.from_pretrained(folder, dtype=dtype)
+def _load(directory: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
+    model = EvaByteForMTPC.from_pretrained(directory, dtype=dtype)
     if head != "ff":
-        file = folder / f"{head}.safetensors"
+        file = directory / f"{head}.safetensors"
         with safe_open(file, framework="pt") as opened:
             notes = opened.metadata()
         model.set_head(**json.loads(notes["options"]))
@@ -91,14 +91,14 @@ def _load(folder: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
     return model.eval()
 
 
-def check_box(folder: Path) -> None:
+def check_box(directory: Path) -> None:
     """Compare every file with its checksum."""
-    sums = folder / CHECKSUMS
+    sums = directory / CHECKSUMS
     if not sums.is_file():
-        raise BoxDamagedError(f"{folder} holds no {CHECKSUMS}: there is no model in the box; reinstall tokenahead")
+        raise BoxDamagedError(f"{directory} holds no {CHECKSUMS}: there is no model in the box; reinstall tokenahead")
     for line in sums.read_text().splitlines():
         expected, name = line.split(maxsplit=1)
-        file = folder / name
+        file = directory / name
         if not file.is_file():
             raise BoxDamagedError(f"{file} is missing; reinstall tokenahead")
         if sha256(file) != expected:
@@ -178,13 +178,13 @@ class Box:
     excerpts: list[Excerpt]
 
     @classmethod
-    def load(cls, folder: str | Path | None = None) -> Box:
+    def load(cls, directory: str | Path | None = None) -> Box:
         """Read a box; None: the installed one.
 
         Raises:
             BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
         """
-        folder = Path(folder or box_folder())
-        check_box(folder)
-        models = {head: _load(folder, head, torch.float32) for head in heads_in(folder)}
-        return cls(models, EvaByteTokenizer.from_pretrained(folder), load_excerpts(folder / EXCERPTS))
+        directory = Path(directory or box_folder())
+        check_box(directory)
+        models = {head: _load(directory, head, torch.float32) for head in heads_in(directory)}
+        return cls(models, EvaByteTokenizer.from_pretrained(directory), load_excerpts(directory / EXCERPTS))

@@ -106,7 +106,7 @@ def _name(head: str, model: EvaByteForMTPC) -> str:
 def run_demo(
     measurement: BoxMeasurement,
     output: str | Path = "tokenahead-demo",
-    folder: str | Path | None = None,
+    directory: str | Path | None = None,
     overwrite: bool = False,
     console: Console | None = None,
 ) -> MeasuredResults:
@@ -115,7 +115,7 @@ def run_demo(
     Args:
         measurement: How much is measured.
         output: The directory of results and figures. One that a demo made is written over.
-        folder: Another box than the installed one.
+        directory: Another box than the installed one.
         overwrite: Write into a directory that no demo made; files of other names stay.
         console: None: the standard output.
 
@@ -124,12 +124,12 @@ def run_demo(
 
     Raises:
         BoxDamagedError: There is no box, or a file of it is missing or has a wrong checksum; the message names it.
-        OSError: An output directory that cannot be used; this is found before anything is measured.
+        OSError: An output directory that cannot be used; it is checked before anything is measured.
     """
     console, output = console or Console(highlight=False), Path(output)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    box = Box.load(folder)
+    box = Box.load(directory)
     check_output(output, overwrite)
     model = next(iter(box.models.values()))
     console.print(

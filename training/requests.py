@@ -108,7 +108,7 @@ class BenchRequest:
         help="Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line", type=Path
     )
     methods: list[str] = option(help=_METHODS, nargs="+", metavar="METHOD")
-    output: Path = option(help="directory of results; a run there goes on", type=Path)
+    output: Path = option(help="directory of results; an earlier run there continues", type=Path)
     decoding: list[str] = option(["greedy"], "'greedy', 'T=1', 'T=0.7' (greedy)", nargs="+")
     batch_size: list[int] = option([1], "prompts per call (1)", nargs="+", type=whole(1))
     new_tokens: int = option(128, "per answer, at most (%(default)s)", type=whole(1))

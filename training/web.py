@@ -216,7 +216,7 @@ def build(model: str | None = None, drafter: str | None = None) -> Any:
             alert = f'<div class="ta alert" role="alert">{escape(str(error))}</div>'
             yield alert, "", [], gr.Slider(visible=False), ""
 
-    with gr.Blocks(title="tokenahead", analytics_enabled=False) as found:
+    with gr.Blocks(title="tokenahead", analytics_enabled=False) as page:
         gr.HTML(f"<h2>tokenahead</h2>{escape(author.name)}{_LEGEND}")
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
@@ -235,7 +235,7 @@ def build(model: str | None = None, drafter: str | None = None) -> Any:
         outputs = [text, words, cycles, number, tree]
         button.click(write, fields, outputs, api_name="write", concurrency_limit=1, show_progress_on=words)
         number.input(author.tree, [cycles, number], tree, queue=False, show_progress="hidden", api_visibility="private")
-    return found
+    return page
 
 
 def serve(model: str | None, drafter: str | None, address: str) -> int:
@@ -243,6 +243,6 @@ def serve(model: str | None, drafter: str | None, address: str) -> int:
     host, _, port = address.rpartition(":")
     if port and not port.isdecimal():
         raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860")
-    found = build(model, drafter)
-    found.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)
+    page = build(model, drafter)
+    page.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)
     return 0

@@ -1,6 +1,6 @@
 """`tokenahead lm-eval`: the evaluation harness of EleutherAI, whose generation tasks are written with drafts.
 
-The words behind `lm-eval` are lm-eval's own; the model `tokenahead` is its `hf` with one argument more:
+The arguments after `lm-eval` are lm-eval's own; the model `tokenahead` is its `hf` with one argument more:
 
     tokenahead lm-eval run --model tokenahead --model_args pretrained=DIRECTORY,drafter=heads:DIRECTORY --tasks gsm8k
 

@@ -105,7 +105,7 @@ class Bench:
         methods: The first decodes plainly.
         writer: Makes ids of prompts.
         protocol: How much is measured.
-        folder: Where lines are written as they are measured, and read from where there are some; None: nowhere.
+        directory: Where lines are written as they are measured, and read from where there are some; None: nowhere.
         control: Whether plain decoding is measured twice.
 
     Attributes:
@@ -119,13 +119,13 @@ class Bench:
         methods: Sequence[Method],
         writer: Writer,
         protocol: Protocol,
-        folder: Path | None = None,
+        directory: Path | None = None,
         control: bool = True,
     ) -> None:
         again = [replace(methods[0], name=CONTROL)] if control else []
         self.methods = [methods[0], *again, *methods[1:]]
         self.writer, self.protocol = writer, protocol
-        self.file = None if folder is None else folder / LINES
+        self.file = None if directory is None else directory / LINES
         self.ties = NearTies(methods[0])
         self.lines: list[Line] = []
         self.prompts: dict[str, Prompt] = {}

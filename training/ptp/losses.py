@@ -26,7 +26,7 @@ class PTPOptions:
 
     Args:
         method: `"distil"`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2);
-            `"inverse"`: in those of the student's own, found one after the other (Algorithm 3, categorical slots, no
+            `"inverse"`: in those of the student's own, computed one after the other (Algorithm 3, categorical slots, no
                 teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.

@@ -35,7 +35,7 @@ from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.trees.contract import DraftTree
 from tokenahead.generation.verification import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
-from tokenahead.training.box import box_folder, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
+from tokenahead.training.box import box_directory, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
 from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.utils import replace_text
@@ -194,9 +194,9 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
 
 def measure_box(arguments: argparse.Namespace) -> dict[str, Any]:
     """Chains and trees of every head in the box, prompt by prompt, after the same prompts of held-out code."""
-    texts = excerpt_prompts(load_excerpts(box_folder() / "held_out.json"), arguments.prompts)
+    texts = excerpt_prompts(load_excerpts(box_directory() / "held_out.json"), arguments.prompts)
     figures: dict[str, Any] = {}
-    for name in heads_in(box_folder()):
+    for name in heads_in(box_directory()):
         model, tokenizer = load_box(name)
         model.generation_config.eos_token_id = None
         tree, chains = shapes(arguments, model.longest_draft())

@@ -262,7 +262,7 @@ _NAMES = {
         "BoxDamagedError",
         "EXCERPT",
         "Excerpt",
-        "box_folder",
+        "box_directory",
         "check_box",
         "code_prompts",
         "excerpt_prompts",

@@ -39,7 +39,7 @@ class BoxDamagedError(OSError):
     """A file of the box is missing or is not what was released."""
 
 
-def box_folder() -> Path:
+def box_directory() -> Path:
     """Return the directory of the installed box."""
     return Path(__file__).resolve().parents[1] / "model_cards" / "box"
 
@@ -65,7 +65,7 @@ def load_box(
         >>> model, tokenizer = load_box("btree")
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
-    directory = Path(directory or box_folder())
+    directory = Path(directory or box_directory())
     check_box(directory)
     heads = heads_in(directory)
     if head not in heads:
@@ -184,7 +184,7 @@ class Box:
         Raises:
             BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
         """
-        directory = Path(directory or box_folder())
+        directory = Path(directory or box_directory())
         check_box(directory)
         models = {head: _load(directory, head, torch.float32) for head in heads_in(directory)}
         return cls(models, EvaByteTokenizer.from_pretrained(directory), load_excerpts(directory / EXCERPTS))

@@ -39,7 +39,7 @@ from tokenahead.training.commands.settings import Settings, read_settings
 from tokenahead.training.commands.train import make_trainer
 from tokenahead.training.evaluation import environment
 from tokenahead.training.evaluation.drafts import drafted_probs, has_probs
-from tokenahead.training.utils import replace_figure, replace_text
+from tokenahead.training.utils import replace_figure, replace_file
 
 FIGURES = "analysis.json"
 PICTURE = "analysis.png"
@@ -82,7 +82,7 @@ def analyze(settings: Settings, asked: argparse.Namespace) -> dict[str, Any]:
         "environment": environment(),
     }
     folder = settings.output
-    replace_text(folder / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    replace_file(folder / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     replace_figure(folder / PICTURE, analysis_figure(found))
     return found
 

@@ -38,7 +38,7 @@ from tokenahead.generation.verification.verifiers import SampledVerifier
 from tokenahead.training.box import box_directory, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
 from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
-from tokenahead.training.utils import replace_text
+from tokenahead.training.utils import replace_file
 
 
 def expected(tree: DraftTree, p: torch.Tensor, rule: str) -> torch.Tensor:
@@ -248,7 +248,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.backbone == Path("box"):
         figures = measure_box(arguments)
-        replace_text(arguments.output, json.dumps(figures, indent=1))
+        replace_file(arguments.output, json.dumps(figures, indent=1))
         table(figures)
         return
     corpus, tokenizer = load_corpus(seed=0), EvaByteTokenizer(padding_side="left")
@@ -264,7 +264,7 @@ def main() -> None:
         return
     prompts = tokenizer(beginnings(corpus, arguments), return_tensors="pt", padding=True)
     figures = measure(head, prompts, arguments)
-    replace_text(arguments.output, json.dumps(figures, indent=1))
+    replace_file(arguments.output, json.dumps(figures, indent=1))
     table(figures)
 
 

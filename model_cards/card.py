@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..modeling.remote_code import check_choice
 from ..training.results import DecodingResult, MeasuredResults
-from ..training.utils import replace_text
+from ..training.utils import replace_file
 from .facts import ModelFacts, describe
 
 TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
@@ -132,7 +132,7 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
             f"{path} was written or edited by hand and would be lost; pass overwrite=True to replace it, "
             "or write the card to another directory"
         )
-    return replace_text(path, str(card))
+    return replace_file(path, str(card))
 
 
 def is_generated(path: str | Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..modeling import DeepSeekMTP
-from ..training.utils import replace_text
+from ..training.utils import replace_file
 
 ENGINE_ONLY = {
     "longcat_flash": "it has no weights of zero experts, which engines do not take and transformers allocates",
@@ -29,7 +29,7 @@ def add_fields(path: Path, model: DeepSeekMTP) -> None:
     config = _family_fields(model) | older | config
     if model.config.model_type == "mimo":
         config["model_type"] = "qwen2"
-    replace_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    replace_file(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:

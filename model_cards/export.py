@@ -20,7 +20,7 @@ from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForC
 from ..modeling.deepseek.main_model import has_towers
 from ..modeling.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.tensor_files import tensor_dtypes
-from ..training.utils import replace_text
+from ..training.utils import replace_file
 from .drafter_folders import (
     RUN_AS_HERE,
     ExportReport,
@@ -203,7 +203,7 @@ def _drop_options_of_generate(path: Path) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     ours = {*OWN, "use_mtp", "prompt_lookup_num_tokens"}
     others = {name: values[name] for name in values if name not in ours and "assistant" not in name}
-    replace_text(path, json.dumps(others, indent=2, sort_keys=True) + "\n")
+    replace_file(path, json.dumps(others, indent=2, sort_keys=True) + "\n")
 
 
 def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> list[str]:

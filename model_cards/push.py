@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ..configuration import EagleHeadConfig
 from ..modeling.eagle.export import folder_config
 from ..modeling.remote_code import TravellingMixin
-from ..training.utils import replace_text
+from ..training.utils import replace_file
 from .card import check_no_local_path, local_figures, render_card, write_card
 from .facts import hub_id
 
@@ -114,7 +114,7 @@ def hide_local_names(directory: Path) -> None:
         if file.name in _FILES:
             values = json.loads(file.read_text(encoding="utf-8"))
             if (public := _public(values)) != values:  # replaced, not rewritten: the file may be a link
-                replace_text(file, json.dumps(public, indent=2, ensure_ascii=False) + "\n")
+                replace_file(file, json.dumps(public, indent=2, ensure_ascii=False) + "\n")
 
 
 def _public(values: object) -> object:
@@ -296,7 +296,7 @@ def _upload(
                 raise ValueError(f"files: {source} has the name of a file that the model itself saves; rename it")
             shutil.copyfile(source, directory / file)
         if card is not None:  # after the model: a save_pretrained may write a README.md of its own
-            replace_text(directory / "README.md", str(card))
+            replace_file(directory / "README.md", str(card))
         return api.upload_folder(repo_id=repo_id, folder_path=directory, delete_patterns=WEIGHTS, **options)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration import MTPHeadConfig
-from .utils import replace_text
+from .utils import replace_file
 
 _STATE = "trainer_state.json"
 _SUMS = "checksums.json"
@@ -56,7 +56,7 @@ def fault_of(checkpoint: Path) -> str | None:
 
 def write_checksums(checkpoint: Path) -> None:
     """Write the checksums of all files of a checkpoint."""
-    replace_text(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
+    replace_file(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
 
 
 def _checksums(directory: Path) -> dict[str, str]:

@@ -24,7 +24,7 @@ from .evaluation.methods import drafting_method, plain_method
 from .evaluation.prompts import Prompt, Writer
 from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .results import DecodingResult, MeasuredResults, environment, hardware
-from .utils import replace_text
+from .utils import replace_file
 
 MARK = "demo.json"
 """The file that marks the demo's own directories; it holds the command."""
@@ -142,7 +142,7 @@ def run_demo(
         measured, bench = shown.measure(box)
     _print(console, measured, bench)
     notes = {"made_by": f"tokenahead {__version__} demo", "command": measurement.command}
-    replace_text(output / MARK, json.dumps(notes, indent=2) + "\n")
+    replace_file(output / MARK, json.dumps(notes, indent=2) + "\n")
     write(output, measured)
     words = f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} into {output}. The same: {measurement.command}."
     console.print(words, markup=False)

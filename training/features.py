@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..modeling import EagleHead, MTPHeads
 from ..modeling.heads.learning import STATES, collate
-from .utils import check_same, replace_text
+from .utils import check_same, replace_file
 
 INDEX = "index.json"
 _IDS = ("input_ids", "labels", "position_ids")
@@ -84,7 +84,7 @@ class FeatureIndex:
 
     def write(self, folder: Path) -> None:
         """Replace the index of a directory."""
-        replace_text(folder / INDEX, json.dumps(asdict(self)))
+        replace_file(folder / INDEX, json.dumps(asdict(self)))
 
 
 def cache_features(

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
 from .features import checksum
-from .utils import check_same, eos_ids, replace_text, until_end
+from .utils import check_same, eos_ids, replace_file, until_end
 
 _TEXT, _PLAN = "text.jsonl", "plan.json"
 IGNORE = -100
@@ -109,9 +109,9 @@ def regenerate(
     if (folder / _PLAN).exists() and written:  # not after a wrong option, where nothing was written
         check_same(f"folder={folder}", json.loads((folder / _PLAN).read_text(encoding="utf-8")), plan)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / _PLAN, json.dumps(plan))
+    replace_file(folder / _PLAN, json.dumps(plan))
     done = len(written) - len(written) % batch_size if len(written) < len(ids) else len(ids)
-    replace_text(folder / _TEXT, "".join(json.dumps(row) + "\n" for row in written[:done]))
+    replace_file(folder / _TEXT, "".join(json.dumps(row) + "\n" for row in written[:done]))
     for start in logging.tqdm(range(done, len(ids), batch_size), desc="outputs of the backbone, in batches"):
         set_seed(seed + start)
         rows = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)

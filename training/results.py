@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 import transformers
 
-from .utils import replace_text
+from .utils import replace_file
 
 DEGENERATE_SHARE = 0.5
 """Share of repeated text above which a speed-up is not believed."""
@@ -213,7 +213,7 @@ class MeasuredResults:
     def to_json(self, path: str | Path) -> Path:
         """Save the measured values (not the derived ones) as JSON, atomically; return the path."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
-        return replace_text(path, text + "\n")
+        return replace_file(path, text + "\n")
 
     @classmethod
     def from_json(cls, path: str | Path) -> MeasuredResults:

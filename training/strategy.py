@@ -18,7 +18,7 @@ from ..modeling.heads.losses import balance_factors
 from ..modeling.heads.teacher import LOSSES, PLACES
 from ..modeling.loss_options import check_values
 from .trainer_base import RunningMeans, head_of
-from .utils import replace_text
+from .utils import replace_file
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "switch": lambda share: float(share >= 1),
@@ -242,7 +242,7 @@ class LossBalance(TrainerCallback):
             self.close(self._accelerator)
         if state.is_world_process_zero and self.factors is not None:
             checkpoint = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
-            replace_text(checkpoint / _BALANCE_FILE, json.dumps(self.factors.tolist()))
+            replace_file(checkpoint / _BALANCE_FILE, json.dumps(self.factors.tolist()))
 
     def load(self, checkpoint: str) -> None:
         """Load the factors of a checkpoint, if it has some."""

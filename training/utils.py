@@ -45,7 +45,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     return find, lambda: sorted({*vars(import_module(package)), *homes})
 
 
-def replace_text(path: str | Path, text: str) -> Path:
+def replace_file(path: str | Path, text: str) -> Path:
     """Write a file, and its directory, in UTF-8; after an interruption the old file is unchanged. Return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

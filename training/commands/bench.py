@@ -28,7 +28,7 @@ from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
 from ..requests import BenchRequest
 from ..results import DecodingResult, MeasuredResults
-from ..utils import check_same, needs_extra, replace_figure, replace_text, without_directories
+from ..utils import check_same, needs_extra, replace_figure, replace_file, without_directories
 
 with needs_extra("demo", "figures"):
     from matplotlib.axes import Axes
@@ -67,7 +67,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
     methods, refused = methods_of(request.methods, model)
-    replace_text(request.output / SETTINGS, settings)
+    replace_file(request.output / SETTINGS, settings)
     bench = Bench(methods, Writer(tokenizer, not request.raw), protocol, request.output)
     interrupted = None
     try:

@@ -21,7 +21,7 @@ from ...modeling.heads.joint import BACKBONE
 from ..checkpoints import fault_of, last_whole_checkpoint, write_checksums
 from ..loading import has_adapters, holds_model
 from ..results import environment
-from ..utils import check_same, needs_extra, replace_text
+from ..utils import check_same, needs_extra, replace_file
 from .settings import Settings
 
 with needs_extra("train", "a run directory"):
@@ -103,12 +103,12 @@ def nothing_left_of_a_refusal(directory: Path) -> Iterator[None]:
 def write_run(directory: Path, settings: Settings, facts: dict[str, object]) -> None:
     """Write `run.json` and `config.yaml`."""
     run = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
-    replace_text(directory / RUN, run + "\n")
+    replace_file(directory / RUN, run + "\n")
     written = settings.given | {"flags": _without_tokens(settings.given["flags"])}
     if "file" in written:
         written["file"] = {name: value for name, value in written["file"].items() if not name.endswith("token")}
     config = {"given": json.loads(json.dumps(written, default=str)), "resolved": _resolved(settings)}
-    replace_text(directory / CONFIG, yaml.safe_dump(config, sort_keys=False))
+    replace_file(directory / CONFIG, yaml.safe_dump(config, sort_keys=False))
 
 
 def _resolved(settings: Settings) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
 from ..trainer_base import BaseTrainer, head_config
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
-from ..utils import needs_extra, replace_text
+from ..utils import needs_extra, replace_file
 from .data import load_data
 from .models import (
     Trainee,
@@ -108,7 +108,7 @@ def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCall
         if isinstance(progress, ProgressCallback) and progress.training_bar is not None:
             progress.training_bar.close()  # so that an error gets a line of its own
         if trainer.is_world_process_zero() and trainer.state.log_history:
-            replace_text(directory / METRICS, json.dumps(trainer.state.log_history, indent=1) + "\n")
+            replace_file(directory / METRICS, json.dumps(trainer.state.log_history, indent=1) + "\n")
     if pushes:
         trainer.push_to_hub(dataset_name=_data_names(requested))
     return trainer

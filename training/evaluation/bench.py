@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..utils import one_line, replace_text
+from ..utils import one_line, replace_file
 from .decoding import GREEDY, MODES, DecodingMode, Method, Run, decode
 from .drafts import DraftMeasures, text_of
 from .prompts import Prompt, Writer, category_of, groups_of
@@ -178,7 +178,7 @@ class Bench:
         for line in map(Line.from_json, whole_lines):
             units.setdefault(line.unit, []).append(line)
         whole = {key: lines for key, lines in units.items() if len(lines) == lines[0].count}
-        replace_text(self.file, "".join(line.to_json() for lines in whole.values() for line in lines))
+        replace_file(self.file, "".join(line.to_json() for lines in whole.values() for line in lines))
         return whole
 
     def _measure(self, group: Sequence[Prompt], mode: DecodingMode, batch_size: int, number: int) -> list[Line]:

@@ -199,8 +199,8 @@ def put_adapters(model: PreTrainedModel, directory: str | PathLike) -> None:
 
 def _misfit(model: PreTrainedModel, directory: str | PathLike, reason: str) -> str:
     return (
-        f"{directory} holds adapters that do not fit this {type(model).__name__}: {reason}; where the training made new "
-        "parts, make them first (set_head, from_backbone), and load the adapters with peft"
+        f"{directory} holds adapters that do not fit this {type(model).__name__}: {reason}; where the training made "
+        "new parts, make them first (set_head, from_backbone), and load the adapters with peft"
     )
 
 
@@ -233,10 +233,6 @@ def _trained_on_hub(name: str) -> Path | None:
 
 def tokenizer_source(model: str) -> str:
     """Return the directory of a model's tokenizer: that of the heads for a backbone that was trained with heads."""
-    directory = Path(model)
-    is_apart = (
-        directory.name == BACKBONE
-        and holds_model(directory.parent)
-        and not (directory / "tokenizer_config.json").exists()
-    )
-    return str(directory.parent) if is_apart else model
+    path = Path(model)
+    is_apart = path.name == BACKBONE and holds_model(path.parent) and not (path / "tokenizer_config.json").exists()
+    return str(path.parent) if is_apart else model

@@ -224,7 +224,7 @@ def _entries(results: MeasuredResults) -> Iterator[EvalResult]:
 
 
 def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
-    """Return (metric id, label, value) of one way of decoding; repetitive text has no speed-up."""
+    """Return (metric id, label, value) of one way of decoding; repetitive output has no speed-up."""
     figures = [
         ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call),
         ("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second),

@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import family_of
@@ -30,15 +31,19 @@ from .drafter_folders import (
     save_retrofit,
     write_drafter,
 )
-from .engine_fields import ENGINE_ONLY, add_fields, engine_state
 
+_ENGINE_ONLY = {
+    "longcat_flash": "it has no weights of zero experts, which engines do not take and transformers allocates",
+    "mimo": "its config.json names the configuration of Qwen2, for vLLM has none of MiMo-7B",
+}
+"""Families whose directories are for engines alone, and why."""
 MEASURED = {
     "vllm": (
         *("deepseek_v3", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_ocr", "hy_v3"),
         *("mimo", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     )
 }
-"""The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
+"""Families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): outputs and drafts were as here."""
 ENGINES = {
     "vllm": (
         *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe"),
@@ -190,8 +195,8 @@ def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> Non
     model.shared_copies = copies
     try:
         # an engine has its own code
-        model.save_pretrained(folder, remote_code=None, state_dict=engine_state(model), **options)
-        add_fields(folder / "config.json", model)
+        model.save_pretrained(folder, remote_code=None, state_dict=_engine_state(model), **options)
+        _add_fields(folder / "config.json", model)
     finally:
         model.shared_copies = before
 
@@ -240,7 +245,7 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
     warnings = sampling_on_cpus(engine)
     if model.draft_vocabulary is not None:
         warnings.append(f"{engine} drafts the whole vocabulary: it does not read {DRAFT_VOCABULARY}")
-    if reason := ENGINE_ONLY.get(model_type):
+    if reason := _ENGINE_ONLY.get(model_type):
         warnings.append(f"this directory is for engines ({reason}); save_pretrained writes what loads here")
     if has_towers(model.config):
         how = 'text alone (--limit-mm-per-prompt \'{"image": 0, "video": 0}\'); images were not tried'
@@ -283,3 +288,79 @@ def _command(folder: Path, engine: str, count: int) -> str:
         )
     speculative = json.dumps({"method": "mtp", "num_speculative_tokens": count})
     return shlex.join(["vllm", "serve", str(folder), "--speculative-config", speculative])
+
+
+def _add_fields(path: Path, model: DeepSeekMTP) -> None:
+    """Add to a written config.json the fields that engines read under older names."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = dict(config.get("rope_parameters") or {})
+    theta, rope_type = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
+    older = {"torch_dtype": config.get("dtype")}
+    if "full_attention" not in rope:  # else every type of layer has its own, which the older fields cannot express
+        older |= {"rope_theta": theta, "rope_scaling": None if rope_type == "default" else rope | {"type": rope_type}}
+    config = _family_fields(model) | older | config
+    if model.config.model_type == "mimo":
+        config["model_type"] = "qwen2"
+    replace_file(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
+    """Return the tensors to write, where they are not the model's own.
+
+    LongCat's zero experts return their input, so official files have no weights of them, while transformers allocates
+    gates for them.
+    """
+    if model.config.model_type != "longcat_flash":
+        return None
+    count = model.config.n_routed_experts
+    state = model.state_dict()
+    return {name: state[name][:count] if name.endswith("experts.gate_up_proj") else state[name] for name in state}
+
+
+def _hy3_fields(config: Any) -> dict[str, object]:
+    """Return the fields of vLLM's Hy3; transformers has the first one as a list, and the others as constants."""
+    return {
+        "first_k_dense_replace": [*config.mlp_layer_types, "sparse"].index("sparse"),
+        "qk_norm": True,
+        "expert_hidden_dim": config.moe_intermediate_size,
+        "route_norm": True,
+    }
+
+
+def _mimo_v2_fields(config: Any) -> dict[str, object]:
+    """Return the official names: transformers has lists of types, and doubles the heads of sliding layers itself."""
+    full, sliding = config.rope_parameters["full_attention"], config.rope_parameters["sliding_attention"]
+    return {
+        "hybrid_layer_pattern": [int(each == "sliding_attention") for each in config.layer_types],
+        "moe_layer_freq": [int(each == "sparse") for each in config.mlp_layer_types],
+        "layernorm_epsilon": config.rms_norm_eps,
+        "rope_theta": full["rope_theta"],
+        "partial_rotary_factor": full["partial_rotary_factor"],
+        "swa_rope_theta": sliding["rope_theta"],
+        "swa_num_attention_heads": config.num_attention_heads,
+        "swa_num_key_value_heads": 2 * config.num_key_value_heads,
+        "swa_head_dim": config.head_dim,
+        "swa_v_head_dim": config.v_head_dim,
+        "sliding_window_size": config.sliding_window - 1,  # without the token itself
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+
+
+def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
+    config = model.config
+    match config.model_type:
+        case "deepseek_v3":
+            return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        case "longcat_flash":  # constants of transformers
+            return {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}
+        case "exaone4_5":  # fields of the text, which vLLM's module reads from the whole configuration
+            text = config.get_text_config()
+            return {"vocab_size": text.vocab_size, "tie_word_embeddings": text.tie_word_embeddings}
+        case "exaone_moe":  # vLLM would take the types of the modules from the first layers
+            return {"mtp_layer_types": model.mtp.kinds}
+        case "hy_v3":
+            return _hy3_fields(config)
+        case "mimo_v2_flash":
+            return _mimo_v2_fields(config)
+    return {}

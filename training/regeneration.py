@@ -34,8 +34,8 @@ class RegeneratedText(Dataset):
         folder: What `regenerate` wrote.
 
     Raises:
-        FileNotFoundError: A directory without text.
-        ValueError: Incomplete text.
+        FileNotFoundError: A directory without completions.
+        ValueError: Incomplete completions.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -121,7 +121,7 @@ def regenerate(
 
 
 def _identity(backbone: PreTrainedModel) -> str:
-    """Return a checksum of the weights that write text; the adapters of a `PTPForCausalLM` write none."""
+    """Return a checksum of the weights that generate; the adapters of a `PTPForCausalLM` do not."""
     if isinstance(backbone, PTPForCausalLM):
         return checksum(backbone.backbone, skip=f".{ADAPTER}.")
     return checksum(backbone)

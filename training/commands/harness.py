@@ -5,7 +5,7 @@ The arguments after `lm-eval` are lm-eval's own; the model `tokenahead` is its `
     tokenahead lm-eval run --model tokenahead --model_args pretrained=DIRECTORY,drafter=heads:DIRECTORY --tasks gsm8k
 
 `drafter` is a method of `tokenahead bench`: `ngram`, `heads:SOURCE`, ...; `own`, the default, for models that draft for
-themselves; `plain` for none. Scores are those of plain decoding: greedy text is, in float32, the same.
+themselves; `plain` for none. Scores are those of plain decoding: greedy output is, in float32, the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of a run, loaded or made new, and the data that a frozen backbone adds: stored states and its own text."""
+"""Models of a run, loaded or made new, and the data that a frozen backbone adds: stored states and its own outputs."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     if not isinstance(rows, Dataset):
         raise ValueError(f"regenerate={section} takes all rows: set dataset_streaming: false")
     column = settings.training.dataset_text_field
-    with settings.training.main_process_first(desc="text of the backbone"):
+    with settings.training.main_process_first(desc="outputs of the backbone"):
         prompts = [_beginning(dict(row), trainee.tokenizer, column, count) for row in rows]
         regenerate(trainee.backbone, prompts, directory, **options)
     data = replace(settings.data, dataset_name=directory, dataset_config=None, dataset_train_split="train")

@@ -51,12 +51,12 @@ class Protocol:
         modes: Ways of decoding.
         batch_sizes: Prompts per call.
         new_tokens: Tokens per answer, at most.
-        forces_length: Let no answer end earlier. Forced texts loop.
+        forces_length: Let no answer end earlier. Forced outputs loop.
         per_category: Prompts of each category; None: all.
         seconds: Time limit: no unit is begun that would end later, but one of every way of decoding and batch size.
             None: no limit.
         seed: Of the samples.
-        expects: Whether calls are expected along the plain texts, too.
+        expects: Whether calls are expected along the plain outputs, too.
     """
 
     modes: Sequence[DecodingMode] = MODES

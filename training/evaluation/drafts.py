@@ -301,7 +301,7 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
         >>> out = backbone.generate(**inputs, assistant_model=heads, draft_tree=choices)
 
     Args:
-        model: A drafter, see `drafted_probs`; text that its backbone wrote measures what it will draft.
+        model: A drafter, see `drafted_probs`; outputs of its backbone measure future drafts.
         batches: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
         ranks: R, proposals per depth; at most the size of the vocabulary.
         temperature: Temperature of the target. 0: whether its likeliest token is proposed. Else: the probability that

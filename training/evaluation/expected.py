@@ -1,23 +1,24 @@
-"""Expected calls along a text: how many verifications speculative decoding would take to write it, without drawing.
+"""Expected calls along a sequence: how many verifications speculative decoding would take to write it, without drawing.
 
-Let x_0 .. x_T be a text that follows the target's distributions p, and q the drafter's, both conditioned on the tokens
-of x before each. Of a cycle that begins with x_t, the first k drafts are accepted, and the text goes on as x does, with
-the probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over x_{t+1} .. x_{t+j}
+Let x_0 .. x_T be a sequence that follows the target's distributions p, and q the drafter's, both conditioned on the
+tokens of x before each. Of a cycle that begins with x_t, the first k drafts are accepted, and the sequence continues as
+x does, with the probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over
+x_{t+1} .. x_{t+j}
 
     block (Sun et al. 2024)         m_k = min over j <= k of min(1, Q_j / P_j)
     token (Leviathan et al. 2023)   m_k = product over j <= k of min(1, q_j / p_j)
     greedy                          m_k = 1 while argmax q = argmax p
 
-Verification is lossless, so that what follows the accepted drafts has the distribution of the text whatever was
+Verification is lossless, so that what follows the accepted drafts has the distribution of the sequence whatever was
 accepted: P(at least k accepted, x_{t+1} .. x_{t+k+1}) = P(at least k accepted, x_{t+1} .. x_{t+k}) p(x_{t+k+1}). So
 m_k(t) is the probability that at least k drafts are accepted given that x is what is written, and the probability w_t
-that a cycle begins with x_t follows from one pass over the text:
+that a cycle begins with x_t follows from one pass over the sequence:
 
     w_0 = 1,    w_{t+k+1} += w_t (m_k(t) - m_{k+1}(t))    for k = 0 .. m,    m_0 = 1, m_{m+1} = 0
 
-The sum of w is the expected number of verifications of this very text, and T over it the tokens per call. Exact for
-chains of a constant length m along text of the target's own distribution, from drafters whose state depends on verified
-tokens alone. Near its end, drafts are cut to what is left.
+The sum of w is the expected number of verifications of this very sequence, and T over it the tokens per call. Exact for
+chains of a constant length m along sequences of the target's own distribution, from drafters whose state depends on
+verified tokens alone. Near its end, drafts are cut to what is left.
 """
 
 from __future__ import annotations

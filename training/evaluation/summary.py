@@ -28,7 +28,7 @@ class Pair:
 
     @property
     def loops(self) -> bool:
-        """Whether more than half of either text repeats itself, so that its speed says nothing."""
+        """Whether more than half of either output repeats itself, which makes its speed meaningless."""
         return max(self.run.repeated_share, self.plain.repeated_share) > DEGENERATE_SHARE
 
     @property

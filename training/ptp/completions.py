@@ -196,7 +196,7 @@ def token_intervals(scores: Scores, tokens: Tensor, sampling: dict) -> tuple[Ten
 
 
 def before_eos(tokens: Tensor, eos: list[int]) -> Tensor:
-    """Return which tokens [..., K] of a drafted text come no later than the first end-of-text token, [..., K] bool."""
+    """Return which tokens [..., K] of a draft come no later than the first end-of-text token, [..., K] bool."""
     ended = torch.isin(tokens, torch.tensor(eos, device=tokens.device, dtype=tokens.dtype)).long().cumsum(-1)
     return torch.nn.functional.pad(ended[..., :-1], (1, 0)) == 0
 

@@ -45,7 +45,7 @@ class UpdateTrainer(BaseTrainer):
         super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
             shown = ", ".join(f"eval_{name}" for name in self._mean_names())
-            raise ValueError(f"compute_metrics= needs logits of the text; leave it out: evaluate(...) has {shown}")
+            raise ValueError(f"compute_metrics= needs logits of the tokens; leave it out: evaluate(...) has {shown}")
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
 
     def _own_collator(self, tokenizer: Any) -> Any:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ahead import layer_divergences, marginal_log_probs, next_token_spread
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -33,13 +34,12 @@ from transformers import PreTrainedModel, PrinterCallback, set_seed
 
 from tokenahead.modeling import EvaByteForMTPC, MTPHeads
 from tokenahead.modeling.heads.losses import IGNORE, depth_targets
-from tokenahead.training.analysis import layer_divergences, marginal_log_probs, next_token_spread
 from tokenahead.training.commands.models import Trainee, build, with_moved_backbone
 from tokenahead.training.commands.settings import Settings, read_settings
 from tokenahead.training.commands.train import make_trainer
 from tokenahead.training.evaluation import environment
 from tokenahead.training.evaluation.drafts import drafted_probs, has_probs
-from tokenahead.training.utils import replace_picture, replace_text
+from tokenahead.training.utils import replace_figure, replace_file
 
 FIGURES = "analysis.json"
 PICTURE = "analysis.png"
@@ -82,8 +82,8 @@ def analyze(settings: Settings, asked: argparse.Namespace) -> dict[str, Any]:
         "environment": environment(),
     }
     folder = settings.output
-    replace_text(folder / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    replace_picture(folder / PICTURE, analysis_figure(found))
+    replace_file(folder / FIGURES, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    replace_figure(folder / PICTURE, analysis_figure(found))
     return found
 
 

@@ -37,7 +37,7 @@ from tokenahead.training import TrainingStrategy, regenerate
 from tokenahead.training.box import load_box
 from tokenahead.training.evaluation import DraftMeasures
 from tokenahead.training.evaluation.drafts import text_of
-from tokenahead.training.utils import replace_text
+from tokenahead.training.utils import replace_file
 
 TABLES = ("rank", "families", "start", "losses", "layers", "released")
 FAMILIES = ("ff", "cp", "hmm", "btree")
@@ -181,11 +181,11 @@ def main() -> None:
         for cell in [] if arguments.decode else cells(table):
             if not any(row["cell"] == cell and row["seed"] == arguments.seed for row in rows):
                 rows.append({"cell": cell, "seed": arguments.seed, **fit(cell, data, arguments)})
-                replace_text(arguments.out, json.dumps(rows, indent=0))
+                replace_file(arguments.out, json.dumps(rows, indent=0))
         if arguments.decode:
             wanted = list(cells(table))
             decode([row for row in rows if row["cell"] in wanted and row["seed"] == arguments.seed], arguments)
-            replace_text(arguments.out, json.dumps(rows, indent=0))
+            replace_file(arguments.out, json.dumps(rows, indent=0))
         show(table, rows, Console(width=140))
 
 

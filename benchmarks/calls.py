@@ -31,7 +31,7 @@ from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.evaluation.expected import ratio_of_sums
 from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
-from tokenahead.training.utils import replace_text
+from tokenahead.training.utils import replace_file
 
 Drafters = dict[str, tuple[PreTrainedModel, Any]]
 """By name: the model that generates, and the drafter if it is another one."""
@@ -146,7 +146,7 @@ def main() -> None:
     results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     for temperature in arguments.temperatures:
         results |= measure(temperature, drafters, text, arguments)
-        replace_text(arguments.output, json.dumps(results, indent=1))
+        replace_file(arguments.output, json.dumps(results, indent=1))
     table(results)
 
 

@@ -47,7 +47,7 @@ from tokenahead.training.evaluation.prompts import Prompt, Writer
 from tokenahead.training.evaluation.summary import results_of
 from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
-from tokenahead.training.utils import replace_text
+from tokenahead.training.utils import replace_file
 
 
 def heads(kind: str, **options: Any) -> Callable[[PreTrainedModel, argparse.Namespace], Any]:
@@ -236,7 +236,7 @@ def main() -> None:
         facts = options.pop("facts")
         options |= {"num_assistant_tokens": arguments.draft}
         results[name] = facts | measure(backbone, options, text["prompts"], arguments.new_tokens)
-        replace_text(arguments.output, json.dumps(results, indent=1))
+        replace_file(arguments.output, json.dumps(results, indent=1))
         print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
     table(results)
 

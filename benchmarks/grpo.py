@@ -44,7 +44,7 @@ from tokenahead import DrafterCascade, EagleHead, SuffixDrafter
 from tokenahead.generation.drafters.suffix import Reader
 from tokenahead.training import OnlineDrafterTraining
 from tokenahead.training.evaluation.prompts import read_prompts
-from tokenahead.training.utils import replace_picture, replace_text
+from tokenahead.training.utils import replace_figure, replace_file
 
 DRAFTERS = ("none", "static", "online", "suffix", "cascade")
 TEXTS = ("prompt", "answers")
@@ -127,7 +127,7 @@ class Notes(TrainerCallback):
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self.suffixes is not None:
             self.suffixes.save_pretrained(folder / "suffixes")
-        replace_text(folder / "steps.json", json.dumps(self.steps))
+        replace_file(folder / "steps.json", json.dumps(self.steps))
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint."""
@@ -254,7 +254,7 @@ def draw(found: dict[str, Any], path: Path) -> Path:
     left.set(xlabel="steps of the policy", ylabel="tokens per call and sequence")
     right.set(xlabel="steps of the policy", ylabel="KL(policy, start) per token, nats")
     right.legend()
-    return replace_picture(path, figure)
+    return replace_figure(path, figure)
 
 
 def main() -> None:
@@ -280,7 +280,7 @@ def main() -> None:
     for end in [*range(arguments.turn, arguments.steps, arguments.turn), arguments.steps]:
         runs = {name: train(name, end, arguments)[:end] for name in arguments.drafters}
     found = report(runs, arguments)
-    replace_text(arguments.folder / "grpo.json", json.dumps(found).replace("}, {", "},\n{"))
+    replace_file(arguments.folder / "grpo.json", json.dumps(found).replace("}, {", "},\n{"))
     print(draw(found, arguments.folder / "grpo.png"))
 
 

@@ -38,7 +38,7 @@ from tokenahead import EvaByteForMTPC
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.verification import verify
 from tokenahead.modeling.sampling import draw
-from tokenahead.training.commands.figures import frontier_figure
+from tokenahead.training.commands.bench import frontier_figure
 from tokenahead.training.results import DecodingResult, MeasuredResults
 
 REPEATS = 40

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from tokenahead import EagleHead
 from tokenahead.training import OnlineDrafterTraining
-from tokenahead.training.utils import replace_picture, replace_text
+from tokenahead.training.utils import replace_figure, replace_file
 
 OPENER = "<|im_start|>assistant\n"
 SAVED_EVERY = 5
@@ -87,7 +87,7 @@ class Control:
         given = vars(self.arguments).items()
         settings = {name: value if isinstance(value, int | float) else Path(value).name for name, value in given}
         found = {"settings": settings, "threads": torch.get_num_threads(), "steps": self.steps}
-        replace_text(self.folder / "online.json", json.dumps(found, indent=1))
+        replace_file(self.folder / "online.json", json.dumps(found, indent=1))
 
     def _step(self, number: int) -> dict[str, Any]:
         chosen = random.Random(number).sample(self.data, 2 * self.arguments.batch)
@@ -139,7 +139,7 @@ class Control:
         self.policy.save_pretrained(temporary / "adapters")
         torch.save(self.optimizer.state_dict(), temporary / "optimizer.pt")
         self.online.save(temporary)
-        replace_text(temporary / "steps.json", json.dumps(self.steps))
+        replace_file(temporary / "steps.json", json.dumps(self.steps))
         if state.exists():
             state.rename(self.folder / f"state-{len(self.steps) - SAVED_EVERY}")
         temporary.rename(state)
@@ -160,7 +160,7 @@ def draw(folder: Path) -> Path:
         axes.plot(range(len(values)), means, style, label=f"{name} drafter")
     axes.set(xlabel="steps of the policy", ylabel="tokens per call and sequence", ylim=(1, None))
     axes.legend()
-    return replace_picture(folder / "online.png", figure)
+    return replace_figure(folder / "online.png", figure)
 
 
 def main() -> None:

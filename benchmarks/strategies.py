@@ -40,7 +40,7 @@ from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.features import FeatureDataset, cache_features
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
-from tokenahead.training.utils import replace_text
+from tokenahead.training.utils import replace_file
 
 LENGTH, ROWS = 256, 4
 BEGUN = 32
@@ -251,7 +251,7 @@ def main() -> None:
         if str(seed) in found:
             continue
         found[str(seed)] = run(arguments, name, seed, text)
-        replace_text(arguments.output, json.dumps(results, indent=1))
+        replace_file(arguments.output, json.dumps(results, indent=1))
         print(name, seed, json.dumps(found[str(seed)]), file=sys.stderr, flush=True)
     table(results, print)
 

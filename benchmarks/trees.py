@@ -35,10 +35,10 @@ from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.trees.contract import DraftTree
 from tokenahead.generation.verification import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
-from tokenahead.training.box import box_folder, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
+from tokenahead.training.box import box_directory, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
 from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
-from tokenahead.training.utils import replace_text
+from tokenahead.training.utils import replace_file
 
 
 def expected(tree: DraftTree, p: torch.Tensor, rule: str) -> torch.Tensor:
@@ -194,9 +194,9 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
 
 def measure_box(arguments: argparse.Namespace) -> dict[str, Any]:
     """Chains and trees of every head in the box, prompt by prompt, after the same prompts of held-out code."""
-    texts = excerpt_prompts(load_excerpts(box_folder() / "held_out.json"), arguments.prompts)
+    texts = excerpt_prompts(load_excerpts(box_directory() / "held_out.json"), arguments.prompts)
     figures: dict[str, Any] = {}
-    for name in heads_in(box_folder()):
+    for name in heads_in(box_directory()):
         model, tokenizer = load_box(name)
         model.generation_config.eos_token_id = None
         tree, chains = shapes(arguments, model.longest_draft())
@@ -248,7 +248,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.backbone == Path("box"):
         figures = measure_box(arguments)
-        replace_text(arguments.output, json.dumps(figures, indent=1))
+        replace_file(arguments.output, json.dumps(figures, indent=1))
         table(figures)
         return
     corpus, tokenizer = load_corpus(seed=0), EvaByteTokenizer(padding_side="left")
@@ -264,7 +264,7 @@ def main() -> None:
         return
     prompts = tokenizer(beginnings(corpus, arguments), return_tensors="pt", padding=True)
     figures = measure(head, prompts, arguments)
-    replace_text(arguments.output, json.dumps(figures, indent=1))
+    replace_file(arguments.output, json.dumps(figures, indent=1))
     table(figures)
 
 

@@ -11,18 +11,15 @@ from transformers import PreTrainedConfig
 
 def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> Any:
     """Return the first of some fields that a configuration has and that is not None; else `default`."""
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if value is not None), default)
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), default)
 
 
 _PADDING_ALONE, _ROTATED_ANEW = ("glm5_next_text",), ("qwen4_exp_text",)
 
 
 def masks_padding_alone(config: PreTrainedConfig) -> bool:
-    """Return whether a model's masks say of the tokens that are fed which are real, and nothing of what they see.
-
-    Its attention sees all real columns up to a token's own, by their order.
-    """
+    """Return whether a model's masks are those of padding alone: its attention reads all earlier columns, in order."""
     return config.get_text_config().model_type in _PADDING_ALONE
 
 
@@ -42,27 +39,23 @@ def compresses_windows(config: PreTrainedConfig) -> bool:
 
 
 def check_options(
-    given: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
+    options: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
 ) -> None:
-    """Refuse unknown options: a configuration would store a misspelt one without any effect.
+    """Refuse options that are no fields of a configuration, which would store a misspelt one without any effect.
 
-    Args:
-        given: Names of the options.
-        config_class: The class whose own fields are the options.
-        owner: Name of the method that takes them, for the message.
-        without: Fields that the method sets itself.
+    `owner` is the method that takes them, for the message; it sets the fields in `without` itself.
 
     Raises:
         TypeError: An unknown option.
     """
     known = [name for name in get_annotations(config_class) if name not in set(without)]
-    for name in given:
+    for name in options:
         if name not in known:
             raise TypeError(f"{owner} has no option {name!r}; it takes {', '.join(known)}")
 
 
 def check_values(
-    config: PreTrainedConfig, choices: Mapping[str, Collection[Any]], at_least: Mapping[str, float] | None = None
+    config: PreTrainedConfig, choices: Mapping[str, Collection[object]], at_least: Mapping[str, float] | None = None
 ) -> None:
     """Check fields by the values that they may have, or by their smallest one; None is not compared.
 
@@ -77,8 +70,8 @@ def check_values(
             raise ValueError(f"{name}={value} must be at least {least}")
 
 
-def refuse(refusals: Iterable[tuple[Any, str]]) -> None:
-    """Raise the message of the first of some pairs whose condition holds.
+def refuse(refusals: Iterable[tuple[object, str]]) -> None:
+    """Raise the message of the first pair whose condition holds.
 
     Raises:
         ValueError: There is one.
@@ -103,9 +96,9 @@ def rotary_border(config: PreTrainedConfig | None) -> tuple[str, int] | None:
     """
     rope = field(config, "rope_parameters") or {}
     layers = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    kinds = [part for part in layers if part.get("rope_type") in ("dynamic", "longrope")]
-    if not kinds:
+    scaled = [part for part in layers if part.get("rope_type") in ("dynamic", "longrope")]
+    if not scaled:
         return None
     length = field(config, "max_position_embeddings") or 0
-    borders = [part.get("original_max_position_embeddings") or length for part in kinds]
-    return kinds[0]["rope_type"], min(borders)
+    borders = [part.get("original_max_position_embeddings") or length for part in scaled]
+    return scaled[0]["rope_type"], min(borders)

@@ -1,4 +1,4 @@
-"""The families of heads, without torch: which options each takes, and what a card says of it.
+"""The families of heads, without torch: their options and descriptions.
 
 These are the torch-free parts of the records that `modeling.heads.family.register` completes; a family that is defined
 elsewhere comes here by that one call.
@@ -42,15 +42,15 @@ class HeadFamilyFacts:
         options: Fields of `MTPHeadConfig` that it takes beyond `COMMON_OPTIONS`, with `"rank"` and `"leaf"` if it has a
             choice there.
         defaults: Options that `MTPHeadConfig` does not know, with their defaults. They decide about parameters.
-        check: Raises ValueError for a config that contradicts itself; common contradictions are found without it.
+        check: Raises ValueError for a config that contradicts itself; common contradictions are checked elsewhere.
         attends: From a config to whether features look at other positions; the head then has a cache of its own.
         any_window: A checkpoint serves every window, because positions share no parameters.
-        rows_of_lm_head: A model that owns its head keeps it as further rows of its `lm_head`.
-        apart_only: No model owns such a head: it stands apart from its backbone (`MTPHeads`).
+        rows_of_lm_head: A model that owns its head has it as further rows of its `lm_head`.
+        apart_only: No model owns such a head: it is separate from its backbone (`MTPHeads`).
         sequential: Its distribution is made of conditionals alone, so that no token can be summed out.
         loss_weights: From the window n to the weights of the n depths in the family's own recipe, which holds where
             `gamma` is None; None: `gamma` discounts them.
-        loss_target: From a config to the `loss_target` that None stands for.
+        loss_target: From a config to the default of `loss_target`.
     """
 
     name: str

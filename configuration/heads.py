@@ -1,4 +1,4 @@
-"""What a multi-token prediction head is: its family, window and rank. Knows no torch and no backbone."""
+"""Configuration of a multi-token prediction head: family, window and rank. Knows no torch and no backbone."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ class MTPHeadConfig(PreTrainedConfig):
     """Options of a head that describes the distribution of the next `window` tokens.
 
     The same class is the sub-config `mtp_head` of a model that owns its head, and the config of `MTPHeads`, a directory
-    of heads that stands apart from its backbone; only the latter needs the last three fields.
+    of heads that is separate from its backbone; only the latter needs the last three fields.
 
     Args:
         head_type: The family of the distribution. `"ff"`: independent positions (Gloeckle et al. 2024); `"cp"`: a
@@ -85,13 +85,13 @@ class MTPHeadConfig(PreTrainedConfig):
         draft_lora_rank: Of these adapters.
         draft_lora_alpha: Their scale times their rank; None: twice the rank.
         gamma: Discount of the training loss: depth j weighs gamma^(j-1). None: the recipe of the family's paper, or 0.9
-            where it has none. Where it has one, depth 1 keeps the weight that it has there.
+            where it has none. Where it has one, depth 1 has the weight of that recipe.
         loss_weights: Weights [n] of the depths instead.
         loss_normalization: `"tokens"`: every depth is divided by its number of targets, and all by the sum of the
             discounts; `"paper"`: Eq. 4 of MtPC, the mean over sequences of each sequence's own mean.
         loss_target: What a head learns: `"labels"`, or the whole distribution of the `"teacher"`, the backbone given
             the true tokens. None: `"teacher"` for Hydra++ and for `loss_divergence="block"`, else `"labels"`.
-        loss_places: Of `loss_divergence="block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
+        loss_places: Of `loss_divergence="block"`: `"all"` positions count alike, or by the `"calls"` of a rejection.
         loss_balance: `"rms"` scales the loss of every depth to the first one's spread (Mehra et al.).
         masked_tokens: What training does with tokens inside a window that are no targets (a prompt, say): `"observe"`
             conditions on them, as decoding will; `"marginalise"` sums them out (not possible for `"hydra"`).
@@ -154,7 +154,7 @@ class MTPHeadConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fills what depends on other fields; `kwargs` are the fields that this class does not know."""
+        """Fill fields that depend on others; `kwargs` are unknown fields."""
         family = HEAD_FAMILIES.get(self.head_type)  # None where `validate_architecture` will refuse the name
         if self.loss_target is None and self.loss_divergence == "block":
             self.loss_target = "teacher"
@@ -218,7 +218,7 @@ class MTPHeadConfig(PreTrainedConfig):
 
     @property
     def family(self) -> HeadFamilyFacts:
-        """What is known of heads of this `head_type`."""
+        """The facts of this `head_type`."""
         return HEAD_FAMILIES[self.head_type]
 
     @property
@@ -252,7 +252,7 @@ class MTPHeadConfig(PreTrainedConfig):
         return self._values(names) if self.draft_layers else {}
 
     def same_parameters(self, other: "MTPHeadConfig") -> bool:
-        """Whether a checkpoint of `other` holds the parameters of this head, which for `"ff"` any window does."""
+        """Return whether a checkpoint of `other` holds the parameters of this head (of `"ff"`, with any window)."""
         names = ["head_type", *self.family.shaping()]
         return self._values(names) == other._values(names)
 

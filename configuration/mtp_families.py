@@ -8,14 +8,13 @@ In this library a module has the names of DeepSeek-V3: module k (from 0) of a mo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from transformers import Qwen2Config
+from transformers import PreTrainedConfig, Qwen2Config
 
 from .fields import field
 
 SAME = "same"
-"""In the place of a kind of layer: that of the main model's layer of the module's own index."""
+"""Instead of a type of layer: the type of the main model's layer of the module's own index."""
 COUNT = "num_nextn_predict_layers"
 """The field of config.json with the number of modules, in most families."""
 
@@ -40,9 +39,9 @@ class MTPFamily:
             such a family has one module.
         embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
         norm_before_head: There is a `shared_head.norm`; otherwise h^k is the output of the decoder layer.
-        unnormed: Modules hand on their states from before their norm, which is for the head; the first one reads the
-            main model's from behind its final norm.
-        own_heads: Each module has a head of its own, `shared_head.output` behind its norm, and hands on its state from
+        unnormed: Modules pass on their states from before their norm, which is for the head; the first one reads the
+            main model's from after its final norm.
+        own_heads: Each module has a head of its own, `shared_head.output` after its norm, and passes on its state from
             before that norm; the first reads the main model's state from before its final norm. Files may have
             `.transformer.` in these names.
         own_embeddings: The module has embeddings of its own, `embed_tokens`.
@@ -64,7 +63,7 @@ class MTPFamily:
         counts_columns: transformers' class counts positions by columns, padding included, whatever `generate` counts.
         retrofit: The family has no official modules: `DeepSeekMTP.from_backbone` makes them.
         stem: Where the decoder is in the model: `model.language_model` beside a vision tower.
-        tower_prefix: What stands before `names` in files with a tower.
+        tower_prefix: Prefix of `names` in files with a tower.
     """
 
     names: tuple[tuple[str, str], ...] = ()
@@ -328,15 +327,8 @@ REFUSED: dict[str, str] = {
 """Families with modules that are not supported, why, and the file of vLLM 0.32 or transformers 5.23 that shows it."""
 
 
-def family_of(config: Any) -> MTPFamily:
-    """Return the layout of a model's modules.
-
-    Args:
-        config: The model's configuration.
-
-    Raises:
-        ValueError: An unsupported family.
-    """
+def family_of(config: PreTrainedConfig) -> MTPFamily:
+    """Return the layout of a model's modules; refuse an unsupported family."""
     if reason := REFUSED.get(config.model_type):
         raise ValueError(f"DeepSeekMTP does not support model_type={config.model_type!r}: {reason}")
     text = config.get_text_config()
@@ -347,19 +339,19 @@ def family_of(config: Any) -> MTPFamily:
     return replace(family, stem="model.language_model", names=names)
 
 
-def announced_modules(config: Any) -> int | None:
+def announced_modules(config: PreTrainedConfig) -> int | None:
     """Return the number of modules in a configuration; None where it has no such field."""
     family = family_of(config)
     count = field(config if family.counts_outside else config.get_text_config(), family.count)
     return None if count is None else int(count)
 
 
-def count_modules(config: Any) -> int:
+def count_modules(config: PreTrainedConfig) -> int:
     """Return the number of modules in a configuration; 0 where it has no such field."""
     return announced_modules(config) or 0
 
 
-def set_modules(config: Any, count: int) -> None:
+def set_modules(config: PreTrainedConfig, count: int) -> None:
     """Write the number of modules to the family's field.
 
     Raises:
@@ -374,7 +366,7 @@ def set_modules(config: Any, count: int) -> None:
     setattr(config if family.counts_outside else config.get_text_config(), family.count, count)
 
 
-def num_layers(config: Any) -> int:
+def num_layers(config: PreTrainedConfig) -> int:
     """Return L, the number of decoder layers of the main model."""
     family = family_of(config)
     return int(field(config.get_text_config(), family.layers))

@@ -9,11 +9,11 @@ from transformers import AutoConfig, PreTrainedConfig
 from .fields import check_values, learned_positions
 
 VARIANTS = ("one_hot", "categorical", "mask")
-"""What an auxiliary slot predicts: the token that its own uniform picks (O-PTP), the distribution of the next one
-(C-PTP), or, from a mask token in place of a uniform, the distribution of the next one given the token before it (masked
+"""The prediction of an auxiliary slot: the token that its own uniform picks (O-PTP), the distribution of the next one
+(C-PTP), or, from a mask token instead of a uniform, the distribution of the next one given the token before it (masked
 prediction)."""
 SAMPLERS = ("mlp", "none")
-"""What makes the distributions of mask slots sequential."""
+"""The part that makes the distributions of mask slots sequential."""
 FEATURE_DIMS = {"bits": 32, "arithmetic": 24, "threshold": 32, "scalar": 1, "interpolate": 3}
 """Features of a uniform, and their default number."""
 PROJECTIONS = ("linear", "mlp")
@@ -149,11 +149,7 @@ class PTPConfig(PreTrainedConfig):
 
 @strict
 class PTPStudentConfig(PTPConfig):
-    """Configuration of `PTPStudent`: that of `PTPForCausalLM`, whose backbone lives elsewhere.
-
-    Args:
-        base_model_name_or_path: The model that the student was made for, as a card names it.
-    """
+    """Configuration of `PTPStudent`, a student without its backbone (`base_model_name_or_path`, for cards)."""
 
     model_type = "ptp_student"
 

@@ -24,7 +24,7 @@ CORE = {
         "_sample": "decodes plainly where nothing is drafted",
         "_supports_default_dynamic_cache": "whether the cache is a DynamicCache",
         "_valid_auto_compile_criteria": "whether forwards of a call are compiled",
-        "_update_model_kwargs_for_generation": "what the model is given after one more token",
+        "_update_model_kwargs_for_generation": "the inputs of the model after one more token",
         "_validate_model_kwargs": "overridden: pixels go to the main model",
     },
     "transformers.modeling_utils:PreTrainedModel": {
@@ -37,7 +37,7 @@ CORE = {
         "_is_stateful": "whether a model has a recurrent state, which cannot be cropped",
         "_keep_in_fp32_modules_strict": "set: adapters and slot embeddings stay in float32",
         "_keys_to_ignore_on_load_unexpected": "read and set: tensors of modules that are not loaded",
-        "_no_split_modules": "set: layers that a device map keeps whole",
+        "_no_split_modules": "set: layers that a device map does not split",
         "_set_gradient_checkpointing": "overridden: passes checkpointing on to the backbone",
         "_skip_keys_device_placement": "set: caches that hooks of accelerate must not move",
         "_supports_attention_backend": "set: as the backbone's",
@@ -47,7 +47,7 @@ CORE = {
         "_tied_weights_keys": "set: the output embeddings, which a config may tie to the embeddings of the input",
     },
     "transformers.configuration_utils:PreTrainedConfig": {
-        "_attn_implementation": "the attention that a model uses; kept where a config becomes part of another",
+        "_attn_implementation": "the attention that a model uses; copied where a config becomes part of another",
         "_experts_implementation": "how a model computes its experts, which draft layers follow",
         "_auto_class": "hidden while a config is saved with its code",
     },
@@ -81,8 +81,8 @@ TRAINER = {
         "_load_best_model": "loads the best checkpoint of a sharded model",
         "_load_from_checkpoint": "overridden: loads what our models save",
         "_prepare_inputs": "moves a batch to the device",
-        "_set_signature_columns_if_needed": "overridden: keeps the columns that registers need",
-        "_signature_columns": "the columns that a batch keeps",
+        "_set_signature_columns_if_needed": "overridden: retains the columns that registers need",
+        "_signature_columns": "the columns that a batch retains",
     }
 }
 """As `CORE`, of the `Trainer`, which is imported for training alone."""
@@ -96,11 +96,11 @@ def missing_names(table: dict[str, dict[str, str]]) -> list[str]:
     """
     missing = []
     for owner, names in table.items():
-        module, _, kind = owner.partition(":")
-        found = import_module(module)
-        holder = getattr(found, kind, None) if kind else found
+        module_name, _, class_name = owner.partition(":")
+        module = import_module(module_name)
+        holder = getattr(module, class_name, None) if class_name else module
         unknown = [name for name in names if not hasattr(holder, name)]
-        source = Path(found.__file__ or "") if unknown else None
+        source = Path(module.__file__ or "") if unknown else None
         if source is not None and source.suffix == ".py" and source.is_file():
             text = source.read_text(encoding="utf-8")
             missing += [f"{owner.replace(':', '.')}.{name}" for name in unknown if name not in text]

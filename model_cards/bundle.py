@@ -1,8 +1,8 @@
 """Code that travels with a model: the modules that a class needs, flattened into one directory.
 
 transformers copies code by a regular expression that knows no directories (`from ..heads.ff import FFHead` would be a
-file `.heads.ff.py`). So every module that a class reaches by relative imports is taken here under one name of its own,
-and where its imports lead is rewritten; the rest of a file is unchanged. Reads source files, imports nothing.
+file `.heads.ff.py`). So every module that a class reaches by relative imports gets one flat name here, and imports are
+rewritten; the rest of a file is unchanged. Reads source files, imports nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ _IMPORT = re.compile(r"^([ \t]*from )(\.+)([\w.]*)(?= import )", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Bundle:
-    """Flattened code.
-
-    Attributes:
-        entry: The module of the bundle in which the class is.
-        files: Source text by file name.
-        requires: Packages that it imports beyond `ALLOWED`.
-    """
+    """Flattened code: the module with the class, source text by file name, and packages beyond `ALLOWED`."""
 
     entry: str
     files: Mapping[str, str]
@@ -43,16 +37,10 @@ class Bundle:
 
 @cache
 def bundle(module: str) -> Bundle:
-    """Flatten a module and all that it reaches; made once per process, as the code that runs does not change.
-
-    Args:
-        module: A module of this package, without the package's name: `"modeling.evabyte.model"`.
-
-    Returns:
-        The files, and where to begin.
+    """Flatten a module (`"modeling.evabyte.model"`) and all that it imports of this package, once per process.
 
     Raises:
-        FileNotFoundError: The source is not there (an installation without it).
+        FileNotFoundError: An installation without its source.
     """
     start = _ROOT.joinpath(*module.split(".")).with_suffix(".py")
     files = {f"{_flat_name(_ROOT)}.py": f'{_HEADER.format(source="the version")}\n__version__ = "{__version__}"\n'}
@@ -70,7 +58,7 @@ def bundle(module: str) -> Bundle:
 
 
 def _flattened(path: Path) -> tuple[str, list[Path]]:
-    """Return the source of a module as a bundle has it, and the files that it leads to."""
+    """Return the source of a module in a bundle, and the files that it imports."""
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} is not there, so that code cannot be saved with a model: install tokenahead with its source, or "

@@ -1,6 +1,6 @@
-"""The model card: rendered from what a model is and what was measured, and written beside its weights.
+"""The model card: rendered from the facts and results of a model, and written beside its weights.
 
-Does not measure, and does not know the Hub. A card without results says that nothing was measured.
+Does not measure, and does not know the Hub. A card without results states that nothing was measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..modeling.remote_code import check_choice
 from ..training.results import DecodingResult, MeasuredResults
-from ..training.utils import replace_text
+from ..training.utils import replace_file
 from .facts import ModelFacts, describe
 
 TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
@@ -27,7 +27,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _MARK = re.compile(r"\n<!-- tokenahead card ([0-9a-f]{64}): .* -->\s*$")
 _PATH = re.compile(r"(?<![\w:/.~<-])(?:(?P<drive>[A-Za-z]:\\(?=\w))|~/|/(?=[\w.]+/))[^\s`\"')\]|]*")
 _PRIVATE = ("~/", "/home/", "/Users/", "/root/", "/tmp/", "/private/", "/mnt/", "/scratch/")
-_LOCAL_PICTURE = re.compile(r"!\[[^\]]*\]\((?![a-z]+://)([^)\s]+)\)")
+_LOCAL_FIGURE = re.compile(r"!\[[^\]]*\]\((?![a-z]+://)([^)\s]+)\)")
 
 
 def render_card(
@@ -51,22 +51,22 @@ def render_card(
     """Render the card of a model that drafts, or of a drafter, with the parts of Hugging Face's annotated template.
 
     Args:
-        config_or_model: The model, or its config (then the card does not say how many parameters there are).
-        results: What was measured; None gives a card that says that nothing was.
-        license: Licence id of the weights, as the Hub writes them; None says that none was stated.
+        config_or_model: The model, or its config (then the card has no number of parameters).
+        results: Measured results; None: the card states that nothing was measured.
+        license: Licence id of the weights, as the Hub writes them; None: the card states that there is none.
         base_model: Hub id (or ids) of the model that this one derives from.
         model_name: Title; None takes the last part of `repo_id`, or the class name.
         repo_id: Where the model is or will be on the Hub, for the example code.
         picture: File name of the figure of accepted drafts, which lies beside the card.
-        training_description: How the model was trained, as Markdown; None says that this was not described.
+        training_description: How the model was trained, as Markdown; None: the card states that this is unknown.
         metadata: Further fields of `ModelCardData` (`datasets`, `tags`, ...); not those that have an argument here.
-        remote_code: What of the model's code travels with it, as for `push_to_hub`; `"bundle"` gives a section on use
+        remote_code: The code that travels with the model, as for `push_to_hub`; `"bundle"` adds a section on use
             without this library.
-        language: Codes of the languages that the model writes (`"en"`, `"code"`); None says that none was stated.
-        training_data: What the model was trained on, as Markdown; None says that this was not described.
+        language: Codes of the languages that the model writes (`"en"`, `"code"`); None: the card states none.
+        training_data: Its training data, as Markdown; None: the card states that they are unknown.
         hyperparameters: Names and values of the training run.
-        training_results: What the training run logged, as Markdown.
-        out_of_scope: What the model must not be used for, as Markdown, before what holds for every such model.
+        training_results: The log of the training run, as Markdown.
+        out_of_scope: Uses to avoid, as Markdown, before those that hold for every such model.
 
     Returns:
         The card; `str(card)` is the text of README.md.
@@ -114,23 +114,17 @@ def render_card(
 
 
 def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) -> Path:
-    """Write `card` as README.md into `folder`, under a temporary name first.
+    """Write a card as README.md into the model's directory, atomically, and return its path.
 
-    Args:
-        folder: The model's directory; the figures that the card shows must lie in it.
-        card: The card.
-        overwrite: Replace a README.md that is not a card rendered here, or that was edited since.
-
-    Returns:
-        The path of README.md.
+    `overwrite` replaces a README.md that is not a card rendered here, or that was edited since.
 
     Raises:
-        FileExistsError: README.md holds someone's own words and `overwrite` is False.
-        FileNotFoundError: The card shows a figure that is not in `folder`.
+        FileExistsError: README.md was written or edited by a person, and `overwrite` is False.
+        FileNotFoundError: The card shows a figure that is not in the directory.
     """
     folder = Path(folder)
     path = folder / "README.md"
-    for name in local_pictures(card):
+    for name in local_figures(card):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"the card shows the figure {name!r}, which is not in {folder}")
     if path.exists() and not overwrite and not is_generated(path):
@@ -138,23 +132,19 @@ def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) 
             f"{path} was written or edited by hand and would be lost; pass overwrite=True to replace it, "
             "or write the card to another directory"
         )
-    return replace_text(path, str(card))
+    return replace_file(path, str(card))
 
 
 def is_generated(path: str | Path) -> bool:
-    """Return whether the file is a card from `render_card` that nobody has edited since, metadata included.
-
-    Returns:
-        True if the mark at its end agrees with the rest of the file.
-    """
+    """Return whether a file is an unedited card of `render_card`: its last line is a hash of the rest."""
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     mark = _MARK.search(text)
     return mark is not None and mark[1] == _digest(ModelCard(text[: mark.start()], ignore_metadata_errors=True))
 
 
-def local_pictures(card: ModelCard) -> list[str]:
-    """Name the figures that must travel with a card."""
-    return _LOCAL_PICTURE.findall(card.text)
+def local_figures(card: ModelCard) -> list[str]:
+    """Return the names of the figures that must travel with a card."""
+    return _LOCAL_FIGURE.findall(card.text)
 
 
 def _environment() -> jinja2.Environment:
@@ -172,9 +162,9 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _refuse_empty(value: Any) -> Any:
+def _refuse_empty(value: object) -> object:
     if value is None or value == "":
-        raise ValueError("the card's template was given an empty value; every value that it shows must say something")
+        raise ValueError("empty value in the card's template; every value that it shows must have content")
     return value
 
 
@@ -184,11 +174,7 @@ def _cell(value: object) -> str:
 
 
 def check_no_local_path(text: str) -> None:
-    """Refuse a text that would tell the world the layout of this machine.
-
-    Raises:
-        ValueError: A path of a home directory, or one that exists here; it is named.
-    """
+    """Refuse a text with a path of a home directory, or with one that exists on this machine."""
     for match in _PATH.finditer(text):
         path = match[0].rstrip(".,;:)'\"`")
         if path.startswith(_PRIVATE) or match["drive"] or Path(path).exists():
@@ -198,32 +184,23 @@ def check_no_local_path(text: str) -> None:
 
 
 def _mark(card: ModelCard) -> str:
-    """Return the comment that ends a card, by which a later run knows that nobody edited it."""
+    """Return the last line of a card, a comment with its hash."""
     note = "rendered, not written by hand; once edited, it is not overwritten"
     return f"\n<!-- tokenahead card {_digest(card)}: {note} -->\n"
 
 
 def _digest(card: ModelCard) -> str:
-    """Return the hash of what the card says, whatever its line ends and the layout of its metadata."""
+    """Return the hash of a card's content, whatever its line ends and the layout of its metadata."""
     data = json.dumps(card.data.to_dict(), sort_keys=True, default=str)
     body = "\n".join(line.rstrip() for line in card.text.strip().splitlines())
     return hashlib.sha256(f"{data}\n{body}".encode()).hexdigest()
 
 
 def card_metadata(facts: ModelFacts, results: MeasuredResults | None, model_name: str, **fields: Any) -> ModelCardData:
-    """Fill the metadata of a card.
+    """Return the metadata of a card; further fields of `ModelCardData` that are None are left out.
 
     The library is `transformers` only if the model's own code travels with it: otherwise the Hub would offer a line
     of code that cannot load the model without `import tokenahead`.
-
-    Args:
-        facts: What the model is.
-        results: What was measured, if anything.
-        model_name: The name that the measured figures are filed under.
-        fields: Further fields of `ModelCardData`; those that are None are left out, `tags` are added to ours.
-
-    Returns:
-        The metadata.
     """
     tags = [*TAGS, facts.model_type, *(fields.pop("tags", None) or ())]
     defaults = {
@@ -247,7 +224,7 @@ def _entries(results: MeasuredResults) -> Iterator[EvalResult]:
 
 
 def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
-    """Return (metric id, label, value) of one way of decoding; repetitive text has no speed-up."""
+    """Return (metric id, label, value) of one way of decoding; repetitive output has no speed-up."""
     figures = [
         ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call),
         ("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second),

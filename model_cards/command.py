@@ -1,4 +1,4 @@
-"""`tokenahead card`: writes the card of a model, with figures that were measured. Knows no argument parser."""
+"""`tokenahead card`: writes the card of a model with measured results. Knows no argument parser."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ from .card import render_card, write_card
 from .facts import describe
 
 RESULTS = "results.json"
-"""The file beside a card that holds the figures as they were measured."""
+"""The file of measured results beside a card."""
 _UNTOLD = re.compile(r"(What this model was trained on|How this model was trained) was not described\.")
 
 
 def make_card(request: CardRequest) -> Path:
-    """Write the card, and the figures beside it, if there are any.
+    """Write the card, and results beside it, if there are any; return the path of README.md.
 
-    What a card there says of data, recipe, licence and languages is kept.
-
-    Returns:
-        The path of README.md.
+    Data, recipe, licence and languages of an existing card are retained.
 
     Raises:
         FileNotFoundError: No such directory or file of results.
@@ -75,23 +72,23 @@ def make_card(request: CardRequest) -> Path:
 def _load(source: str) -> PreTrainedModel:
     logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(source)
-    kind = AutoModel if isinstance(config, DRAFTERS) else causal_class(config)
-    return kind.from_pretrained(source, config=config, dtype="auto").eval()
+    auto_class = AutoModel if isinstance(config, DRAFTERS) else causal_class(config)
+    return auto_class.from_pretrained(source, config=config, dtype="auto").eval()
 
 
 def _drafting(results: MeasuredResults) -> MeasuredResults:
-    """Return results without the rows that draft nothing, which a bench measures beside the others."""
+    """Return results without the rows of plain decoding, which a bench measures beside the others."""
     rows = [row for row in results.results if row.method not in (PLAIN, CONTROL)]
     return replace(results, results=rows or results.results)
 
 
 def _known(source: str) -> dict[str, Any]:
-    """Return what a card of this library beside the model says, and no config does."""
-    readme, is_folder = Path(source) / "README.md", Path(source).is_dir()
-    if is_folder and not readme.is_file():
+    """Return the facts in an existing card of the model that no config has."""
+    readme, is_directory = Path(source) / "README.md", Path(source).is_dir()
+    if is_directory and not readme.is_file():
         return {}
     try:
-        card = ModelCard.load(readme if is_folder else source, ignore_metadata_errors=True)
+        card = ModelCard.load(readme if is_directory else source, ignore_metadata_errors=True)
     except (OSError, EntryNotFoundError):
         return {}
     names = ("license", "base_model", "language", "model_name", "datasets", "tags")
@@ -101,15 +98,15 @@ def _known(source: str) -> dict[str, Any]:
 
 
 def _part(text: str, heading: str) -> str | None:
-    """Return what stands under a heading of the third level, unless it says that nothing was said."""
+    """Return the content under a heading of the third level, unless it states that there is none."""
     match = re.search(rf"^### {heading}\n(.*?)(?=^#{{1,3}} |\Z)", text, re.M | re.S)
-    found = match[1].strip() if match else ""
-    return found if found and not _UNTOLD.fullmatch(found) else None
+    content = match[1].strip() if match else ""
+    return content if content and not _UNTOLD.fullmatch(content) else None
 
 
 def _travelling(source: str) -> str | None:
-    """Return what of the code lies in a directory, or in a repository of the Hub by what its config says."""
-    folder = Path(source) / CODE_DIRECTORY
-    if Path(source).is_dir() and not folder.is_dir():
+    """Return the code in a directory (`"bundle"`, `"package"` or None); for a repository of the Hub a bundle."""
+    code = Path(source) / CODE_DIRECTORY
+    if Path(source).is_dir() and not code.is_dir():
         return None
-    return "package" if folder.is_dir() and len(list(folder.glob("modeling_*.py"))) == 1 else "bundle"
+    return "package" if code.is_dir() and len(list(code.glob("modeling_*.py"))) == 1 else "bundle"

@@ -1,4 +1,4 @@
-"""Drafters as engines serve them beside their backbone: directory, command, and what was checked.
+"""Drafters as engines serve them with their backbone: directory, command, and checks.
 
 vLLM has no code for modules of Llama, Qwen or Mistral, and refuses tensors of layers that a backbone does not have. But
 it takes a drafter from a directory of its own, and two families that it knows hold our module tensor for tensor: Hy3
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedConfig
 
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
 from ..modeling.tensor_files import tensor_dtypes
@@ -28,16 +29,8 @@ _READ = "SGLang's loader was read and not run"
 LAYOUTS = {"llama": "hy3", "mistral": "hy3", "qwen2": "mimo", "qwen3": "hy3"}
 """Families whose backbones vLLM serves with such a directory, and its layout."""
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "rope_parameters",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters"),
 )
 _MIMO_NAMES = {
     "enorm.": "token_layernorm.",
@@ -53,15 +46,9 @@ _BIASED = ("q_proj", "k_proj", "v_proj")
 
 @dataclass
 class ExportReport:
-    """What was written.
+    """A written directory, its engine, number of tensors and command, and differences from this library as warnings.
 
-    Attributes:
-        folder: Where.
-        engine: For which engine.
-        num_tensors: Tensors in the directory.
-        command: How to serve it.
-        warnings: What will not work as in this library.
-        checked: What is known of such directories, and how; `print(report)` shows all of it.
+    `checked` says how such directories were tested; `print(report)` shows all of it.
     """
 
     folder: Path
@@ -88,16 +75,7 @@ def sampling_on_cpus(engine: str) -> list[str]:
 
 
 def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> ExportReport:
-    """Write a drafter as an engine reads it.
-
-    Args:
-        drafter: Attached, where its leaves are the backbone's.
-        folder: Where to.
-        engine: `"vllm"` or `"sglang"`.
-
-    Raises:
-        ValueError: Heads that the engine cannot run; the message names what it lacks.
-    """
+    """Write a drafter for an engine; refuse heads that it cannot run."""
     if isinstance(drafter, EagleHead):
         return _write_eagle(drafter, folder, engine)
     if engine != "vllm":
@@ -105,20 +83,16 @@ def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> E
     config, family = drafter.config, drafter.family
     if more := family.reads_besides(config):
         raise ValueError(
-            f"vllm cannot run heads of head_type={config.head_type!r}: they read {more}, and it hands over the last "
+            f"vllm cannot run heads of head_type={config.head_type!r}: they read {more}, and it passes the last "
             "hidden state alone"
         )
     if config.draft_vocab_size is not None:
         raise ValueError(f"vllm cannot run heads of draft_vocab_size={config.draft_vocab_size}: it drafts every token")
     if any(layout.name == engine and layout.refusal(config) is None for layout in family.layouts):
-        return _write_medusa(drafter, folder)
+        drafter.export(folder, "vllm")
+        speculative = {"method": "medusa", "model": str(folder), "num_speculative_tokens": drafter.window - 1}
+        return _report(drafter, folder, speculative, [_RUN])
     return _write_for_proposer(drafter, folder)
-
-
-def _write_medusa(heads: MTPHeads, folder: Path) -> ExportReport:
-    heads.export(folder, "vllm")
-    speculative = {"method": "medusa", "model": str(folder), "num_speculative_tokens": heads.window - 1}
-    return _report(heads, folder, speculative, [_RUN])
 
 
 def _write_for_proposer(heads: MTPHeads, folder: Path) -> ExportReport:
@@ -155,14 +129,16 @@ def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ExportReport:
     return ExportReport(folder, engine, len(tensor_dtypes(folder)), command, checked=[_READ])
 
 
-def _report(drafter: Any, folder: Path, speculative: dict[str, Any], checked: list[str]) -> ExportReport:
+def _report(
+    drafter: MTPHeads | EagleHead, folder: Path, speculative: dict[str, object], checked: list[str]
+) -> ExportReport:
     command = shlex.join(["vllm", "serve", _backbone(drafter), "--speculative-config", json.dumps(speculative)])
     warnings = sampling_on_cpus("vllm")
     return ExportReport(folder, "vllm", len(tensor_dtypes(folder)), command, warnings, checked)
 
 
-def _backbone(drafter: Any) -> str:
-    """Return the backbone's name, or a word that stands for its directory."""
+def _backbone(drafter: MTPHeads | EagleHead) -> str:
+    """Return the backbone's name, or a placeholder for its directory."""
     return drafter.config.base_model_name_or_path or "BACKBONE"
 
 
@@ -206,8 +182,8 @@ def save_retrofit(model: DeepSeekMTP, folder: Path, **options: Any) -> None:
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
 
 
-def overrides(model: DeepSeekMTP) -> dict[str, Any]:
-    """Return fields that vLLM's draft classes look up in the backbone's configuration (`--hf-overrides`)."""
+def overrides(model: DeepSeekMTP) -> dict[str, int | bool]:
+    """Return fields that vLLM's draft classes read from the backbone's configuration (`--hf-overrides`)."""
     return {
         "num_nextn_predict_layers": 1,
         "first_k_dense_replace": model.config.num_hidden_layers + 1,
@@ -215,7 +191,7 @@ def overrides(model: DeepSeekMTP) -> dict[str, Any]:
     }
 
 
-def _common(model: DeepSeekMTP) -> dict[str, Any]:
+def _common(model: DeepSeekMTP) -> dict[str, object]:
     config = model.config.to_dict()
     sizes = {name: config[name] for name in _SIZES if config.get(name) is not None}
     rope = config.get("rope_parameters") or {}
@@ -229,7 +205,7 @@ def _common(model: DeepSeekMTP) -> dict[str, Any]:
     }
 
 
-def _hy3(model: DeepSeekMTP) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _hy3(model: DeepSeekMTP) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     prefix = f"model.layers.{model.config.num_hidden_layers}."
     config = {
         "architectures": ["HYV3ForCausalLM"],
@@ -243,7 +219,7 @@ def _hy3(model: DeepSeekMTP) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config | _common(model), _renamed(model, prefix, parts)
 
 
-def _mimo(model: DeepSeekMTP) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _mimo(model: DeepSeekMTP) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     prefix, module = "model.mtp_layers.0.", model.mtp[0]
     tensors = _renamed(model, prefix, _MIMO_NAMES)
     projection = tensors[f"{prefix}input_proj.weight"]
@@ -264,5 +240,5 @@ def _renamed(model: DeepSeekMTP, prefix: str, parts: dict[str, str]) -> dict[str
     return tensors
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

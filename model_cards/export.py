@@ -1,6 +1,6 @@
 """A directory that serving engines read: official names and fields, copies of embeddings and head.
 
-The report says for which families such directories were run in an engine, and for which its loader was read.
+The report tells families whose directories were run in an engine from those whose loader was read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import family_of
@@ -20,7 +21,7 @@ from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForC
 from ..modeling.deepseek.main_model import has_towers
 from ..modeling.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.tensor_files import tensor_dtypes
-from ..training.utils import replace_text
+from ..training.utils import replace_file
 from .drafter_folders import (
     RUN_AS_HERE,
     ExportReport,
@@ -30,15 +31,19 @@ from .drafter_folders import (
     save_retrofit,
     write_drafter,
 )
-from .engine_fields import ENGINE_ONLY, add_fields, engine_state
 
+_ENGINE_ONLY = {
+    "longcat_flash": "it has no weights of zero experts, which engines do not take and transformers allocates",
+    "mimo": "its config.json names the configuration of Qwen2, for vLLM has none of MiMo-7B",
+}
+"""Families whose directories are for engines alone, and why."""
 MEASURED = {
     "vllm": (
         *("deepseek_v3", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_ocr", "hy_v3"),
         *("mimo", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     )
 }
-"""The families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): text and drafts were as here."""
+"""Families whose exported directories were run in an engine (vLLM 0.32.0 on CPUs): outputs and drafts were as here."""
 ENGINES = {
     "vllm": (
         *("bailing_hybrid", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe"),
@@ -66,7 +71,7 @@ _REFUSED = {
     "step3p7": "vLLM reads fields of the configuration that came with the official files (vision_config.width, "
     "att_impl_type, ...), which transformers' classes do not have (vllm/model_executor/models/step3p{5,7}.py)",
 }
-"""Families whose directories vLLM could not load, or was not seen to load, though it has code for most, and why."""
+"""Families whose directories vLLM could not load, or was not observed to load, and why; it has code for most."""
 _NATIVE = (
     """; with --compilation-config '{"custom_ops": ["none"]}', for its rotary kernel for CPUs is wrong here, """
     """and --attention-backend CPU_MLA, "attention_backend": "CPU_MLA" in --speculative-config, in float32 with AMX"""
@@ -93,7 +98,7 @@ _NOT_RUN = {
     "text and drafts were as here on a CPU",
     "nemotron_h": "vLLM 0.32 has experts with is_act_and_mul=False on GPUs alone (fused_moe/config.py)",
 }
-"""Why families were not run, where it is more than that nobody did."""
+"""Why families could not be run."""
 
 
 def export(
@@ -104,7 +109,7 @@ def export(
     copies: bool | None = None,
     max_shard_size: int | str | None = None,
 ) -> ExportReport:
-    """Write a model as an engine reads it.
+    """Write a model for an engine.
 
     Besides what `save_pretrained` writes, config.json has the older names of fields that transformers 5 renamed, and
     every module has its copies of embeddings and head, where official files have them. A retrofitted backbone becomes
@@ -116,8 +121,8 @@ def export(
         model: Backbone and modules, not quantised; or a drafter that stands apart, attached.
         folder: Where to.
         engine: `"vllm"` or `"sglang"`.
-        tokenizer: Saved beside the model; beside a tower for images, the processor. None: the one in the directory or
-            cached repository that the model was loaded from; a warning says where there is none. Drafters that stand
+        tokenizer: Saved with the model; with a tower for images, the processor. None: the one in the directory or
+            cached repository that the model was loaded from; without one there is a warning. Drafters that stand
             apart take none.
         copies: Whether modules repeat embeddings and head. None: as official files do. vLLM 0.32 shares the main
             model's in any case; older builds stop without copies, or draft nonsense in silence. For families whose
@@ -125,7 +130,7 @@ def export(
         max_shard_size: As for `save_pretrained`, for example `"5GB"`; for models, not for drafters that stand apart.
 
     Returns:
-        How to serve the directory, what was checked, and warnings.
+        The command that serves the directory, checks, and warnings.
 
     Raises:
         TypeError: Another kind of model.
@@ -140,11 +145,11 @@ def export(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
-    given = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
+    options = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
     if isinstance(model, (MTPHeads, EagleHead)):
-        _refuse_options(given, f"{type(model).__name__} is served beside its backbone's own directory")
+        _refuse_options(options, f"{type(model).__name__} is served beside its backbone's own directory")
         return write_drafter(model, Path(folder), engine)
-    _check_kind(model)
+    _check_class(model)
     warnings, folder = _check_model(model, engine), Path(folder)
     family = family_of(model.config)
     if not family.copies:
@@ -162,23 +167,19 @@ def export(
     return ExportReport(folder, engine, num_tensors, command, warnings, [_checked(model, engine)])
 
 
-def _refuse_options(given: dict[str, Any], reason: str) -> None:
-    for name, value in given.items():
+def _refuse_options(options: dict[str, object], reason: str) -> None:
+    for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name}={value!r} would not be read: {reason}")
 
 
-def _check_kind(model: Any) -> None:
-    """Refuse what is no backbone with modules, by name.
-
-    Raises:
-        TypeError: Always for such a model.
-    """
+def _check_class(model: object) -> None:
+    """Refuse a model that is no backbone with modules."""
     if isinstance(model, DeepSeekMTP):
         return
     reason = "it is no model with modules and no heads: DeepSeekMTP, MTPHeads and EagleHead can be exported"
     if isinstance(model, (PTPForCausalLM, PTPStudent)):
-        reason = "it drafts inside the call that verifies, which no engine has code for"
+        reason = "it drafts inside the call that verifies, for which no engine has code"
     elif isinstance(model, EvaByteForMTPC):
         reason = "it needs a kind of cache that no engine has"
     elif isinstance(model, PreTrainedModel):
@@ -194,34 +195,31 @@ def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> Non
     model.shared_copies = copies
     try:
         # an engine has its own code
-        model.save_pretrained(folder, remote_code=None, state_dict=engine_state(model), **options)
-        add_fields(folder / "config.json", model)
+        model.save_pretrained(folder, remote_code=None, state_dict=_engine_state(model), **options)
+        _add_fields(folder / "config.json", model)
     finally:
         model.shared_copies = before
 
 
 def _drop_options_of_generate(path: Path) -> None:
-    """Remove this library's drafting options, which an engine has its own of, from generation_config.json."""
+    """Remove this library's drafting options from generation_config.json: an engine has its own."""
     if not path.is_file():
         return
     values = json.loads(path.read_text(encoding="utf-8"))
     ours = {*OWN, "use_mtp", "prompt_lookup_num_tokens"}
-    kept = {name: values[name] for name in values if name not in ours and "assistant" not in name}
-    replace_text(path, json.dumps(kept, indent=2, sort_keys=True) + "\n")
+    others = {name: values[name] for name in values if name not in ours and "assistant" not in name}
+    replace_file(path, json.dumps(others, indent=2, sort_keys=True) + "\n")
 
 
 def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> list[str]:
-    """Save a tokenizer, by default that of the directory the model came from, and return what there is to warn of.
-
-    Beside a tower it is the processor, which has the tokenizer in it.
-    """
+    """Save a tokenizer (with a tower: a processor), by default the loaded model's, and return warnings."""
     name = model.main.name_or_path
     if tokenizer is None and name:
-        with suppress(OSError, ValueError, ImportError):  # no files of one, or none that is understood
+        with suppress(OSError, ValueError, ImportError):  # no files of one, or unknown ones
             reader = AutoProcessor if has_towers(model.config) else AutoTokenizer
             tokenizer = reader.from_pretrained(name, local_files_only=True)
     if tokenizer is None:
-        where = f"in {name}" if name else "given, and the model does not know where it came from"
+        where = f"in {name}" if name else "was passed, and the model was not loaded from a directory"
         return [f"no tokenizer {where}: an engine does not load such a directory; pass tokenizer="]
     tokenizer.save_pretrained(folder)
     return []
@@ -247,13 +245,13 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
     warnings = sampling_on_cpus(engine)
     if model.draft_vocabulary is not None:
         warnings.append(f"{engine} drafts the whole vocabulary: it does not read {DRAFT_VOCABULARY}")
-    if reason := ENGINE_ONLY.get(model_type):
+    if reason := _ENGINE_ONLY.get(model_type):
         warnings.append(f"this directory is for engines ({reason}); save_pretrained writes what loads here")
     if has_towers(model.config):
         how = 'text alone (--limit-mm-per-prompt \'{"image": 0, "video": 0}\'); images were not tried'
         if model_type == "glm_ocr":
             how = "text, and with one image each, on a tiny random tower; several images and videos were not tried"
-        warnings.append(f"directories of this family were asked with {how}")
+        warnings.append(f"directories of this family were tried with {how}")
     if count > 1:
         warnings += [
             f"num_speculative_tokens above {count} must be a multiple of {count}, the number of modules",
@@ -264,15 +262,15 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
 
 
 def _checked(model: DeepSeekMTP, engine: str) -> str:
-    """Return what is known of directories of the model's family, and how."""
+    """Return how directories of the model's family were tested."""
     family, model_type = family_of(model.config), model.config.model_type
     if model_type in MEASURED.get(engine, ()):
         return f"directories of this family were {RUN_AS_HERE}{_NOTES.get(model_type, '')}"
     if family.retrofit:
         return f"retrofits of this family were {RUN_AS_HERE}"
-    place = "names of its tensors" if family.names else "layout"
+    checked = "names of its tensors" if family.names else "layout"
     reason = f", because {_NOT_RUN[model_type]}" if engine == "vllm" and model_type in _NOT_RUN else ""
-    return f"the {place} follow {engine}'s loader, which was read and not run{reason}"
+    return f"the {checked} follow {engine}'s loader, which was read and not run{reason}"
 
 
 def _retrofit_command(model: DeepSeekMTP, folder: Path) -> str:
@@ -290,3 +288,79 @@ def _command(folder: Path, engine: str, count: int) -> str:
         )
     speculative = json.dumps({"method": "mtp", "num_speculative_tokens": count})
     return shlex.join(["vllm", "serve", str(folder), "--speculative-config", speculative])
+
+
+def _add_fields(path: Path, model: DeepSeekMTP) -> None:
+    """Add to a written config.json the fields that engines read under older names."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = dict(config.get("rope_parameters") or {})
+    theta, rope_type = rope.pop("rope_theta", 10000.0), rope.get("rope_type", "default")
+    older = {"torch_dtype": config.get("dtype")}
+    if "full_attention" not in rope:  # else every type of layer has its own, which the older fields cannot express
+        older |= {"rope_theta": theta, "rope_scaling": None if rope_type == "default" else rope | {"type": rope_type}}
+    config = _family_fields(model) | older | config
+    if model.config.model_type == "mimo":
+        config["model_type"] = "qwen2"
+    replace_file(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _engine_state(model: DeepSeekMTP) -> dict[str, Tensor] | None:
+    """Return the tensors to write, where they are not the model's own.
+
+    LongCat's zero experts return their input, so official files have no weights of them, while transformers allocates
+    gates for them.
+    """
+    if model.config.model_type != "longcat_flash":
+        return None
+    count = model.config.n_routed_experts
+    state = model.state_dict()
+    return {name: state[name][:count] if name.endswith("experts.gate_up_proj") else state[name] for name in state}
+
+
+def _hy3_fields(config: Any) -> dict[str, object]:
+    """Return the fields of vLLM's Hy3; transformers has the first one as a list, and the others as constants."""
+    return {
+        "first_k_dense_replace": [*config.mlp_layer_types, "sparse"].index("sparse"),
+        "qk_norm": True,
+        "expert_hidden_dim": config.moe_intermediate_size,
+        "route_norm": True,
+    }
+
+
+def _mimo_v2_fields(config: Any) -> dict[str, object]:
+    """Return the official names: transformers has lists of types, and doubles the heads of sliding layers itself."""
+    full, sliding = config.rope_parameters["full_attention"], config.rope_parameters["sliding_attention"]
+    return {
+        "hybrid_layer_pattern": [int(each == "sliding_attention") for each in config.layer_types],
+        "moe_layer_freq": [int(each == "sparse") for each in config.mlp_layer_types],
+        "layernorm_epsilon": config.rms_norm_eps,
+        "rope_theta": full["rope_theta"],
+        "partial_rotary_factor": full["partial_rotary_factor"],
+        "swa_rope_theta": sliding["rope_theta"],
+        "swa_num_attention_heads": config.num_attention_heads,
+        "swa_num_key_value_heads": 2 * config.num_key_value_heads,
+        "swa_head_dim": config.head_dim,
+        "swa_v_head_dim": config.v_head_dim,
+        "sliding_window_size": config.sliding_window - 1,  # without the token itself
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+
+
+def _family_fields(model: DeepSeekMTP) -> dict[str, object]:
+    config = model.config
+    match config.model_type:
+        case "deepseek_v3":
+            return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+        case "longcat_flash":  # constants of transformers
+            return {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}
+        case "exaone4_5":  # fields of the text, which vLLM's module reads from the whole configuration
+            text = config.get_text_config()
+            return {"vocab_size": text.vocab_size, "tie_word_embeddings": text.tie_word_embeddings}
+        case "exaone_moe":  # vLLM would take the types of the modules from the first layers
+            return {"mtp_layer_types": model.mtp.kinds}
+        case "hy_v3":
+            return _hy3_fields(config)
+        case "mimo_v2_flash":
+            return _mimo_v2_fields(config)
+    return {}

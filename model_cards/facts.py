@@ -1,4 +1,4 @@
-"""What a card can say of a model without measuring: its class, its head, its sizes. Reads configs, opens no weights."""
+"""The facts of a model for its card, without measuring: class, head, sizes. Reads configs, opens no weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP
 from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
 
-_CHAIN = 5  # tokens that an EAGLE head drafts where nobody asks for a number
+_CHAIN = 5  # tokens that an EAGLE head drafts by default
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
     "categorical": "parallel token prediction; a slot predicts the distribution of the token after its own",
@@ -36,19 +36,19 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the template says of a model.
+    """The facts of a model for the template.
 
     Args:
         class_name: The class of tokenahead that loads it.
         model_type: Its `model_type`.
-        drafting: Rows (label, value) that say what drafts.
+        drafting: Rows (label, value) that describe the drafter.
         window: The longest draft and one.
-        kind: `"heads"`, `"modules"`, `"uniforms"` or `"eagle"`: what the drafts are made with.
+        kind: `"heads"`, `"modules"`, `"uniforms"` or `"eagle"`: the type of drafter.
         sizes: Rows (label, value) of the table of sizes.
         heads_only: Whether it is a drafter without a backbone, to be attached to one.
-        remote_code: What of its code travels with it: `"bundle"`, `"package"` or None.
-        requires: What the code that travels needs, for `pip install`.
-        backbone: Hub id of the backbone that a drafter without one was trained for, if the config says.
+        remote_code: The code that travels with it: `"bundle"`, `"package"` or None.
+        requires: Packages that this code needs, for `pip install`.
+        backbone: Hub id of the backbone that a drafter without one was trained for, if known.
         citations: BibTeX entries of the papers that describe it.
     """
 
@@ -66,14 +66,9 @@ class ModelFacts:
 
 
 def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: str | None = "auto") -> ModelFacts:
-    """Collect the facts of a model, or of a config alone (then without the number of parameters).
+    """Return the facts of a model, or of a config alone (then without the number of parameters).
 
-    Args:
-        config_or_model: A model with a multi-token head, a drafter apart from a backbone, or the config of either.
-        remote_code: What of its code travels with it, as for `push_to_hub`.
-
-    Returns:
-        The facts.
+    `remote_code` is the code that travels with it, as for `push_to_hub`.
 
     Raises:
         TypeError: Neither a config nor a model, or one without a multi-token head.
@@ -83,15 +78,15 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
     drafting = _drafting(config, model)
-    found = _class(config) if model is None else type(model)
-    heads_only = issubclass(found, AttachableDrafter)
-    if not issubclass(found, TravellingMixin):
+    model_class = _class(config) if model is None else type(model)
+    heads_only = issubclass(model_class, AttachableDrafter)
+    if not issubclass(model_class, TravellingMixin):
         remote_code = None
     elif remote_code == "auto":
-        remote_code = "bundle" if found.travels_when_pushed else None
+        remote_code = "bundle" if model_class.travels_when_pushed else None
     needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if drafting.kind == "uniforms" else [])]
     return ModelFacts(
-        class_name=found.__name__,
+        class_name=model_class.__name__,
         model_type=config.model_type,
         drafting=drafting.drafting,
         window=drafting.window,
@@ -106,7 +101,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
 
 
 class _Drafting(NamedTuple):
-    """What drafts: fields of `ModelFacts`, and the keys of its papers in `citations.bib`."""
+    """Fields of `ModelFacts` on the drafter, and the keys of its papers in `citations.bib`."""
 
     kind: str
     window: int
@@ -168,7 +163,7 @@ def _head(head: MTPHeadConfig, name: str) -> _Drafting:
 
 
 def _citations(papers: tuple[str, ...]) -> list[str]:
-    """Return BibTeX entries; a paper that `citations.bib` does not have is one itself."""
+    """Return BibTeX entries; a paper that is not in `citations.bib` is one itself."""
     text = (Path(__file__).parent / "templates" / "citations.bib").read_text(encoding="utf-8")
     entries = {entry.partition("{")[2].partition(",")[0]: entry.strip() for entry in text.split("\n\n")}
     return [entries.get(paper, paper) for paper in papers]
@@ -191,13 +186,13 @@ def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     Not `config.architectures`: official files name classes of the official code.
     """
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
-        if (found := mapping.get(type(config), None)) is not None:
-            return cast(type[PreTrainedModel], found)
+        if (model_class := mapping.get(type(config), None)) is not None:
+            return cast(type[PreTrainedModel], model_class)
     raise TypeError(f"{type(config).__name__} has no model class that AutoModelForCausalLM knows; pass the model")
 
 
 def _sizes(config: PreTrainedConfig, model: PreTrainedModel | None) -> list[tuple[str, str]]:
-    """Return rows of the table of sizes: parameters if a model is at hand, then what the config holds."""
+    """Return rows of the table of sizes: parameters if there is a model, then fields of the config."""
     rows = [] if model is None else [("Parameters", f"{model.num_parameters():,}")]
     values = ((label, getattr(config, name, None)) for name, label in _SIZES.items())
     return rows + [(label, f"{value:,}") for label, value in values if value is not None]

@@ -1,4 +1,4 @@
-"""Pushes of model, tokenizer and card to the Hub in one commit, and what they need: a token, public files."""
+"""Pushes of model, tokenizer and card to the Hub in one commit, and their needs: a token, public files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transformers.utils import CONFIG_NAME, logging
 from ..configuration import EagleHeadConfig
 from ..modeling.eagle.export import layout_config
 from ..modeling.remote_code import TravellingMixin
-from ..training.utils import replace_text
-from .card import check_no_local_path, local_pictures, render_card, write_card
+from ..training.utils import replace_file
+from .card import check_no_local_path, local_figures, render_card, write_card
 from .facts import hub_id
 
 logger = logging.get_logger(__name__)
@@ -29,15 +29,11 @@ Trainer."""
 _FILES = {"config.json", "adapter_config.json", "tokenizer_config.json", "trainer_state.json"}
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5", ".onnx")
 _TELLING = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Fields by which two models are told apart; retraining changes none of them."""
+"""Fields that distinguish two models; retraining changes none of them."""
 
 
 def check_token(token: str | bool | None) -> None:
-    """Refuse a push that no token allows, before anything is saved.
-
-    Raises:
-        ValueError: No token.
-    """
+    """Refuse a push without a token, before anything is saved."""
     if token is False or (not isinstance(token, str) and not get_token()):
         raise ValueError(
             "there is no access token of the Hub to push with: run `hf auth login`, set HF_TOKEN, or pass token=..."
@@ -46,11 +42,7 @@ def check_token(token: str | bool | None) -> None:
 
 @contextmanager
 def reachable(repo_id: str) -> Iterator[None]:
-    """Raise a clear error where the network fails.
-
-    Raises:
-        ConnectionError: No answer, or `HF_HUB_OFFLINE`.
-    """
+    """Raise a ConnectionError that names the Hub where the network fails, or with `HF_HUB_OFFLINE`."""
     try:
         yield
     except Exception as error:
@@ -63,11 +55,7 @@ def reachable(repo_id: str) -> Iterator[None]:
 
 
 def check_same_model(api: HfApi, repo_id: str, model: PreTrainedModel) -> None:
-    """Refuse a repository that holds something else than an earlier state of this model.
-
-    Raises:
-        ValueError: Another architecture or other sizes there, or weights that no config.json describes.
-    """
+    """Refuse a repository with another architecture or sizes, or with weights that no config.json describes."""
     files = api.list_repo_files(repo_id)
     if CONFIG_NAME in files:
         theirs = json.loads(Path(api.hf_hub_download(repo_id, CONFIG_NAME)).read_text(encoding="utf-8"))
@@ -83,34 +71,29 @@ def check_same_model(api: HfApi, repo_id: str, model: PreTrainedModel) -> None:
 
 
 def _own_fields(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what config.json will say."""
+    """Return the fields of the config.json to be written."""
     if isinstance(model.config, EagleHeadConfig) and model.config.layout != "tokenahead":
         return layout_config(model.config, model.config.layout, model.dtype)
     return json.loads(model.config.to_json_string(use_diff=True))
 
 
 def _difference(ours: dict[str, Any], theirs: dict[str, Any], within: str = "") -> str:
-    """Return the first field that tells the two apart, in words; empty where none does."""
+    """Return the first field in which the two differ, in words; empty where there is none."""
     for name in _TELLING:
         if ours.get(name) != theirs.get(name) and None not in (ours.get(name), theirs.get(name)):
             return f"{within}{name} is {theirs[name]!r} there and {ours[name]!r} here"
     for name in ("backbone_config", "text_config"):
         both = isinstance(ours.get(name), dict) and isinstance(theirs.get(name), dict)
-        if both and (found := _difference(ours[name], theirs[name], f"{name}.")):
-            return found
+        if both and (difference := _difference(ours[name], theirs[name], f"{name}.")):
+            return difference
     return ""
 
 
 def public_copy(source: Path, target: Path, left_out: Sequence[str] = (), also: Sequence[Path] = ()) -> None:
-    """Copy a directory for the world: names of local directories are taken out of its configs.
+    """Copy a directory without the names of local directories in its configs.
 
-    A card that shows a path of this machine is left out, with a warning. Files are linked where the disk can.
-
-    Args:
-        source: The directory; left unchanged.
-        target: Where to; made if it is not there.
-        left_out: Patterns of names in `source`.
-        also: Further files for the top of `target`.
+    A card that shows a path of this machine is left out, with a warning. Files are linked where the disk supports it.
+    `left_out` are patterns of names in `source`, `also` further files for the top of `target`.
     """
     ignored = shutil.ignore_patterns(*left_out)
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
@@ -125,16 +108,16 @@ def public_copy(source: Path, target: Path, left_out: Sequence[str] = (), also: 
     hide_local_names(target)
 
 
-def hide_local_names(folder: Path) -> None:
+def hide_local_names(directory: Path) -> None:
     """Remove from configs the names of local directories; names that the Hub knows are left unchanged."""
-    for file in folder.rglob("*.json"):
+    for file in directory.rglob("*.json"):
         if file.name in _FILES:
             values = json.loads(file.read_text(encoding="utf-8"))
             if (public := _public(values)) != values:  # replaced, not rewritten: the file may be a link
-                replace_text(file, json.dumps(public, indent=2, ensure_ascii=False) + "\n")
+                replace_file(file, json.dumps(public, indent=2, ensure_ascii=False) + "\n")
 
 
-def _public(values: Any) -> Any:
+def _public(values: object) -> object:
     if isinstance(values, list):
         return [_public(value) for value in values]
     if not isinstance(values, dict):
@@ -143,12 +126,12 @@ def _public(values: Any) -> Any:
             for name, value in values.items()}  # fmt: skip
 
 
-def _link(file: str | Path, place: str | Path) -> None:
-    Path(place).unlink(missing_ok=True)  # a file that is written into would change what it is linked to
+def _link(file: str | Path, target: str | Path) -> None:
+    Path(target).unlink(missing_ok=True)  # writing into a link would change its source
     try:
-        os.link(file, place)
+        os.link(file, target)
     except OSError:  # another disk, or one without links
-        shutil.copyfile(file, place)
+        shutil.copyfile(file, target)
 
 
 __all__ = [
@@ -168,7 +151,7 @@ __all__ = [
 WEIGHTS = ["model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"]
 
 _BLANK, _MANY = "[More Information Needed]", 10
-"""What transformers writes into the card of a first push, a tokenizer's for example, and how often at least."""
+"""The blanks that transformers writes into the card of a first push, for example a tokenizer's, and their number."""
 
 
 def push_to_hub(
@@ -198,7 +181,7 @@ def push_to_hub(
         private: Whether a new repository is private; None takes the account's default.
         token: Access token; None takes the one of this machine (`hf auth login`).
         commit_message: First line of the commit.
-        remote_code: What of the code travels with it, as for `save_pretrained`; the card should say the same.
+        remote_code: The code that travels with it, as for `save_pretrained` and for the card.
         overwrite: Push also where the repository holds another model.
 
     Returns:
@@ -246,7 +229,7 @@ def push_model(
     Args:
         model: A model or a drafter of this library.
         repo_id: `"user/name"`; created if it does not exist.
-        remote_code: What of the code travels with it; `"auto"`: a bundle with models, none with drafters.
+        remote_code: The code that travels with it; `"auto"`: a bundle with models, none with drafters.
         commit_message: First line of the commit.
         private: Whether a new repository is private; None takes the account's default.
         token: Access token; None or True takes the one of this machine.
@@ -265,8 +248,8 @@ def push_model(
     """
     options |= {"commit_message": commit_message or f"Upload {type(model).__name__}", "revision": revision}
     check_token(token)
-    with _repository(model, repo_id, token, private, overwrite) as (api, found):
-        repo = found.repo_id
+    with _repository(model, repo_id, token, private, overwrite) as (api, url):
+        repo = url.repo_id
         if revision and not revision.startswith("refs/pr"):
             api.create_branch(repo, branch=revision, exist_ok=True)
         card = _card_of_push(api, repo, model, remote_code, tags or [])
@@ -277,11 +260,11 @@ def push_model(
 def _repository(
     model: PreTrainedModel, repo_id: str, token: str | bool | None, private: bool | None, overwrite: bool
 ) -> Iterator[tuple[HfApi, RepoUrl]]:
-    """Yield a client and the repository for a model, which is made where it is not there; refuse another model's."""
+    """Yield a client and the repository for a model, which is made if missing; refuse another model's."""
     api = HfApi(token=token)
     with reachable(repo_id):
         repo = api.create_repo(repo_id, private=private, exist_ok=True)
-        if private and not api.model_info(repo.repo_id).private:  # an existing one is left as it is, silently
+        if private and not api.model_info(repo.repo_id).private:  # an existing one is left unchanged, silently
             raise ValueError(
                 f"private=True, but {repo_id!r} exists and is public: make it private there, or push to another name"
             )
@@ -301,53 +284,53 @@ def _upload(
     max_shard_size: int | str = "50GB",
     **options: Any,
 ) -> CommitInfo:
-    """Save all that is to be uploaded into one directory, and upload it as one commit."""
+    """Save model, tokenizer, card and files into one directory, and upload it as one commit."""
     with TemporaryDirectory() as name:
-        folder = Path(name)
-        model.save_pretrained(folder, max_shard_size=max_shard_size, **_code(model, remote_code))
+        directory = Path(name)
+        model.save_pretrained(directory, max_shard_size=max_shard_size, **_code(model, remote_code))
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder, **_code(tokenizer, remote_code))
-        hide_local_names(folder)
+            tokenizer.save_pretrained(directory, **_code(tokenizer, remote_code))
+        hide_local_names(directory)
         for file, source in sources.items():
-            if (folder / file).exists():
+            if (directory / file).exists():
                 raise ValueError(f"files: {source} has the name of a file that the model itself saves; rename it")
-            shutil.copyfile(source, folder / file)
+            shutil.copyfile(source, directory / file)
         if card is not None:  # after the model: a save_pretrained may write a README.md of its own
-            replace_text(folder / "README.md", str(card))
-        return api.upload_folder(repo_id=repo_id, folder_path=folder, delete_patterns=WEIGHTS, **options)
+            replace_file(directory / "README.md", str(card))
+        return api.upload_folder(repo_id=repo_id, folder_path=directory, delete_patterns=WEIGHTS, **options)
 
 
 def _code(saved: PreTrainedModel | PreTrainedTokenizerBase, remote_code: str | None) -> dict[str, Any]:
-    """Return options of `save_pretrained`; what is not of this library takes none."""
+    """Return options of `save_pretrained`; classes of other libraries take none."""
     return {"remote_code": saved.code_when_pushed(remote_code)} if isinstance(saved, TravellingMixin) else {}
 
 
 def _card_of_push(
     api: HfApi, repo_id: str, model: PreTrainedModel, remote_code: str | None, tags: list[str]
 ) -> ModelCard | None:
-    """Return a new card (also for an unfilled form), the one that is there with further tags, or None to keep that."""
-    there = None
+    """Return a new card (also for an unfilled form), the existing one with further tags, or None for no change."""
+    old = None
     if api.file_exists(repo_id, "README.md"):
-        there = ModelCard.load(api.hf_hub_download(repo_id, "README.md"))
-    if there is None or there.text.count(_BLANK) >= _MANY:
+        old = ModelCard.load(api.hf_hub_download(repo_id, "README.md"))
+    if old is None or old.text.count(_BLANK) >= _MANY:
         try:
             return render_card(model, None, repo_id=repo_id, metadata={"tags": tags}, remote_code=remote_code)
         except TypeError:  # a backbone alone, or a class of a user: nothing of ours to describe
             return None
-    known = there.data.get("tags") or []
-    there.data["tags"] = list(dict.fromkeys([*known, *tags]))
-    return there if {*tags} - {*known} else None
+    known = old.data.get("tags") or []
+    old.data["tags"] = list(dict.fromkeys([*known, *tags]))
+    return old if {*tags} - {*known} else None
 
 
 def _check_files(files: Sequence[str | Path], card: ModelCard) -> dict[str, Path]:
-    """Return the further files by the name that they get; each must exist, and the card's figures be among them."""
+    """Return the further files by their names; each must exist, and the card's figures be among them."""
     sources = {Path(file).name: Path(file) for file in files}
     for source in sources.values():
         if not source.is_file():
             raise FileNotFoundError(f"files: {source} is not a file")
     if len(sources) < len(files):
         raise ValueError(f"files={[str(file) for file in files]}: two have the same name, and all go to one directory")
-    for name in local_pictures(card):
+    for name in local_figures(card):
         if name not in sources:
             raise FileNotFoundError(f"the card shows the figure {name!r}; pass its path in files=[...]")
     return sources

@@ -1,9 +1,9 @@
 """Heads of `MTPHeads` as a drafter of vLLM: independent positions and circuits, on any backbone that vLLM serves.
 
-vLLM takes a drafter by the name of its class (`method="custom_class"`), but hands it tokens alone. What the
-distribution of a head is made from, the hidden state before each request's newest token, is taken from the arguments of
-the model runner's own method that asks for drafts. Written for vLLM 0.32 (model runner V1), whose extension point is
-marked experimental; what is looked up there is checked when the engine starts. Importing this module needs no vLLM.
+vLLM takes a drafter by the name of its class (`method="custom_class"`), but passes it tokens alone. The hidden state
+before each request's newest token, which a head reads, is taken from the arguments of the model runner's own method
+that requests drafts. Written for vLLM 0.32 (model runner V1), whose extension point is marked experimental; the names
+that are used there are checked when the engine starts. Importing this module needs no vLLM.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _ARE_PROBABILISTIC = "probabilistic"
 
 @dataclass
 class _Step:
-    """What the model runner knows when it asks for drafts.
+    """The model runner's state when it requests drafts.
 
     Attributes:
-        states: [R, d], last hidden states of the rows whose logits were computed: m + 1 of a request that had m drafts.
+        states: [R, d], last hidden states whose logits were computed: m + 1 of a request that had m drafts.
         counts: m for every request.
         temperature: [requests], 0 where a request is greedy; None: all are.
     """
@@ -61,11 +61,11 @@ class HeadProposer:
     takes it as certain, which is lossless; with `"draft_sample_method": "probabilistic"` their drafts are drawn from
     the conditionals at the request's temperature, and vLLM verifies them by these distributions, which accepts more.
 
-    On CPUs vLLM 0.32 loses the temperatures of requests with drafts, whoever drafts, and sampled text is not the
-    backbone's. That is tried when the engine starts, and the one function of vLLM that is wrong is replaced there.
-    Where this library is installed in vLLM's environment, `register` does so for every other drafter, too.
+    On CPUs vLLM 0.32 loses the temperatures of requests with drafts, of any drafter, so that sampled outputs do not
+    follow the backbone. This is tested when the engine starts, and the wrong function of vLLM is replaced. Where this
+    library is installed in vLLM's environment, `register` does so for every other drafter, too.
 
-    With tensor parallelism, heads that share the backbone's unembedding ask the backbone itself for logits, which
+    With tensor parallelism, heads that share the backbone's unembedding get logits from the backbone itself, which
     gathers the shards; engines that gather on one rank only are refused. More than one device was not tried.
 
     Args:
@@ -96,8 +96,8 @@ class HeadProposer:
         method = getattr(vllm_config.speculative_config, "draft_sample_method", "greedy")
         self.draws = method == _ARE_PROBABILISTIC
         self.max_length = int(vllm_config.model_config.max_model_len)
-        self.folder = _folder(vllm_config.additional_config)
-        self.config = MTPHeadConfig.from_pretrained(self.folder)
+        self.directory = _directory(vllm_config.additional_config)
+        self.config = MTPHeadConfig.from_pretrained(self.directory)
         self._check()
         self.head: nn.Module | None = None
         self.parts: BackboneParts | None = None
@@ -109,7 +109,7 @@ class HeadProposer:
         config = self.config
         if more := FAMILIES[config.head_type].reads_besides(config):
             raise ValueError(
-                f"{OPTION}={str(self.folder)!r}: head_type={config.head_type!r} reads {more}, and vLLM hands over the "
+                f"{OPTION}={str(self.directory)!r}: head_type={config.head_type!r} reads {more}, and vLLM passes the "
                 "last hidden state alone"
             )
         if not 1 <= self.num_tokens < config.window:
@@ -121,23 +121,19 @@ class HeadProposer:
         for name in ("hidden_size", "vocab_size"):
             if getattr(text, name) != getattr(config, name):
                 raise ValueError(
-                    f"{name}: the heads in {self.folder} were made for {getattr(config, name)}, and the backbone has "
-                    f"{getattr(text, name)}"
+                    f"{name}: the heads in {self.directory} were made for {getattr(config, name)}, and the backbone "
+                    f"has {getattr(text, name)}"
                 )
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Reads the heads, in the backbone's dtype and on its device (called by vLLM).
-
-        Raises:
-            ValueError: Tensors that do not make these heads.
-        """
+        """Load the heads, in the backbone's dtype and on its device (called by vLLM)."""
         weight = next(parameter for parameter in target_model.parameters() if parameter.is_floating_point())
         with torch.device("cpu"):
             head = build_head(self.config, self.config.hidden_size, self.config.vocab_size)
-        tensors = read_tensors(sorted(self.folder.glob("*.safetensors")), "head.")
+        tensors = read_tensors(sorted(self.directory.glob("*.safetensors")), "head.")
         result = head.load_state_dict(tensors, strict=False)
         if wrong := [*result.missing_keys, *result.unexpected_keys]:
-            raise ValueError(f"{self.folder}: its tensors do not make {self.config.head_type!r} heads: {wrong[:5]}")
+            raise ValueError(f"{self.directory}: its tensors do not make {self.config.head_type!r} heads: {wrong[:5]}")
         dtype = self.vllm_config.model_config.dtype
         self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
         self.parts = _TargetParts(cast(Any, target_model))
@@ -147,19 +143,12 @@ class HeadProposer:
             logger.warning("HeadProposer: tensor_parallel_size=%d was read in vLLM's source, not tried", shards)
 
     def take(self, states: torch.Tensor, metadata: Any, sampling: Any) -> None:
-        """Keeps what the next `propose` needs.
-
-        Args:
-            states: [R, d].
-            metadata: vLLM's `SpecDecodeMetadata`; None where no request had drafts.
-            sampling: vLLM's `SamplingMetadata`.
-        """
+        """Record the states [R, d], vLLM's `SpecDecodeMetadata` and `SamplingMetadata` for the next `propose`."""
         counts = [] if metadata is None else list(metadata.num_draft_tokens)
         self._step = _Step(states, counts, None if sampling.all_greedy else sampling.temperature)
 
     def take_probs(self) -> torch.Tensor | None:
-        """The distributions [requests, k, V] that the last drafts were drawn from, once; None where drafts are
-        certain."""
+        """Return the distributions [requests, k, V] of the last drafts, once; None where drafts are deterministic."""
         probs, self._probs = self._probs, None
         return probs
 
@@ -167,23 +156,17 @@ class HeadProposer:
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Drafts for every request (called by vLLM).
+        """Return up to `num_speculative_tokens` tokens per request, fewer near its greatest length (called by vLLM).
 
         Args:
-            sampled_token_ids: Tokens that each request has just got; none where its prompt is not read to its end.
-            num_tokens_no_spec: [requests], how long each one is, these tokens included.
-            token_ids_cpu: Their tokens; not looked at.
-            slot_mappings: Not looked at.
-
-        Returns:
-            Up to `num_speculative_tokens` tokens per request, fewer where its text must soon end.
-
-        Raises:
-            RuntimeError: Hidden states were not handed over.
+            sampled_token_ids: New tokens of each request; none where its prompt is not read to its end.
+            num_tokens_no_spec: [requests], the length of each one, these tokens included.
+            token_ids_cpu: Not read.
+            slot_mappings: Not read.
         """
         step, self._step = self._step, None
         if step is None:
-            raise RuntimeError("vLLM asked for drafts without its model runner's arguments; see `listen`")
+            raise RuntimeError("vLLM requested drafts without its model runner's arguments; see `listen`")
         live = [index for index, tokens in enumerate(sampled_token_ids) if tokens]
         if not live:
             return [[] for _ in sampled_token_ids]
@@ -204,7 +187,7 @@ class HeadProposer:
 
 
 def listen() -> None:
-    """Makes vLLM's model runner hand its hidden states to a `HeadProposer`; other drafters notice nothing.
+    """Make vLLM's model runner pass its hidden states to a `HeadProposer`; other drafters are not affected.
 
     Raises:
         RuntimeError: A version of vLLM whose method takes other arguments.
@@ -224,8 +207,8 @@ def listen() -> None:
     def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.drafter, HeadProposer):
             return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        self.drafter.take(*(given[name] for name in _ARGUMENTS))
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        self.drafter.take(*(arguments[name] for name in _ARGUMENTS))
         drafts = original(self, *args, **kwargs)
         probs = self.drafter.take_probs()
         if probs is not None:  # read by `_get_spec_decode_draft_probs`, where an EAGLE drafter's would lie
@@ -237,9 +220,9 @@ def listen() -> None:
 
 
 def register() -> None:
-    """The entry point that vLLM calls in every process.
+    """Warn where `HeadProposer` would not work, and repair sampled requests on CPUs for every drafter.
 
-    Says early where `HeadProposer` would not work, and mends sampled requests on CPUs for every drafter of vLLM.
+    This is the entry point that vLLM calls in every process.
     """
     if importlib.util.find_spec(_CUSTOM) is None:
         logger.warning("tokenahead: this vLLM has no %s, so HeadProposer cannot be named there", _CUSTOM)
@@ -247,20 +230,20 @@ def register() -> None:
         _mend_sampler_when_called()
 
 
-def _folder(options: Any) -> Path:
+def _directory(options: object) -> Path:
     options = options if isinstance(options, dict) else vars(options or object)
     if OPTION not in options:
         raise ValueError(f"additional_config lacks {OPTION!r}: the directory that MTPHeads.save_pretrained wrote")
-    folder = Path(options[OPTION])
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{OPTION}={str(folder)!r} is no directory of heads: it has no config.json")
-    return folder
+    directory = Path(options[OPTION])
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{OPTION}={str(directory)!r} is no directory of heads: it has no config.json")
+    return directory
 
 
 def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
-    """The row of each request's state just before its newest token; requests without a token have none.
+    """Return the row of each request's state just before its newest token; requests without a token have none.
 
-    A request with m drafts has m + 1 rows; of these, the one that kept all its drafts but r ends r rows earlier.
+    A request with m drafts has m + 1 rows; where r drafts were rejected, the state is r rows before its last.
     """
     rows, offset = [], 0
     for index, tokens in enumerate(sampled):
@@ -271,19 +254,18 @@ def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
 
 
 def _mend_sampler(device: torch.device) -> None:
-    """Replaces what fails in vLLM's rejection sampler on CPUs, with a warning.
+    """Replace the wrong functions of vLLM's rejection sampler on CPUs, with a warning.
 
     The CPU kernel of 0.32 that expands values of requests (`_expand_kernel_impl` in `vllm.utils.cpu_triton_utils`)
-    writes into an int64 copy, which is dropped: the sampler goes on with memory that nobody has written, for
-    temperatures, `top_k` and `top_p`. And in a step without drafts, as after a prompt, `top_k` takes the maximum of
-    nothing.
+    writes into an int64 copy, which is dropped: the sampler reads uninitialised memory for temperatures, `top_k` and
+    `top_p`. And in a step without drafts, as after a prompt, `top_k` takes the maximum of an empty tensor.
     """
     sampler = importlib.import_module(_SAMPLER)
     original = getattr(sampler, _EXPAND, None)
     if original is None:  # another version, which does it otherwise
         return
     ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
-    values = torch.rand(2, device=device)  # drawn: memory that was freed may hold what an earlier trial has left
+    values = torch.rand(2, device=device)  # drawn: freed memory may hold the values of an earlier trial
     if torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
         return
     setattr(sampler, _EXPAND, _expand)
@@ -293,7 +275,7 @@ def _mend_sampler(device: torch.device) -> None:
 
 
 def _mend_sampler_when_called() -> None:
-    """Defers `_mend_sampler` to the first call: vLLM puts its kernels for CPUs in place after it has called plugins."""
+    """Defer `_mend_sampler` to the first call: vLLM installs its kernels for CPUs after it has called plugins."""
     sampler = importlib.import_module(_SAMPLER)
     original = getattr(sampler, _EXPAND, None)
     if original is None:
@@ -310,32 +292,31 @@ def _mend_sampler_when_called() -> None:
 def _expand(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Values [requests] as values [tokens], one for every drafted token; names as in vLLM."""
+    """Return values [requests] as values [tokens], one for every drafted token; names as in vLLM."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
-def _warped(temperature: torch.Tensor) -> Any:
-    """Draws at each request's temperature, [requests]; where it is 0, takes the argmax."""
-    heat = temperature[:, None]
+def _warped(temperature: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Return a function that draws at each request's temperature, [requests]; where it is 0, it takes the argmax."""
 
     def choose(probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # independent positions come all at once, [requests, k, V]
-        own = heat.to(probs).view(-1, *[1] * (probs.dim() - 1))
-        distribution = (probs.log() / own.clamp(min=1e-6)).softmax(-1)
-        certain = nn.functional.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs)
-        distribution = torch.where(own > 0, distribution, certain)
+        heat = temperature.to(probs).view(-1, *[1] * (probs.dim() - 1))
+        distribution = (probs.log() / heat.clamp(min=1e-6)).softmax(-1)
+        greedy = nn.functional.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs)
+        distribution = torch.where(heat > 0, distribution, greedy)
         return draw(distribution), distribution
 
     return choose
 
 
 class _TargetParts(BackboneParts):
-    """The unembedding of vLLM's target model; it gives heads no other part."""
+    """The unembedding of vLLM's target model, its only part for heads."""
 
     @functools.cached_property
     def unembed(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """From states [..., d] to logits [..., V] by the backbone's own method, which gathers shards and scales."""
+        """The map from states [..., d] to logits [..., V]: the backbone's own, which gathers shards and scales."""
         return self._unembed
 
     def _unembed(self, states: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ _MODULES = {
     "loading_module": "tokenahead.training.loading",
     "deepseek_readout": "tokenahead.modeling.deepseek.modules",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
-    "demo_figures": "tokenahead.training.commands.figures",
+    "demo_figures": "tokenahead.training.commands.bench",
     "demo_report": "tokenahead.training.demo",
     "demo_run": "tokenahead.training.demo",
     "cache_module": "tokenahead.generation.target.cache",
@@ -256,12 +256,11 @@ _NAMES = {
         "race_order",
         "raced",
     ),
-    "tokenahead.training.analysis": ("layer_divergences", "marginal_log_probs", "next_token_spread"),
     "tokenahead.training.box": (
         "BoxDamagedError",
         "EXCERPT",
         "Excerpt",
-        "box_folder",
+        "box_directory",
         "check_box",
         "code_prompts",
         "excerpt_prompts",
@@ -276,7 +275,7 @@ _NAMES = {
     ),
     "tokenahead.training.commands.run_directory": ("write_run",),
     "tokenahead.training.commands.settings": (
-        "_KINDS",
+        "_CLASSES",
         "read_settings",
     ),
     "tokenahead.training.commands.train": ("commands_train",),
@@ -289,7 +288,7 @@ _NAMES = {
         "run_demo",
     ),
     "tokenahead.training.evaluation": ("MODES",),
-    "tokenahead.training.evaluation.bench": ("Bench", "Protocol"),
+    "tokenahead.training.evaluation.bench": ("Bench", "Protocol", "block_error", "is_near_tie"),
     "tokenahead.training.evaluation.decoding": (
         "GREEDY",
         "acceptance_by_position",
@@ -298,7 +297,6 @@ _NAMES = {
         "sampled",
     ),
     "tokenahead.training.evaluation.methods": ("drafting_method", "methods_of", "plain_method"),
-    "tokenahead.training.evaluation.near_ties": ("block_error", "is_near_tie"),
     "tokenahead.training.evaluation.prompts": ("Prompt", "Writer", "groups_of", "read_prompts"),
     "tokenahead.training.evaluation.summary": (
         "Completion",
@@ -340,7 +338,7 @@ _NAMES = {
     "tokenahead.training.ptp.mutor": ("Registers",),
     "tokenahead.training.ptp.forwards": (
         "student_drafts",
-        "PackedRows",
+        "PackedBatch",
         "SlotInputs",
         "Teacher",
         "student_drafts",

@@ -1,4 +1,4 @@
-"""Acceptance while a drafter trains: expected along held-out text at every evaluation, and of generated text."""
+"""Acceptance while a drafter trains: expected along held-out data at every evaluation, and of generated outputs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class AcceptanceCallback(TrainerCallback):
     """Adds acceptance to the metrics of every evaluation, for the log, the best checkpoint and early stopping.
 
     - `eval_expected_accepted`: drafts that one block verification of decoding at T = 1 is expected to accept along the
-      evaluation data, with drafts as long as the drafter's usual ones (`evaluation.expected`: exact where the data are
-      the backbone's own text, an approximation elsewhere), and `eval_accepted_1`, `eval_accepted_2`, ...: the share of
+      evaluation data, with drafts of the drafter's default length (`evaluation.expected`: exact where the data are the
+      backbone's own outputs, an approximation elsewhere), and `eval_accepted_1`, `eval_accepted_2`, ...: the share of
       verifications that accept at least so many. Equal for any batch size and number of processes. PTP models have no
-      distributions that are known without their uniforms: they log `eval_num_correct` instead.
-    - where the backbone learns, too, `eval_backbone_loss`, in nats per token of the same text, and
+      distributions without their uniforms: they log `eval_num_correct` instead.
+    - where the backbone learns, too, `eval_backbone_loss`, in nats per token of the same data, and
       `eval_constrained_accepted`: the accepted drafts of a checkpoint whose backbone loss is within `tolerance` of the
       best so far, and 0 of others. As `metric_for_best_model` it chooses, among all such checkpoints that are on the
       disk, the one with most accepted drafts. Acceptance alone is refused there: flat distributions are easy to draft,
       so that it prefers the worst backbone.
     - `eval_generated_accepted` and `eval_generated_tokens_per_call`: mean accepted drafts per verification, and new
-      tokens per call of the backbone, of continuations of held-out rows sampled at T = 1.
+      tokens per call of the backbone, of sampled continuations (T = 1) of held-out rows.
 
-    `MTPTrainer` and `PTPTrainer` compute them before they log. The random numbers of training are not advanced. Left
-    out, with a warning, under FSDP and DeepSpeed, where parts of a model cannot be called on their own.
+    `MTPTrainer` and `PTPTrainer` compute them before they log. The random numbers of training are not advanced. Under
+    FSDP and DeepSpeed, where parts of a model cannot be called on their own, nothing is measured, with a warning.
 
     Args:
         rows: Number of rows of the evaluation data to measure on; None: all.
@@ -103,12 +103,7 @@ class AcceptanceCallback(TrainerCallback):
         return [*expected, "backbone_loss", *([_CONSTRAINED] if counts else [])]
 
     def evaluation_metrics(self, trainer: BaseTrainer, prefix: str) -> dict[str, float]:
-        """Return what is added to the metrics of an evaluation; called by every process.
-
-        Args:
-            trainer: The trainer, whose evaluation data and model are used.
-            prefix: Prefix of the names.
-        """
+        """Return the further metrics of an evaluation, their names with a prefix; called by every process."""
         data = trainer.eval_dataset
         data = next(iter(data.values())) if isinstance(data, dict) else data
         if data is None:
@@ -117,46 +112,46 @@ class AcceptanceCallback(TrainerCallback):
             logger.warning_once("AcceptanceCallback measures nothing under FSDP and DeepSpeed")
             return {}
         model = _model_of(trainer)
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
         with torch.random.fork_rng(devices, device_type=model.device.type):
             if has_probs(model):
-                found |= self._expected(trainer, model, data)
+                metrics |= self._expected(trainer, model, data)
             if self.generate_every and self._evaluations % self.generate_every == 0:
                 torch.manual_seed(self.seed)
-                found |= self._generated(trainer, model, data)
+                metrics |= self._generated(trainer, model, data)
         self._evaluations += 1
-        return {f"{prefix}_{name}": value for name, value in found.items()}
+        return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
     def _expected(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         measures = DraftMeasures()
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
             batch = trainer._prepare_inputs(batch)
-            measures.add(model, trainer.without_repeated_rows(batch))
-        measures = measures.reduced(trainer.accelerator)
+            measures.add(model, trainer.without_repeats(batch))
+        measures = measures.reduced()
         if not measures.calls:
             return {}
         expected = measures.calls["block"]
-        found = {"expected_accepted": expected.tokens_per_call - 1}
-        found |= {f"accepted_{count}": share for count, share in enumerate(expected.by_position, 1)}
+        metrics = {"expected_accepted": expected.tokens_per_call - 1}
+        metrics |= {f"accepted_{count}": share for count, share in enumerate(expected.by_position, 1)}
         if _backbone_learns(trainer.model):
-            found["backbone_loss"] = measures.means()["backbone_loss"][0]
-            found[_CONSTRAINED] = self._constrained(trainer, found["backbone_loss"], found["expected_accepted"])
-        return found
+            metrics["backbone_loss"] = measures.means()["backbone_loss"][0]
+            metrics[_CONSTRAINED] = self._constrained(trainer, metrics["backbone_loss"], metrics["expected_accepted"])
+        return metrics
 
     def _constrained(self, trainer: BaseTrainer, loss: float, accepted: float) -> float:
         """Return the constrained metric, and let the trainer's state point to the best checkpoint by it.
 
-        A better backbone may exclude the checkpoint that was the best one, so that an earlier one takes its place.
+        A better backbone may exclude the checkpoint that was the best one, so that an earlier one replaces it.
         """
         args, state = trainer.args, trainer.state
         earlier = [entry for entry in state.log_history if "eval_backbone_loss" in entry]
         bound = min([loss, *(entry["eval_backbone_loss"] for entry in earlier)]) + self.tolerance
-        folders = {entry["step"]: Path(str(args.output_dir), f"checkpoint-{entry['step']}") for entry in earlier}
         allowed = {
             entry["step"]: entry["eval_expected_accepted"]
             for entry in earlier
-            if entry["eval_backbone_loss"] <= bound and folders[entry["step"]].is_dir()
+            if entry["eval_backbone_loss"] <= bound
+            and Path(str(args.output_dir), f"checkpoint-{entry['step']}").is_dir()
         }
         is_allowed = loss <= bound
         if (args.metric_for_best_model or "").removeprefix("eval_") == _CONSTRAINED and state.best_metric is not None:
@@ -168,18 +163,16 @@ class AcceptanceCallback(TrainerCallback):
         return accepted if is_allowed else 0.0
 
     def _generated(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
-        """Generate on every process: each samples the same texts, so that none waits for another."""
-        ids = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
+        """Generate on every process: each samples the same outputs, so that none waits for another."""
+        prompts = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
         drafter = model if isinstance(model, AttachableDrafter) else None
         method = drafting_method("own", model if drafter is None else model.backbone, drafter)
-        mode, forced = sampled(1.0), {"min_new_tokens": self.new_tokens}
-        mode = replace(mode, options=mode.options | forced)
+        mode = sampled(1.0)
+        mode = replace(mode, options=mode.options | {"min_new_tokens": self.new_tokens})
         with at_rest(model), at_rest(method.model), torch.no_grad():
-            batches = [{"input_ids": row[None].to(model.device)} for row in ids]
-            runs = [
-                decode(method, batch | {"attention_mask": torch.ones_like(batch["input_ids"])}, mode, self.new_tokens)
-                for batch in batches
-            ]
+            inputs = [prompt[None].to(model.device) for prompt in prompts]
+            batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in inputs]
+            runs = [decode(method, batch, mode, self.new_tokens) for batch in batches]
         accepted = [count for run in runs for count in run.accepted[0]] if all(run.accepted for run in runs) else []
         if not accepted:
             return {}
@@ -195,7 +188,7 @@ def _backbone_learns(model: Any) -> bool:
 
 
 def _model_of(trainer: Trainer) -> Any:
-    """Return the drafter without what distribution, peft and joint training wrap around it."""
+    """Return the drafter without wrappers of distribution, peft and joint training."""
     model = without_peft(trainer.accelerator.unwrap_model(trainer.model))
     return model.heads if isinstance(model, JointMTPModel) else model
 
@@ -212,6 +205,4 @@ def _first(data: Any, count: int | None) -> Any:
 
 
 def _rows(data: Any, count: int) -> list[dict[str, Any]]:
-    if not hasattr(data, "__len__"):
-        return list(islice(iter(data), count))
-    return [data[index] for index in range(min(count, len(data)))]
+    return list(islice(iter(_first(data, count)), count))

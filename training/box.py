@@ -26,7 +26,7 @@ _LINE_OF_CODE = re.compile(rb"^[ ]*(?:def|class) \w+.*:\n", re.MULTILINE)
 HEADS = ("ff", "cp", "hmm", "btree")
 """Heads of a box, in the order in which they are shown."""
 WEIGHTS = "model.safetensors"
-"""Name of the file with the backbone and its FF heads; a circuit lies beside it under its own name."""
+"""Name of the file with the backbone and its FF heads; circuits have files of their own names."""
 CHECKSUMS = "SHA256SUMS"
 """Name of the file of checksums, in the format of `sha256sum`."""
 EXCERPTS = "held_out.json"
@@ -39,19 +39,19 @@ class BoxDamagedError(OSError):
     """A file of the box is missing or is not what was released."""
 
 
-def box_folder() -> Path:
+def box_directory() -> Path:
     """Return the directory of the installed box."""
     return Path(__file__).resolve().parents[1] / "model_cards" / "box"
 
 
 def load_box(
-    head: str = "ff", folder: str | Path | None = None, dtype: torch.dtype = torch.float32
+    head: str = "ff", directory: str | Path | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
     """Load the model in the box with one of its heads.
 
     Args:
         head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`, as far as the box holds them.
-        folder: Another box than the installed one.
+        directory: Another box than the installed one.
         dtype: Of the weights in memory.
 
     Returns:
@@ -65,24 +65,24 @@ def load_box(
         >>> model, tokenizer = load_box("btree")
         >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
-    folder = Path(folder or box_folder())
-    check_box(folder)
-    heads = heads_in(folder)
+    directory = Path(directory or box_directory())
+    check_box(directory)
+    heads = heads_in(directory)
     if head not in heads:
         raise ValueError(f"head={head!r} is not in the box; choose one of {', '.join(heads)}")
-    return _load(folder, head, dtype), EvaByteTokenizer.from_pretrained(folder)
+    return _load(directory, head, dtype), EvaByteTokenizer.from_pretrained(directory)
 
 
-def heads_in(folder: Path) -> list[str]:
+def heads_in(directory: Path) -> list[str]:
     """Return the heads that a box holds: FF, then those of `HEADS`, then any other."""
-    found = {path.stem for path in folder.glob("*.safetensors") if path.name != WEIGHTS}
-    return ["ff", *(kind for kind in HEADS if kind in found), *sorted(found.difference(HEADS))]
+    stored = {path.stem for path in directory.glob("*.safetensors") if path.name != WEIGHTS}
+    return ["ff", *(head for head in HEADS if head in stored), *sorted(stored.difference(HEADS))]
 
 
-def _load(folder: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
-    model = EvaByteForMTPC.from_pretrained(folder, dtype=dtype)
+def _load(directory: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
+    model = EvaByteForMTPC.from_pretrained(directory, dtype=dtype)
     if head != "ff":
-        file = folder / f"{head}.safetensors"
+        file = directory / f"{head}.safetensors"
         with safe_open(file, framework="pt") as opened:
             notes = opened.metadata()
         model.set_head(**json.loads(notes["options"]))
@@ -91,18 +91,14 @@ def _load(folder: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
     return model.eval()
 
 
-def check_box(folder: Path) -> None:
-    """Compare every file with its checksum.
-
-    Raises:
-        BoxDamagedError: See `load_box`.
-    """
-    sums = folder / CHECKSUMS
+def check_box(directory: Path) -> None:
+    """Compare every file with its checksum."""
+    sums = directory / CHECKSUMS
     if not sums.is_file():
-        raise BoxDamagedError(f"{folder} holds no {CHECKSUMS}: there is no model in the box; reinstall tokenahead")
+        raise BoxDamagedError(f"{directory} holds no {CHECKSUMS}: there is no model in the box; reinstall tokenahead")
     for line in sums.read_text().splitlines():
         expected, name = line.split(maxsplit=1)
-        file = folder / name
+        file = directory / name
         if not file.is_file():
             raise BoxDamagedError(f"{file} is missing; reinstall tokenahead")
         if sha256(file) != expected:
@@ -116,13 +112,9 @@ def sha256(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A piece of a file of a package that nothing was trained on.
+    """A piece of a file of a package that nothing was trained on: `EXCERPT` bytes of ASCII from the start of a line.
 
-    Attributes:
-        package: Its distribution.
-        version: The distribution's version.
-        licence: As the distribution's metadata names it.
-        text: ASCII, `EXCERPT` bytes, from the beginning of a line.
+    Package, version and licence are those of its distribution's metadata.
     """
 
     package: str
@@ -148,23 +140,19 @@ def excerpt_prompts(excerpts: list[Excerpt], count: int, seed: int = 0, length: 
 
 
 def code_prompts(contents: Sequence[bytes], count: int, seed: int = 0, length: int = 320) -> list[str]:
-    """Return beginnings of code: up to `length` bytes of whole lines that end in the head of a function or class.
+    """Return beginnings of code: whole lines that end in the head of a function or class, at most `length` bytes.
 
-    Args:
-        contents: Files; every prompt is from another one while there are enough.
-        count: Number of prompts.
-        seed: Seed of the choice.
-        length: Bytes per prompt, at most; a prompt has at least half as many.
+    Every prompt is from another file while there are enough.
 
     Raises:
         ValueError: No file with such a beginning.
     """
     chooser = random.Random(seed)
-    found = [(content, heads) for content in contents if (heads := _heads(content, length))]
-    if not found:
+    usable = [(content, heads) for content in contents if (heads := _heads(content, length))]
+    if not usable:
         raise ValueError(f"no file has a function or class after {length // 2} bytes of ASCII text to make a prompt of")
-    chooser.shuffle(found)
-    turns = (found[turn % len(found)] for turn in range(count))
+    chooser.shuffle(usable)
+    turns = (usable[turn % len(usable)] for turn in range(count))
     return [_prompt(content, chooser.choice(heads), length) for content, heads in turns]
 
 
@@ -183,26 +171,20 @@ def _prompt(content: bytes, end: int, length: int) -> str:
 
 @dataclass
 class Box:
-    """A box in memory.
-
-    Attributes:
-        models: The model with every head, by head, FF first.
-        tokenizer: Theirs.
-        excerpts: Held-out text.
-    """
+    """A box in memory: the model with every head, by head, FF first; their tokenizer; and held-out text."""
 
     models: dict[str, EvaByteForMTPC]
     tokenizer: PreTrainedTokenizerBase
     excerpts: list[Excerpt]
 
     @classmethod
-    def load(cls, folder: str | Path | None = None) -> Box:
+    def load(cls, directory: str | Path | None = None) -> Box:
         """Read a box; None: the installed one.
 
         Raises:
             BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
         """
-        folder = Path(folder or box_folder())
-        check_box(folder)
-        models = {head: _load(folder, head, torch.float32) for head in heads_in(folder)}
-        return cls(models, EvaByteTokenizer.from_pretrained(folder), load_excerpts(folder / EXCERPTS))
+        directory = Path(directory or box_directory())
+        check_box(directory)
+        models = {head: _load(directory, head, torch.float32) for head in heads_in(directory)}
+        return cls(models, EvaByteTokenizer.from_pretrained(directory), load_excerpts(directory / EXCERPTS))

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whether they are whole, finished, and of which model."""
+"""Checks of checkpoints: whether they are whole, finished, and of which model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration import MTPHeadConfig
-from .utils import replace_text
+from .utils import replace_file
 
 _STATE = "trainer_state.json"
 _SUMS = "checksums.json"
@@ -23,14 +23,13 @@ _OF_BACKBONES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_pr
 _OF_DRAFTERS = ("version", "draft_vocab_size", "variant", "sampler", "features", "num_slots", "lora_rank")
 
 
-def last_whole_checkpoint(folder: str | PathLike) -> str | None:
+def last_whole_checkpoint(run: str | PathLike) -> str | None:
     """Return the latest checkpoint that a run can resume from; None if there is none.
 
     Warns of later ones with a file that is missing or damaged.
     """
-    numbers = {each: _number(each) for each in Path(folder).glob("checkpoint-*") if each.is_dir()}
-    found = sorted((number, each) for each, number in numbers.items() if number is not None)
-    for _, checkpoint in reversed(found):
+    directories = [each for each in Path(run).glob("checkpoint-*") if each.is_dir() and _step(each).isdecimal()]
+    for checkpoint in sorted(directories, key=lambda each: int(_step(each)), reverse=True):
         fault = fault_of(checkpoint)
         if fault is None:
             return str(checkpoint)
@@ -39,7 +38,7 @@ def last_whole_checkpoint(folder: str | PathLike) -> str | None:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Return which file of a checkpoint is missing or damaged, by the checksums beside it and the others of its run."""
+    """Return which file of a checkpoint is missing or damaged, by its checksums and the other ones of its run."""
     if not _state(checkpoint):
         return f"{_STATE} is missing or damaged"
     for name in _LATE_FILES:
@@ -51,24 +50,24 @@ def fault_of(checkpoint: Path) -> str | None:
         return None
     except ValueError:
         return f"{_SUMS} is damaged"
-    found = _checksums(checkpoint)
-    return next((f"{name} is damaged" for name, digest in known.items() if found.get(name) != digest), None)
+    actual = _checksums(checkpoint)
+    return next((f"{name} is damaged" for name, digest in known.items() if actual.get(name) != digest), None)
 
 
 def write_checksums(checkpoint: Path) -> None:
-    """Write the checksums of all files of a checkpoint beside them."""
-    replace_text(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
+    """Write the checksums of all files of a checkpoint."""
+    replace_file(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    found = {}
-    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _SUMS):
+def _checksums(directory: Path) -> dict[str, str]:
+    checksums = {}
+    for file in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != _SUMS):
         digest = hashlib.sha256()
         with file.open("rb") as stream:
             while chunk := stream.read(2**20):
                 digest.update(chunk)
-        found[file.relative_to(folder).as_posix()] = digest.hexdigest()
-    return found
+        checksums[file.relative_to(directory).as_posix()] = digest.hexdigest()
+    return checksums
 
 
 def is_finished(checkpoint: str | PathLike | None, max_steps: int) -> bool:
@@ -80,14 +79,13 @@ def is_finished(checkpoint: str | PathLike | None, max_steps: int) -> bool:
 
 
 def best_or_last(checkpoint: str | PathLike, wants_best: bool) -> str:
-    """Return the checkpoint whose weights a finished training ends with."""
+    """Return the checkpoint with the final weights of a finished training."""
     best = _state(Path(checkpoint)).get("best_model_checkpoint") if wants_best else None
     return best if best and Path(best).is_dir() else str(checkpoint)
 
 
-def _number(checkpoint: Path) -> int | None:
-    digits = checkpoint.name.removeprefix("checkpoint-")
-    return int(digits) if digits.isdecimal() else None
+def _step(checkpoint: Path) -> str:
+    return checkpoint.name.removeprefix("checkpoint-")
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
@@ -98,29 +96,24 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         return {}
 
 
-def check_checkpoint(folder: str | Path, model: PreTrainedModel) -> None:
-    """Refuse a checkpoint of another model or head, of which `Trainer` would load what happens to fit.
+def check_checkpoint(checkpoint: str | Path, model: PreTrainedModel) -> None:
+    """Refuse a checkpoint of another model or head, of which `Trainer` would load the tensors that happen to fit.
 
-    Args:
-        folder: The checkpoint. One without a config, of adapters or shards, is left to its loader.
-        model: The model to resume, without what distribution wraps around it.
-
-    Raises:
-        ValueError: Another kind of model or head, or other sizes.
+    A checkpoint without a config, of adapters or shards, is left to its loader.
     """
-    file, config = Path(folder) / "config.json", model.config
+    file, config = Path(checkpoint) / "config.json", model.config
     if not file.is_file() or hasattr(model, "peft_config"):
         return
     model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     if model_type != config.model_type:
-        raise ValueError(_differs(folder, "model_type", model_type, config.model_type))
-    for name, theirs, ours in _shapes(type(config).from_pretrained(folder), config):
+        raise ValueError(_differs(checkpoint, "model_type", model_type, config.model_type))
+    for name, theirs, ours in _shapes(type(config).from_pretrained(checkpoint), config):
         if theirs != ours:
-            raise ValueError(_differs(folder, name, theirs, ours))
+            raise ValueError(_differs(checkpoint, name, theirs, ours))
 
 
-def _shapes(earlier: PreTrainedConfig, config: PreTrainedConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what decides which parameters there are: names, and the values of both."""
+def _shapes(earlier: PreTrainedConfig, config: PreTrainedConfig) -> Iterator[tuple[str, object, object]]:
+    """Yield the options that determine the parameters: names, and the values of both configs."""
     before, now = (getattr(each, "mtp_head", each) for each in (earlier, config))
     if isinstance(before, MTPHeadConfig) and isinstance(now, MTPHeadConfig):
         for name in ("head_type", "leaf", "window", *now.family.shaping(), "draft_layers"):
@@ -132,5 +125,5 @@ def _shapes(earlier: PreTrainedConfig, config: PreTrainedConfig) -> Iterator[tup
                 yield name, getattr(before, name), getattr(now, name)
 
 
-def _differs(folder: str | Path, name: str, theirs: Any, ours: Any) -> str:
-    return f"the checkpoint {folder} has {name}={theirs!r}, and this model {name}={ours!r}: choose one of this model"
+def _differs(checkpoint: str | Path, name: str, theirs: object, ours: object) -> str:
+    return f"the checkpoint {checkpoint} has {name}={theirs!r}, and this model {name}={ours!r}: choose another"

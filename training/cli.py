@@ -1,6 +1,6 @@
 """The command line: `tokenahead demo`, `generate`, `bench`, `card`, `train` and others. Errors are one line.
 
-Knows arguments and messages; what the commands do is written elsewhere.
+Knows arguments and messages; the commands themselves are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from huggingface_hub.errors import StrictDataclassError
 
 from .. import __version__
 from .requests import SECONDS, SEED, BenchRequest, CardRequest, GenerateRequest, add_options, whole
-from .utils import MissingExtraError, needs_extra
+from .utils import MissingExtraError, needs_extra, one_line
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
-TRAINING = {
-    "train": "train heads, an EAGLE head, modules or a PTP student, as a YAML file says",
+_APART = {
+    "train": ("train", "train", "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
+    "lm-eval": ("harness", "eval", "the tasks of lm-eval (its own arguments), written with drafts"),
 }
-"""Commands whose arguments are those of TRL, and their help."""
-HARNESS = "lm-eval"
+"""Commands that read their own arguments: module, extra and help."""
 _NO_EVALUATE = (
     "tokenahead evaluate is gone: `tokenahead bench` decodes and expects, `Trainer.evaluate()` has losses and "
     "acceptance\n"
 )
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
-"""What stands before a message of our configs, and says nothing to who reads it."""
+"""The prefix of messages of our configs, which tells a user nothing."""
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
 
 
@@ -50,28 +50,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["evaluate"]:
         _Parser(prog="tokenahead").exit(2, _NO_EVALUATE)
-    is_apart = bool(words) and words[0] in (*TRAINING, HARNESS)
-    arguments = _with_own_arguments(words) if is_apart else _parse(words)
+    arguments = _with_own_arguments(words) if words and words[0] in _APART else _parse(words)
     try:
         raise SystemExit(arguments.run(arguments))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # whoever reads our output has closed it: else the flush at exit would fail once more
+    except BrokenPipeError:  # the reader of our output has closed it: else the flush at exit would fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:
-        message = _OF_VALIDATORS.sub("", " ".join(str(error).split())) or type(error).__name__
+        message = _OF_VALIDATORS.sub("", one_line(error))
         print(f"tokenahead {arguments.command}: {message}", file=sys.stderr)
         raise SystemExit(1) from None
 
 
 def _with_own_arguments(words: list[str]) -> argparse.Namespace:
-    """A command whose arguments are read where it is carried out: fields of its settings, or lm-eval's own."""
+    """Return a command that reads its own arguments."""
 
     def run(arguments: argparse.Namespace) -> int:
-        is_harness = words[0] == HARNESS
-        with needs_extra("eval" if is_harness else "train", f"tokenahead {words[0]}"):
-            command = import_module(f".commands.{'harness' if is_harness else words[0]}", __package__)
+        module, extra, _ = _APART[words[0]]
+        with needs_extra(extra, f"tokenahead {words[0]}"):
+            command = import_module(f".commands.{module}", __package__)
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -82,7 +81,7 @@ def _with_own_arguments(words: list[str]) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, where argparse would print the usage first."""
+    """Reports an error in one line, where argparse would print the usage first."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -91,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tokenahead", description="Lossless multi-token prediction for Hugging Face transformers.")
     parser.add_argument("--version", action="version", version=f"tokenahead {__version__}")
-    names = ",".join((*_COMMANDS, *TRAINING, HARNESS))
+    names = ",".join((*_COMMANDS, *_APART))
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     for name, (help_text, run) in _COMMANDS.items():
         aliases = ["analyze"] if name == "bench" else []
@@ -104,9 +103,8 @@ def _parser() -> argparse.ArgumentParser:
             add_options(command, _REQUESTS[name], *(("heads", "plain") if name == "generate" else ()))
         if name == "generate":
             command.add_argument("--json", action="store_true", help="write one JSON object: the text and statistics")
-    for name, help_text in TRAINING.items():
+    for name, (_, _, help_text) in _APART.items():
         commands.add_parser(name, help=help_text)
-    commands.add_parser(HARNESS, help="the tasks of lm-eval (its own arguments), written with drafts")
     return parser
 
 
@@ -118,18 +116,18 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--seed", type=SEED, default=0, help="of prompts and samples (%(default)s)")
     demo.add_argument("--overwrite", action="store_true", help="write into a directory that no demo made")
     demo.add_argument("--web", nargs="?", const="", metavar="HOST:PORT", help="serve a page instead (at 127.0.0.1)")
-    demo.add_argument("--model", help="of the page: directory, or name on the Hub; the model in the box if not given")
+    demo.add_argument("--model", help="of the page: directory, or name on the Hub; the model in the box if left out")
     demo.add_argument("--drafter", metavar="METHOD", help="of the page: a method of `tokenahead bench`")
-    for kind in ("heads", "eagle"):
-        words = f"short for --drafter {kind}:SOURCE"
-        demo.add_argument(f"--{kind}", dest="drafter", type=f"{kind}:{{}}".format, metavar="SOURCE", help=words)
+    for name in ("heads", "eagle"):
+        words = f"short for --drafter {name}:SOURCE"
+        demo.add_argument(f"--{name}", dest="drafter", type=f"{name}:{{}}".format, metavar="SOURCE", help=words)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the arguments; a prompt may begin with "-", or with "--" where a lone "--" stands before it.
+    """Return the arguments; a prompt may begin with "-", or with "--" after a lone "--".
 
     argparse takes such a prompt for an option, and before Python 3.12 it loses an optional prompt that follows an
-    option: both come back as words that it could not place.
+    option: both come back as unknown words.
     """
     parser = _parser()
     end = argv.index("--") if "--" in argv else len(argv)
@@ -158,13 +156,13 @@ def _demo(arguments: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
-    asked = {name: vars(arguments)[name] for name in ("seconds", "new_bytes", "batch_size", "seed")}
-    measured = run_demo(BoxMeasurement(**asked), arguments.output, overwrite=arguments.overwrite)
+    options = {name: vars(arguments)[name] for name in ("seconds", "new_bytes", "batch_size", "seed")}
+    measured = run_demo(BoxMeasurement(**options), arguments.output, overwrite=arguments.overwrite)
     return 0 if all(row.is_lossless for row in measured.results) else 1
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    arguments.prompt = _prompt(arguments.prompt)  # before the slow imports, so that a missing one is said at once
+    arguments.prompt = _prompt(arguments.prompt)  # before the slow imports, so that a missing one is refused at once
     from .completion import complete
 
     done = complete(_request(arguments), shows=not arguments.json)
@@ -193,23 +191,23 @@ def _card(arguments: argparse.Namespace) -> int:
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.Namespace], int]]] = {
     "demo": ("watch the model in the box write with and without drafts; about a minute, nothing is trained", _demo),
     "generate": ("complete a prompt with any checkpoint; the text comes as it is written, statistics last", _generate),
-    "bench": ("measure methods side by side: speed, tokens per call, and whether texts are plain decoding's", _bench),
-    "card": ("write the card of a model or drafter, with the figures that `tokenahead bench` has left", _card),
+    "bench": ("measure methods side by side: speed, tokens per call, and whether outputs are plain decoding's", _bench),
+    "card": ("write the card of a model or drafter, with the results of `tokenahead bench`", _card),
 }
-_REQUESTS: dict[str, Any] = {"generate": GenerateRequest, "bench": BenchRequest, "card": CardRequest}
+_REQUESTS: dict[str, type] = {"generate": GenerateRequest, "bench": BenchRequest, "card": CardRequest}
 
 
 def _request(arguments: argparse.Namespace) -> Any:
-    """Return the options of a command, as what carries it out takes them."""
-    kind = _REQUESTS[arguments.command]
-    return kind(**{entry.name: vars(arguments)[entry.name] for entry in fields(kind)})
+    """Return the options of a command as a dataclass."""
+    request_class = _REQUESTS[arguments.command]
+    return request_class(**{entry.name: vars(arguments)[entry.name] for entry in fields(request_class)})
 
 
-def _prompt(text: str | None) -> str:
-    """Return the prompt: the argument, or the whole standard input for "-" or where it is no terminal."""
-    if text is None and sys.stdin.isatty():
+def _prompt(argument: str | None) -> str:
+    """Return the prompt: the argument, or the whole standard input for "-" or without a terminal."""
+    if argument is None and sys.stdin.isatty():
         _Parser(prog="tokenahead generate").error("a prompt is required: write it, or pipe it in")
-    data = sys.stdin.buffer.read() if text in (None, "-") else os.fsencode(text)
+    data = sys.stdin.buffer.read() if argument in (None, "-") else os.fsencode(argument)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,9 +1,8 @@
-"""One prompt, any checkpoint, completed while the text is shown as it comes. Knows no training."""
+"""`tokenahead generate`: the completion of one prompt by any checkpoint, streamed. Knows no training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -18,14 +17,7 @@ from .requests import GenerateRequest
 
 @dataclass(frozen=True)
 class Completed:
-    """A completion and what it cost.
-
-    Attributes:
-        text: The completion, without the prompt.
-        unit: `"byte"` or `"token"`: what a token of this model is.
-        prompt_tokens: Tokens of the prompt, special ones included.
-        run: Counts and times.
-    """
+    """A completion without its prompt, the unit of the model's tokens (`"byte"` or `"token"`), counts and times."""
 
     text: str
     unit: str
@@ -46,7 +38,7 @@ class Completed:
             return f"{speed}; one {self.unit} per backbone call"
         return f"{speed}; {calls} backbone calls, {count / calls:.2f} {self.unit}s per call"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return values for a JSON object."""
         count = self.run.new_tokens
         return {
@@ -63,17 +55,12 @@ class Completed:
 
 
 def complete(request: GenerateRequest, shows: bool = False) -> Completed:
-    """Complete a prompt.
-
-    Args:
-        request: What to complete, and how.
-        shows: Write the text to the standard output as it comes.
+    """Complete a prompt, and with `shows` stream it to the standard output.
 
     Raises:
-        FileNotFoundError: No such directory.
-        OSError: A directory without a config, weights or tokenizer, or a name that the Hub cannot give.
+        OSError: No such directory, one without a config, weights or tokenizer, or a name that the Hub cannot give.
         ValueError: A checkpoint that is not whole, or no language model; heads of another model; a prompt that is too
-            long; a device that is not there; an option that means nothing for this model.
+            long; a missing device; an option that does not apply to this model.
     """
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
@@ -116,8 +103,8 @@ def _prompt_ids(request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) ->
     elif tokenizer.chat_template is None:
         raise ValueError(f"--chat: the tokenizer of {request.model} has no chat template; leave --chat out")
     else:
-        said = [{"role": "user", "content": request.prompt}]
-        ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        chat = [{"role": "user", "content": request.prompt}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     if not ids:
         raise ValueError("the prompt is empty, and this model's tokenizer adds nothing to it; write at least one word")
     return list(ids)

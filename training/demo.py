@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import __version__
+from ..modeling import EvaByteForMTPC
 from .box import Box, excerpt_prompts
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
 from .evaluation.bench import Bench, Protocol
@@ -23,10 +24,10 @@ from .evaluation.methods import drafting_method, plain_method
 from .evaluation.prompts import Prompt, Writer
 from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .results import DecodingResult, MeasuredResults, environment, hardware
-from .utils import replace_text
+from .utils import replace_file
 
 MARK = "demo.json"
-"""The file by which the demo knows its own directories; it holds the command."""
+"""The file that marks the demo's own directories; it holds the command."""
 _FEW = 4  # prompts below which results are too uncertain to be shown without a warning
 _SHOWN = ("greedy", "sampled, T=1")  # ways of decoding of which an output is shown
 _BATCH_SHARE = 0.35  # of the time, where batches are measured, too
@@ -37,15 +38,9 @@ _PREFIX = 320  # bytes of the held-out prefixes that are completed
 
 @dataclass(frozen=True)
 class BoxMeasurement:
-    """How much is measured.
+    """How much is measured: `seconds` for all of it, but at least one round.
 
-    Attributes:
-        seconds: Time for all of it. One round of everything is always taken.
-        new_bytes: Bytes per completion.
-        most_prompts: Prompts at most.
-        batch_size: Measure batches of so many, too; 1: none.
-        seed: Of prompts and samples.
-        on_step: Called with words on what is done.
+    `batch_size` above 1 also measures batches of so many prompts; `on_step` is called with words on the progress.
     """
 
     seconds: float = 40.0
@@ -62,11 +57,7 @@ class BoxMeasurement:
         return f"tokenahead demo --seconds {self.seconds:g} --new-bytes {self.new_bytes} --seed {self.seed}{batches}"
 
     def measure(self, box: Box) -> tuple[MeasuredResults, Bench]:
-        """Measure every head of a box.
-
-        Returns:
-            The results, and the bench of single prompts, which holds the texts.
-        """
+        """Measure every head of a box; return the results, and the bench of single prompts, which holds the outputs."""
         before, share = environment(), _BATCH_SHARE if self.batch_size > 1 else 0.0
         single = self._decode(box, 1, self.new_bytes, (1 - share) * self.seconds)
         benches = [single]
@@ -78,7 +69,7 @@ class BoxMeasurement:
 
     def _decode(self, box: Box, batch_size: int, new_bytes: int, seconds: float, **options: Any) -> Bench:
         first, *_ = box.models.values()
-        drafting = [drafting_method(_name(kind, model), model, **options) for kind, model in box.models.items()]
+        drafting = [drafting_method(_name(head, model), model, **options) for head, model in box.models.items()]
         texts = excerpt_prompts(box.excerpts, self.most_prompts, self.seed, _PREFIX)
         protocol = Protocol(MODES, (batch_size,), new_bytes, seconds=seconds, seed=self.seed)
         bench = Bench([plain_method(first), *drafting], Writer(box.tokenizer, chats=False), protocol, control=False)
@@ -98,49 +89,47 @@ class BoxMeasurement:
             f"prompt{'s' * (count > 1)} of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes (in "
             f"batches with at most {_BATCH_BYTES}, and drafts as long as pays: the schedule `adaptive`).",
             command=self.command,
-            extra={f"Parameters of {_name(kind, model)}": _size(model) for kind, model in box.models.items()},
+            extra={
+                f"Parameters of {_name(head, model)}": sum(each.numel() for each in model.head.parameters())
+                for head, model in box.models.items()
+            },
             **facts,
         )
 
 
-def _name(kind: str, model: Any) -> str:
+def _name(head: str, model: EvaByteForMTPC) -> str:
     """Return the family of a head, and its rank if it has one."""
     rank = model.config.mtp_head.rank
-    return kind if rank in (None, 1) else f"{kind} {rank}"
-
-
-def _size(model: Any) -> int:
-    """Return the parameters of a head."""
-    return sum(parameter.numel() for parameter in model.head.parameters())
+    return head if rank in (None, 1) else f"{head} {rank}"
 
 
 def run_demo(
     measurement: BoxMeasurement,
     output: str | Path = "tokenahead-demo",
-    folder: str | Path | None = None,
+    directory: str | Path | None = None,
     overwrite: bool = False,
     console: Console | None = None,
 ) -> MeasuredResults:
-    """Measure the model in the box, show what it wrote and how, and leave results and figures in a directory.
+    """Measure the model in the box, show its outputs, and write results and figures into a directory.
 
     Args:
         measurement: How much is measured.
         output: The directory of results and figures. One that a demo made is written over.
-        folder: Another box than the installed one.
+        directory: Another box than the installed one.
         overwrite: Write into a directory that no demo made; files of other names stay.
-        console: Where everything is shown; None is the standard output.
+        console: None: the standard output.
 
     Returns:
         The results, as saved in `results.json`.
 
     Raises:
         BoxDamagedError: There is no box, or a file of it is missing or has a wrong checksum; the message names it.
-        OSError: An output directory that cannot be used; this is found before anything is measured.
+        OSError: An output directory that cannot be used; it is checked before anything is measured.
     """
     console, output = console or Console(highlight=False), Path(output)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    box = Box.load(folder)
+    box = Box.load(directory)
     check_output(output, overwrite)
     model = next(iter(box.models.values()))
     console.print(
@@ -149,11 +138,11 @@ def run_demo(
         markup=False,
     )
     with console.status("Measuring ...") as status:
-        told = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
-        measured, bench = told.measure(box)
+        shown = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
+        measured, bench = shown.measure(box)
     _print(console, measured, bench)
     notes = {"made_by": f"tokenahead {__version__} demo", "command": measurement.command}
-    replace_text(output / MARK, json.dumps(notes, indent=2) + "\n")
+    replace_file(output / MARK, json.dumps(notes, indent=2) + "\n")
     write(output, measured)
     words = f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} into {output}. The same: {measurement.command}."
     console.print(words, markup=False)
@@ -161,16 +150,7 @@ def run_demo(
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse a directory that holds something else, before any work is done.
-
-    Args:
-        output: The directory, which need not exist.
-        overwrite: Allow a directory that the demo did not make. Files of the same names are then replaced.
-
-    Raises:
-        FileExistsError: The directory holds something that the demo did not make, or is a file.
-        OSError: The directory cannot be made.
-    """
+    """Make the directory; refuse one that holds files of others, unless they may be overwritten."""
     output.mkdir(parents=True, exist_ok=True)
     if not overwrite and any(output.iterdir()) and not (output / MARK).is_file():
         raise FileExistsError(
@@ -199,23 +179,19 @@ def fastest_of(results: Sequence[DecodingResult], mode: str) -> str | None:
     return max(rows, key=lambda row: row.tokens_per_second).method
 
 
-DRAFTED = "black on green"
-"""Style of bytes that were drafted and accepted; a background shows blanks too."""
-VERIFIED = "black on yellow"
-"""Style of bytes that the verifier added."""
-PROMPT = "dim"
-"""Style of the prompt."""
+PROMPT, DRAFTED, VERIFIED = "dim", "black on green", "black on yellow"
+"""Styles of the prompt, of accepted drafts and of bytes that the verifier added; a background shows blanks, too."""
 
 
 def legend() -> Text:
-    """Return one line that says what the colours mean."""
+    """Return one line that explains the colours."""
     return Text.assemble(
         ("prompt", PROMPT), "  ", ("drafted and accepted", DRAFTED), "  ", ("verifier's own", VERIFIED)
     )
 
 
 def coloured(completion: Completion, tokenizer: PreTrainedTokenizerBase, prompt_lines: int = 4) -> Text:
-    """Return the last lines of the prompt and what was written after it, every token in the colour of its origin."""
+    """Return the last lines of the prompt and its completion, every token in the colour of its origin."""
     text = Text().append("".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:]), style=PROMPT)
     for is_drafted, run in groupby(zip(completion.ids, completion.drafted), key=lambda pair: pair[1]):
         piece = str(tokenizer.decode([token for token, _ in run]))

@@ -1,9 +1,9 @@
 """Hidden states of a frozen backbone on disk, so that drafters are trained without running it again.
 
 Rows of a data set go through the backbone once, in order; the states that a drafter reads are written in shards of
-whole rows. Shards and index are written atomically, so a process that is killed loses the shard it was writing and
-nothing else: called again, `cache_features` continues after the last complete one. The reader keeps the order of the
-data set, and so a Trainer makes the same batches of it as of the data set itself.
+whole rows. Shards and index are written atomically, so a process that is killed loses only the shard it was writing:
+called again, `cache_features` continues after the last complete one. The reader has the order of the data set, so that
+a Trainer makes the same batches of both.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from ..modeling import EagleHead, MTPHeads
 from ..modeling.heads.learning import STATES, collate
-from .utils import check_same, replace_text
+from .utils import check_same, replace_file
 
 INDEX = "index.json"
 _IDS = ("input_ids", "labels", "position_ids")
@@ -40,7 +41,7 @@ class FeatureIndex:
     """The contents of a directory of features.
 
     Attributes:
-        backbone: Name of the backbone, or of its directory; `weights` identifies it.
+        backbone: Name of the backbone, or of its directory, for people; `weights` identifies it.
         weights: Checksum of a sample of every weight of the backbone.
         layers: Indices of the states, as `output_hidden_states` counts them.
         width: d.
@@ -83,18 +84,18 @@ class FeatureIndex:
 
     def write(self, folder: Path) -> None:
         """Replace the index of a directory."""
-        replace_text(folder / INDEX, json.dumps(asdict(self)))
+        replace_file(folder / INDEX, json.dumps(asdict(self)))
 
 
 def cache_features(
-    drafter: Any,
+    drafter: MTPHeads | EagleHead,
     data: Sequence[Row],
     folder: str | Path,
     dtype: str | None = None,
     tokens_per_shard: int = 2**18,
     tokens_per_batch: int = 2**13,
 ) -> FeatureDataset:
-    """Write the states that a drafter learns from, or those of them that are missing.
+    """Write the states that a drafter learns from, or the missing ones.
 
     Args:
         drafter: Attached `MTPHeads` or `EagleHead`; its `learning_layers` and its backbone are used.
@@ -114,9 +115,9 @@ def cache_features(
     dtype = str(backbone.dtype).removeprefix("torch.") if dtype is None else dtype
     index = _index(drafter, data, dtype)
     if (folder / INDEX).exists():
-        found = FeatureIndex.read(folder)
-        check_same(f"folder={folder}", *({name: vars(each)[name] for name in _SAME} for each in (found, index)))
-        index = found
+        earlier = FeatureIndex.read(folder)
+        check_same(f"folder={folder}", *({name: vars(each)[name] for name in _SAME} for each in (earlier, index)))
+        index = earlier
     folder.mkdir(parents=True, exist_ok=True)
     index.write(folder)
     backbone.eval()
@@ -185,9 +186,9 @@ class FeatureDataset(Dataset):
     collate = staticmethod(collate)
 
 
-def _index(drafter: Any, data: Sequence[Row], dtype: str) -> FeatureIndex:
+def _index(drafter: MTPHeads | EagleHead, data: Sequence[Row], dtype: str) -> FeatureIndex:
     if not len(data):
-        raise ValueError("data has no rows; give at least one")
+        raise ValueError("data has no rows; at least one is needed")
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
     backbone, digest, lengths = drafter.backbone, hashlib.sha256(), []
@@ -243,19 +244,15 @@ def _states(
     backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]], index: FeatureIndex, tokens: int
 ) -> list[torch.Tensor]:
     """Return the states [T, S, d] of every row; rows of one length are computed together."""
-    found: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+    options = {"use_cache": False, "logits_to_keep": 1, "output_hidden_states": index.layers, "return_dict": True}
     for group in _groups(rows, tokens):
-        ids = torch.stack([row["input_ids"] for row in group]).to(backbone.device)
-        given = "position_ids" in group[0]
-        positions = (
-            {"position_ids": torch.stack([row["position_ids"] for row in group]).to(ids.device)} if given else {}
-        )
-        outputs = backbone(
-            ids, use_cache=False, logits_to_keep=1, output_hidden_states=index.layers, return_dict=True, **positions
-        )
-        states = torch.stack([outputs.hidden_states[layer] for layer in index.layers], dim=2)
-        found += states.to(device="cpu", dtype=_DTYPES[index.dtype]).unbind(0)
-    return found
+        names = [name for name in ("input_ids", "position_ids") if name in group[0]]
+        inputs = {name: torch.stack([row[name] for row in group]).to(backbone.device) for name in names}
+        outputs = backbone(**inputs, **options)
+        chosen = torch.stack([outputs.hidden_states[layer] for layer in index.layers], dim=2)
+        states += chosen.to(device="cpu", dtype=_DTYPES[index.dtype]).unbind(0)
+    return states
 
 
 def _groups(rows: list[dict[str, torch.Tensor]], tokens: int) -> Iterator[list[dict[str, torch.Tensor]]]:

@@ -1,4 +1,4 @@
-"""Models and drafters by name, a directory or one on the Hub, with what learned beside them: adapters, a backbone."""
+"""Models and drafters from a directory or the Hub, with the adapters or the backbone that learned with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..modeling.heads.joint import BACKBONE
 from ..modeling.wrapped_models import carries_adapters
 
 DRAFTERS = (MTPHeadConfig, EagleHeadConfig, PTPStudentConfig)
-"""Configurations of drafters that stand apart from their backbones."""
+"""Configurations of drafters without their backbones."""
 _ADAPTERS = "adapter_config.json"
 _OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
 """The files of a backbone that was trained with heads: its directory, and the tokenizer of the heads."""
@@ -49,23 +49,52 @@ def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[Pr
     """
     device = usable_device(device)
     base = base_of(source) if has_adapters(source) else source
-    config = load_config(base, "--model")
-    if isinstance(config, DRAFTERS):
-        raise ValueError(f"--model {source} holds a drafter without a backbone; name a whole model, and it as --heads")
-    model = causal_class(config).from_pretrained(base, config=config, dtype=dtype)
+    model = load_backbone(base, "--model", "--heads", dtype=dtype)
     if base != source:
         put_adapters(model, source)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(tokenizer_source(base))
 
 
-def load_drafter(source: str, backbone: Any, option: str, kind: Any = DRAFTERS, shared: bool = False) -> Any:
+def load_backbone(
+    source: str, option: str, of_drafters: str, with_modules: bool = True, **options: Any
+) -> PreTrainedModel:
+    """Return a causal language model, with the modules of its checkpoint unless `with_modules` is False.
+
+    Args:
+        source: Directory, or name on the Hub.
+        option: The argument that names the model, for messages.
+        of_drafters: The argument that names a drafter, for messages.
+        with_modules: Load the modules of the checkpoint, if it has some.
+        **options: Of `from_pretrained`.
+
+    Raises:
+        FileNotFoundError: No such directory.
+        OSError: What the Hub cannot give.
+        ValueError: A drafter without a backbone.
+    """
+    config = load_config(source, option)
+    if isinstance(config, DRAFTERS):
+        raise ValueError(
+            f"{option}={source} holds a drafter without a backbone: name the backbone there, and heads or an EAGLE "
+            f"head as {of_drafters}; of a student, what student.whole.save_pretrained(directory) writes"
+        )
+    return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
+
+
+def load_drafter(
+    source: str,
+    backbone: PreTrainedModel,
+    option: str,
+    kind: type[PreTrainedConfig] | tuple[type[PreTrainedConfig], ...] = DRAFTERS,
+    shared: bool = False,
+) -> Any:
     """Return a drafter, attached to its backbone, which gets the adapters that it learned with.
 
     Args:
         source: Directory, or name on the Hub.
         backbone: The model that it drafts for, as `load_model` returns it.
         option: The argument that names the drafter, for messages.
-        kind: Configurations that are taken.
+        kind: Accepted classes of its config.
         shared: Refuse to put adapters on the backbone, which others use, too.
 
     Raises:
@@ -79,11 +108,11 @@ def load_drafter(source: str, backbone: Any, option: str, kind: Any = DRAFTERS, 
     trained, name = trained_backbone(source), str(backbone.name_or_path)
     if trained is not None and has_adapters(trained) and not carries_adapters(backbone):
         if shared:
-            raise ValueError(f"{source} learned beside adapters of the backbone: name {trained} as --model")
+            raise ValueError(f"{source} learned with adapters of the backbone: name {trained} as --model")
         put_adapters(backbone, trained)
     elif trained is not None and not has_adapters(trained) and trained.resolve() != Path(name).resolve():
         raise ValueError(f"--model {name}: the backbone of {source} learned with these heads; name {trained} instead")
-    drafter: Any = AutoModel.from_pretrained(source, config=config, dtype=backbone.dtype).to(backbone.device)
+    drafter = AutoModel.from_pretrained(source, config=config, dtype=backbone.dtype).to(backbone.device)
     return drafter.eval().attach(backbone)
 
 
@@ -129,22 +158,18 @@ def unit_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return "byte" if isinstance(tokenizer, EvaByteTokenizer) else "token"
 
 
-def has_adapters(folder: str | PathLike) -> bool:
+def has_adapters(directory: str | PathLike) -> bool:
     """Return whether a directory holds adapters of peft, and not the model that they belong to."""
-    return (Path(folder) / _ADAPTERS).is_file() and not holds_model(folder)
+    return (Path(directory) / _ADAPTERS).is_file() and not holds_model(directory)
 
 
-def holds_model(folder: str | PathLike) -> bool:
+def holds_model(directory: str | PathLike) -> bool:
     """Return whether a directory holds a whole model or drafter."""
-    return (Path(folder) / "config.json").is_file()
+    return (Path(directory) / "config.json").is_file()
 
 
 def base_of(adapters: str | PathLike) -> str:
-    """Return the model that adapters were trained for, as their directory names it.
-
-    Raises:
-        ValueError: A directory without the name of a model.
-    """
+    """Return the model that a directory of adapters names; refuse a directory that names none."""
     name = named_base(adapters)
     if not name:
         raise ValueError(f"{adapters} holds adapters that do not say for which model they were trained")
@@ -156,43 +181,38 @@ def named_base(adapters: str | PathLike) -> str | None:
     return json.loads((Path(adapters) / _ADAPTERS).read_text(encoding="utf-8")).get("base_model_name_or_path")
 
 
-def put_adapters(model: PreTrainedModel, folder: str | PathLike) -> None:
-    """Load adapters into a model, which keeps its class and its attached drafter; they can be trained further.
-
-    Args:
-        model: The model that they were trained for; changed in place.
-        folder: What the `save_pretrained` of peft wrote, with `modules_to_save`.
+def put_adapters(model: PreTrainedModel, directory: str | PathLike) -> None:
+    """Load adapters (with `modules_to_save`) into a model, whose class and drafter do not change; they can be trained.
 
     Raises:
-        ValueError: Adapters of another model, of which peft would skip what does not fit.
+        ValueError: Adapters of another model, of which peft would load the tensors that happen to fit.
     """
     is_training = model.training
     try:
-        found = model.load_adapter(str(folder), is_trainable=True)
+        result = model.load_adapter(str(directory), is_trainable=True)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(_misfit(model, folder, str(error))) from error
+        raise ValueError(_misfit(model, directory, str(error))) from error
     model.train(is_training)  # new modules are in training mode, with dropout
-    if odd := sorted({*found.missing_keys, *found.unexpected_keys, *(key for key, *_ in found.mismatched_keys)}):
-        raise ValueError(_misfit(model, folder, f"only one of them has {odd[0]}"))
+    if odd := sorted({*result.missing_keys, *result.unexpected_keys, *(key for key, *_ in result.mismatched_keys)}):
+        raise ValueError(_misfit(model, directory, f"only one of them has {odd[0]}"))
 
 
-def _misfit(model: PreTrainedModel, folder: str | PathLike, reason: str) -> str:
+def _misfit(model: PreTrainedModel, directory: str | PathLike, reason: str) -> str:
     return (
-        f"{folder} holds adapters that do not fit this {type(model).__name__}: {reason}; where the training made new "
-        "parts, make them first (set_head, from_backbone), and load the adapters with peft"
+        f"{directory} holds adapters that do not fit this {type(model).__name__}: {reason}; where the training made "
+        "new parts, make them first (set_head, from_backbone), and load the adapters with peft"
     )
 
 
 def trained_backbone(heads: str | PathLike) -> Path | None:
     """Return the directory of the backbone that was trained with heads, or of its adapters; None: it was frozen.
 
-    Args:
-        heads: Directory of the heads, or their name on the Hub, from where files are downloaded.
+    Files of heads on the Hub are downloaded.
     """
     if not Path(heads).is_dir() and is_hub_name(heads):
         return _trained_on_hub(str(heads))
-    folder = Path(heads) / BACKBONE
-    return folder if has_adapters(folder) or holds_model(folder) else None
+    directory = Path(heads) / BACKBONE
+    return directory if has_adapters(directory) or holds_model(directory) else None
 
 
 def is_hub_name(name: str | PathLike) -> bool:
@@ -201,11 +221,11 @@ def is_hub_name(name: str | PathLike) -> bool:
 
 
 def _trained_on_hub(name: str) -> Path | None:
-    """Ask for two small files, and download the rest only if one of them exists."""
+    """Download the directory only if one of two small files exists."""
     for file in (_ADAPTERS, "config.json"):
         try:
             hf_hub_download(name, f"{BACKBONE}/{file}")
-        except EntryNotFoundError:  # also where the Hub cannot be asked and the cache does not know
+        except EntryNotFoundError:  # also without the Hub and an entry in the cache
             continue
         return Path(snapshot_download(name, allow_patterns=_OF_BACKBONE, ignore_patterns="*checkpoint*/*")) / BACKBONE
     return None
@@ -213,8 +233,6 @@ def _trained_on_hub(name: str) -> Path | None:
 
 def tokenizer_source(model: str) -> str:
     """Return the directory of a model's tokenizer: that of the heads for a backbone that was trained with heads."""
-    folder = Path(model)
-    is_apart = (
-        folder.name == BACKBONE and holds_model(folder.parent) and not (folder / "tokenizer_config.json").exists()
-    )
-    return str(folder.parent) if is_apart else model
+    path = Path(model)
+    is_apart = path.name == BACKBONE and holds_model(path.parent) and not (path / "tokenizer_config.json").exists()
+    return str(path.parent) if is_apart else model

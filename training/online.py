@@ -1,4 +1,4 @@
-"""Drafters that learn beside the policy of a Trainer of transformers or TRL; saved and resumed with its checkpoints."""
+"""Drafters that learn with the policy of a Trainer of transformers or TRL; saved and resumed with its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from ..generation.online import OnlineLearner
 from ..modeling.heads.learning import OnlineMixin
 
-_FOLDER = "online_drafter"
-"""Beside the files of a checkpoint."""
+_DIRECTORY = "online_drafter"
+"""Its name in a checkpoint."""
 _COUNTS = ("tokens", "done_updates", "_learned_at", "_accepted", "_verified")
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -25,20 +25,20 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
     """Lets a drafter learn between the steps of a policy from what its rollouts verified.
 
-    The drafter is attached to the policy with `default=True`, so that rollouts draft; what they verify is kept without
-    a further forward. After each step of the policy the drafter takes small steps of its own. The policy's parameters,
-    gradients and texts are untouched. On several processes the drafter is the same on all of them: each keeps its own
-    rollouts, and gradients are averaged. Checkpoints of the trainer get a folder `online_drafter` with the drafter, its
-    optimizer and what is kept, and a resumed run goes on with them.
+    The drafter is attached to the policy with `default=True`, so that rollouts draft; verified tokens and states are
+    recorded without a further forward. After each step of the policy the drafter takes small steps of its own. The
+    policy's parameters, gradients and outputs are unchanged. On several processes the drafter is the same on all of
+    them: each records its own rollouts, and gradients are averaged. Checkpoints of the trainer get a directory
+    `online_drafter` with the drafter, its optimizer and the records, and a resumed run continues with them.
 
-    Without a trainer, `update()` learns, and `save` and `load` keep and resume.
+    Without a trainer, call `update()` to learn, and `save` and `load`.
 
     Args:
         drafter: See `OnlineLearner`, as all that follows.
         learning_rate: Of AdamW.
         rows: Sequences of an update, on each process.
         updates: Steps of the optimizer each time.
-        capacity: Tokens that are kept, on each process.
+        capacity: Tokens that are recorded, on each process.
         seed: Of the choice of sequences.
         every_steps: Learn after so many steps of the policy.
 
@@ -75,11 +75,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Belong to this trainer alone.
-
-        Raises:
-            RuntimeError: Another trainer has this callback.
-        """
+        """Refuse a second trainer."""
         if self._args is not None and self._args is not args:
             raise RuntimeError(
                 f"this {type(self).__name__} belongs to another trainer (output_dir={self._args.output_dir!r}): two "
@@ -90,27 +86,26 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Go on from the folder of the checkpoint that the run is resumed from.
+        """Continue from the checkpoint that the run is resumed from.
 
         Raises:
-            FileNotFoundError: There is none, because the run was stopped before it was written, say.
-            RuntimeError: Another trainer has this callback.
+            FileNotFoundError: It has no drafter, for example because the run was stopped before that was written.
         """
         self.on_init_end(args, state, control)
         if state.global_step == 0:
             return
-        given = args.resume_from_checkpoint
-        places = [Path(given)] if isinstance(given, str) and Path(given).is_dir() else []
-        places.append(_checkpoint(args, state))
-        folder = next((place for place in places if (place / _FOLDER).is_dir()), None)
-        if folder is None:
-            run = places[-1].parent
-            known = ", ".join(sorted(each.parent.name for each in run.glob(f"*/{_FOLDER}"))) or "none"
+        resumed = args.resume_from_checkpoint
+        checkpoints = [Path(resumed)] if isinstance(resumed, str) and Path(resumed).is_dir() else []
+        checkpoints.append(_checkpoint(args, state))
+        checkpoint = next((each for each in checkpoints if (each / _DIRECTORY).is_dir()), None)
+        if checkpoint is None:
+            run = checkpoints[-1].parent
+            known = ", ".join(sorted(each.parent.name for each in run.glob(f"*/{_DIRECTORY}"))) or "none"
             raise FileNotFoundError(
-                f"{places[0]} has no folder {_FOLDER}, so that the drafter could not go on as it was: resume from a "
-                f"checkpoint that has one (in {run}: {known})"
+                f"{checkpoints[0]} has no directory {_DIRECTORY}, so that the drafter could not continue: resume from "
+                f"a checkpoint that has one (in {run}: {known})"
             )
-        self.load(folder)
+        self.load(checkpoint)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -120,23 +115,23 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
             self.update()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the folder beside the checkpoint that the trainer has written."""
+        """Write the directory into the checkpoint that the trainer has written."""
         self.save(_checkpoint(args, state))
 
     def save(self, folder: str | PathLike) -> None:
-        """Write drafter, optimizer and buffer to `folder/online_drafter`, which is there whole or not at all.
+        """Write drafter, optimizer and buffer to `folder/online_drafter`, which exists whole or not at all.
 
         All processes must call it. `online_drafter/drafter` is a drafter for `from_pretrained`.
         """
-        target, rank = Path(folder) / _FOLDER, _rank()
-        temporary = target.with_name(f".{_FOLDER}.tmp")
+        target, rank = Path(folder) / _DIRECTORY, _rank()
+        temporary = target.with_name(f".{_DIRECTORY}.tmp")
         self.prepare()
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         _wait()
-        kept = self.buffer.state_dict() | {"generator": self.generator.get_state()}
-        save_file(kept, temporary / f"buffer-{rank}.safetensors")
+        records = self.buffer.state_dict() | {"generator": self.generator.get_state()}
+        save_file(records, temporary / f"buffer-{rank}.safetensors")
         counts = {"curve": self.curve, **{name: vars(self)[name] for name in _COUNTS}}
         (temporary / f"counts-{rank}.json").write_text(json.dumps(counts), encoding="utf-8")
         if rank == 0:
@@ -150,12 +145,12 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         _wait()
 
     def load(self, folder: str | PathLike) -> None:
-        """Take over what `save` wrote; a process that was not there then begins with an empty buffer.
+        """Load what `save` wrote; a further process begins with an empty buffer.
 
         Raises:
-            ValueError: The folder is of another drafter, or of a buffer of another capacity.
+            ValueError: The directory is of another drafter, or of a buffer of another capacity.
         """
-        source, rank = Path(folder) / _FOLDER, _rank()
+        source, rank = Path(folder) / _DIRECTORY, _rank()
         if self.part is self.drafter:
             drafter = cast(PreTrainedModel, self.part)
             stored = type(drafter).from_pretrained(source / "drafter").state_dict()
@@ -170,15 +165,15 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
             master.data.copy_(tensors[f"{number}.weight"])
             moments = {name: tensors[f"{number}.{name}"] for name in _MOMENTS if f"{number}.{name}" in tensors}
             if moments:
-                placed = {name: each if name == "step" else each.to(master) for name, each in moments.items()}
-                optimizer.state[master] = placed
+                moved = {name: each if name == "step" else each.to(master) for name, each in moments.items()}
+                optimizer.state[master] = moved
         self.publish()
         if not (source / f"buffer-{rank}.safetensors").exists():
             rank = 0
         else:
-            kept = load_file(source / f"buffer-{rank}.safetensors")
-            self.generator.set_state(kept.pop("generator"))
-            self.buffer.load_state_dict(kept, self.parameters[0].device)
+            records = load_file(source / f"buffer-{rank}.safetensors")
+            self.generator.set_state(records.pop("generator"))
+            self.buffer.load_state_dict(records, self.parameters[0].device)
         counts = json.loads((source / f"counts-{rank}.json").read_text(encoding="utf-8"))
         self.curve = counts.pop("curve")
         self.__dict__.update(counts)

@@ -37,7 +37,7 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
         strategy: The recipe.
 
     Returns:
-        What a trainer trains: the model; attached heads and their backbone as one (`JointMTPModel`); or, with adapters,
+        The model to train: this one; attached heads and their backbone as one (`JointMTPModel`); or, with adapters,
         the model within peft's.
 
     Raises:
@@ -49,7 +49,11 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
         raise TypeError(f"strategy= is for heads, modules and EvaByteForMTPC, not for a {type(owner).__name__}")
     _set_losses(owner, strategy)
     _set_draft_layers(owner, strategy)
-    _check_warmup(owner, strategy)
+    if strategy.head_warmup and strategy.train == "drafter" and draft_layers_of(owner) is None:
+        raise ValueError(
+            f"head_warmup={strategy.head_warmup} trains the head alone at first, and nothing waits for its end with "
+            "train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
+        )
     if isinstance(owner, AttachableDrafter):
         return model if strategy.train == "drafter" else _joined(model, strategy)
     if strategy.train != "drafter":
@@ -63,26 +67,24 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
 
 
 def callbacks_of(strategy: TrainingStrategy) -> list[TrainerCallback]:
-    """Return what has to happen while a prepared model is trained."""
-    found: list[TrainerCallback] = []
-    if strategy.head_warmup:
-        found.append(HeadWarmup(strategy))
+    """Return the callbacks that apply a strategy while its prepared model is trained."""
+    callbacks: list[TrainerCallback] = [HeadWarmup(strategy)] if strategy.head_warmup else []
     if strategy.loss_weight is not None:
         last = strategy.loss_weight if strategy.loss_weight_last is None else strategy.loss_weight_last
         shape = strategy.loss_weight_shape
-        found.append(MTPLossWeightSchedule(strategy.loss_weight, last, strategy.loss_weight_until, shape))
-    return found
+        callbacks.append(MTPLossWeightSchedule(strategy.loss_weight, last, strategy.loss_weight_until, shape))
+    return callbacks
 
 
 def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
     """Set the strategy's options of the loss in the config of heads, or in the `loss_options` of other drafters."""
-    given = {name: value for name, value in vars(strategy).items() if name in _LOSS_OPTIONS and value is not None}
+    chosen = {name: value for name, value in vars(strategy).items() if name in _LOSS_OPTIONS and value is not None}
     config = head_config(model)
     options: EagleLossOptions | ModuleLossOptions | None = (
         model.loss_options if isinstance(model, (DeepSeekMTP, EagleHead)) else None
     )
     target = options.target if isinstance(options, ModuleLossOptions) else "teacher"
-    for name, value in given.items():
+    for name, value in chosen.items():
         option = _LOSS_OPTIONS[name]
         if config is not None:
             setattr(config, name, value)
@@ -92,13 +94,13 @@ def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
             raise ValueError(f"{name}={value!r} is not supported by a {type(model).__name__}; leave it out")
     target = options.target if isinstance(options, ModuleLossOptions) else config.loss_target if config else "teacher"
     for name in ("loss_divergence", "loss_places", "loss_label_weight"):
-        if name in given and target == "labels":
+        if name in chosen and target == "labels":
             raise ValueError(
-                f"{name}={given[name]!r} is an option of loss_target='teacher', and this {type(model).__name__} learns "
-                f"the labels: set loss_target='teacher', or leave {name} out"
+                f"{name}={chosen[name]!r} is an option of loss_target='teacher', and this {type(model).__name__} "
+                f"learns the labels: set loss_target='teacher', or leave {name} out"
             )
     if config is not None:
-        if "gamma" in given:
+        if "gamma" in chosen:
             config.loss_weights = None
         config.validate()
     if strategy.loss_weight is not None and isinstance(model, EagleHead):
@@ -113,7 +115,7 @@ def _set_draft_layers(model: Any, strategy: TrainingStrategy) -> None:
     if count is None:
         if strategy.train == "lora" and draft_layers_of(model) is not None:
             raise ValueError(
-                "train='lora' changes the backbone, and draft layers were adapted to it as it is; choose 'drafter'"
+                "train='lora' changes the backbone, to which draft layers were adapted; choose train='drafter'"
             )
         return
     config = head_config(model)
@@ -131,15 +133,6 @@ def _set_draft_layers(model: Any, strategy: TrainingStrategy) -> None:
         )
 
 
-def _check_warmup(model: Any, strategy: TrainingStrategy) -> None:
-    """Refuse a warm-up of the head where nothing else learns afterwards."""
-    if strategy.head_warmup and strategy.train == "drafter" and draft_layers_of(model) is None:
-        raise ValueError(
-            f"head_warmup={strategy.head_warmup} trains the head alone at first, and nothing waits for its end with "
-            "train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
-        )
-
-
 def _joined(model: nn.Module, strategy: TrainingStrategy) -> JointMTPModel:
     if not isinstance(model, MTPHeads):
         raise ValueError(
@@ -154,11 +147,7 @@ def _joined(model: nn.Module, strategy: TrainingStrategy) -> JointMTPModel:
 
 
 def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
-    """Train a backbone by adapters: new ones, or those that it carries.
-
-    Raises:
-        ValueError: Adapters that cannot be trained further, or that differ from the strategy's.
-    """
+    """Train a backbone by adapters: new ones, or those that it carries."""
     if not carries_adapters(backbone):
         backbone.add_adapter(lora_config(backbone, strategy))
         return
@@ -169,16 +158,12 @@ def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) ->
         )
     names = backbone.active_adapters()
     for name in names:
-        _check_same(backbone.peft_config[name], strategy)
+        _check_adapters(backbone.peft_config[name], strategy)
     backbone.set_adapter(names)  # which unfreezes those that were loaded for inference
 
 
 def check_no_adapters(model: nn.Module, what: str, strategy: TrainingStrategy) -> None:
-    """Refuse a model with adapters where all weights learn, or where it gets adapters.
-
-    Raises:
-        ValueError: It carries adapters.
-    """
+    """Refuse a model with adapters where all weights learn, or where it gets adapters."""
     if carries_adapters(model):
         why = "only they would be saved" if strategy.train == "all" else "further ones would be put over them"
         raise ValueError(
@@ -187,15 +172,9 @@ def check_no_adapters(model: nn.Module, what: str, strategy: TrainingStrategy) -
 
 
 def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | None = None) -> LoraConfig:
-    """Return the config of the backbone's adapters; the drafter has none, and learns as a whole.
+    """Return the config of the adapters of a backbone or of the model that holds it.
 
-    Args:
-        model: The backbone, or the model that holds it.
-        strategy: Its `lora_` fields are read.
-        drafter: The drafter's name in the model, if it is a part of it.
-
-    Raises:
-        ValueError: `lora_targets` that the model does not have.
+    The drafter (its name in the model, if it is a part of it) has no adapters and learns as a whole.
     """
     names = {_last(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     targets = strategy.lora_targets or [name for name in _QUERIES if name in names] or "all-linear"
@@ -213,19 +192,19 @@ def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | Non
     )
 
 
-def _check_same(there: Any, strategy: TrainingStrategy) -> None:
+def _check_adapters(config: Any, strategy: TrainingStrategy) -> None:
     """Refuse fields of a strategy that differ from the config of the backbone's adapters, and would be ignored."""
-    asked = {
-        "lora_rank": (strategy.lora_rank, there.r),
-        "lora_alpha": (strategy.lora_alpha, there.lora_alpha),
-        "lora_dropout": (strategy.lora_dropout, there.lora_dropout),
+    pairs = {
+        "lora_rank": (strategy.lora_rank, config.r),
+        "lora_alpha": (strategy.lora_alpha, config.lora_alpha),
+        "lora_dropout": (strategy.lora_dropout, config.lora_dropout),
     }
-    if isinstance(strategy.lora_targets, list) and not isinstance(there.target_modules, str):
-        asked["lora_targets"] = (sorted(map(_last, strategy.lora_targets)), sorted(map(_last, there.target_modules)))
-    for name, (wanted, found) in asked.items():
-        if wanted is not None and wanted != found:
+    if isinstance(strategy.lora_targets, list) and not isinstance(config.target_modules, str):
+        pairs["lora_targets"] = (sorted(map(_last, strategy.lora_targets)), sorted(map(_last, config.target_modules)))
+    for name, (ours, theirs) in pairs.items():
+        if ours is not None and ours != theirs:
             raise ValueError(
-                f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {found}, and are "
+                f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {theirs}, and are "
                 f"trained further; leave {name} out"
             )
 

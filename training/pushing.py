@@ -28,7 +28,7 @@ _OF_THE_RUN = (
     *("run.json", "config.yaml", "training_args.bin", "results.json"),
     *("checkpoint-*", "_*", ".*"),
 )
-"""Files of a run directory that name paths and commands, and what `Trainer` leaves out, too."""
+"""Files of a run directory that name paths and commands, and those that `Trainer` leaves out."""
 _OF_RESUMING = (
     *("training_args.bin", "trainer_state.json", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
     *("pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py", "*.distcp", "checksums.json", ".*"),
@@ -40,7 +40,7 @@ _TrainerBase = Trainer if TYPE_CHECKING else object
 
 
 def _release() -> ModuleType:
-    """Return `model_cards`, which stands above training: imported where a card is made or pushed."""
+    """Return `model_cards`, which depends on training: imported where a card is made or pushed."""
     from ..model_cards import push
 
     return push
@@ -62,7 +62,7 @@ class TrainerPushMixin(_TrainerBase):
         dataset_args: str | list[str] | None = None,
         dataset_name: str | list[str] | None = None,
     ) -> None:
-        """Write README.md beside the model; one that a person wrote or edited is left unchanged.
+        """Write README.md to `output_dir`; one that a person wrote or edited is left unchanged.
 
         Args:
             language: Codes of the languages that the model writes.
@@ -86,8 +86,10 @@ class TrainerPushMixin(_TrainerBase):
         model = model.heads if isinstance(model, JointMTPModel) else model
         named = [without_directories(name) for name in _listed(dataset) or _listed(dataset_name)]
         described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
-        data_ids = [name for name in _listed(dataset_tags) or self._data_names() if release.hub_id(name)]
-        of_trainer = getattr(self, "_tag_names", None)  # which TRL's trainers have
+        builder = getattr(self.train_dataset, "builder_name", None)  # the name that `datasets` has for the data
+        known = [] if builder in _FILE_READERS else _listed(builder)
+        data_ids = [name for name in _listed(dataset_tags) or known if release.hub_id(name)]
+        of_trainer = getattr(self, "_tag_names", None)  # of TRL's trainers
         try:
             card = release.render_card(
                 model,
@@ -111,15 +113,10 @@ class TrainerPushMixin(_TrainerBase):
         except FileExistsError as error:
             logger.warning(str(error))
 
-    def _data_names(self) -> list[str]:
-        """Return the name that `datasets` knows of the training data."""
-        name = getattr(self.train_dataset, "builder_name", None)
-        return [name] if name and name not in _FILE_READERS else []
-
     def _data_text(self, names: list[str]) -> str | None:
-        rows = f"{len(self.train_dataset):,} rows" if isinstance(self.train_dataset, Sized) else ""
-        text = ", ".join(f"`{name}`" for name in names) or (rows and "Data that the run did not name")
-        return f"{text}: {rows}." if rows else f"{text}." if text else None
+        size = f"{len(self.train_dataset):,} rows" if isinstance(self.train_dataset, Sized) else ""
+        title = ", ".join(f"`{name}`" for name in names) or (size and "Data that the run did not name")
+        return f"{title}: {size}." if size else f"{title}." if title else None
 
     def _recipe_text(self, model: torch.nn.Module) -> str:
         learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -136,12 +133,7 @@ class TrainerPushMixin(_TrainerBase):
         return "\n\n".join(filter(None, (table.strip(), "\n".join(figures)))) or None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository, as `Trainer` does before the first step.
-
-        Raises:
-            ValueError: No token.
-            ConnectionError: The Hub cannot be reached.
-        """
+        """Make the repository, as `Trainer` does before the first step; refuse to without a token or the Hub."""
         release = _release()
         if self.is_world_process_zero():
             release.check_token(token if token is not None else self.args.hub_token)
@@ -202,7 +194,7 @@ class TrainerPushMixin(_TrainerBase):
             return
         self.callback_handler.on_push_begin(args, self.state, self.control)
         message = f"Training in progress, step {self.state.global_step}"
-        options = {"blocking": False, "token": args.hub_token, "revision": args.hub_revision}
+        options: dict[str, Any] = {"blocking": False, "token": args.hub_token, "revision": args.hub_revision}
         card = [file for file in [self._output() / "README.md"] if file.is_file()]
         jobs = [self._uploaded(checkpoint, _OF_RESUMING, card, commit_message=message, **options)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):

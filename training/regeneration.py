@@ -1,8 +1,8 @@
-"""Text that the backbone itself writes, to train its drafter on, because that is the text that it will draft.
+"""Completions by the backbone itself, to train its drafter on, because these are what it will draft.
 
 EAGLE-3, Medusa and MtPC's successors replace the answers of a data set by the backbone's own. Rows are written in
 order, one line each; a process that is killed loses the batch it was writing, and called again it continues with the
-same text, because the seed of every batch is its number.
+same completions, because the seed of every batch is its number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
 from .features import checksum
-from .utils import check_same, replace_text
+from .utils import check_same, eos_ids, replace_file, until_end
 
 _TEXT, _PLAN = "text.jsonl", "plan.json"
 IGNORE = -100
@@ -34,8 +34,8 @@ class RegeneratedText(Dataset):
         folder: What `regenerate` wrote.
 
     Raises:
-        FileNotFoundError: A directory without text.
-        ValueError: Incomplete text.
+        FileNotFoundError: A directory without completions.
+        ValueError: Incomplete completions.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -71,7 +71,7 @@ def regenerate(
     seed: int = 0,
     **options: Any,
 ) -> RegeneratedText:
-    """Let a backbone write the completions of prompts, or those that are missing.
+    """Let a backbone write the completions of prompts, or the missing ones.
 
     Args:
         backbone: Any causal language model.
@@ -93,26 +93,26 @@ def regenerate(
             raise ValueError(f"{name}={value} must be at least 1")
     folder, ids = Path(folder), [torch.as_tensor(prompt, dtype=torch.int64).flatten() for prompt in prompts]
     if not ids:
-        raise ValueError("there are no prompts: give at least one")
+        raise ValueError("there are no prompts: at least one is needed")
     if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:
-        raise ValueError(f"prompt {empty[0]} is empty: give it at least one token, such as <bos>")
+        raise ValueError(f"prompt {empty[0]} is empty: it needs at least one token, such as <bos>")
     plan = {
         "backbone": _identity(backbone),
         "rows": len(ids),
-        "prompts": hash_of(ids),
+        "prompts": hashlib.sha256(b"|".join(prompt.numpy().tobytes() for prompt in ids)).hexdigest(),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "seed": seed,
         "options": {name: _as_json(value) for name, value in options.items()},
     }
-    if (folder / _PLAN).exists() and _lines(folder / _TEXT):  # not where nothing was written, as after a wrong option
+    written = _lines(folder / _TEXT)
+    if (folder / _PLAN).exists() and written:  # not after a wrong option, where nothing was written
         check_same(f"folder={folder}", json.loads((folder / _PLAN).read_text(encoding="utf-8")), plan)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / _PLAN, json.dumps(plan))
-    written = _lines(folder / _TEXT)
+    replace_file(folder / _PLAN, json.dumps(plan))
     done = len(written) - len(written) % batch_size if len(written) < len(ids) else len(ids)
-    replace_text(folder / _TEXT, "".join(json.dumps(row) + "\n" for row in written[:done]))
-    for start in logging.tqdm(range(done, len(ids), batch_size), desc="texts of the backbone, in batches"):
+    replace_file(folder / _TEXT, "".join(json.dumps(row) + "\n" for row in written[:done]))
+    for start in logging.tqdm(range(done, len(ids), batch_size), desc="outputs of the backbone, in batches"):
         set_seed(seed + start)
         rows = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
         with (folder / _TEXT).open("a", encoding="utf-8") as file:
@@ -121,18 +121,13 @@ def regenerate(
 
 
 def _identity(backbone: PreTrainedModel) -> str:
-    """Return a checksum of the weights that write text; the adapters of a `PTPForCausalLM` write none."""
+    """Return a checksum of the weights that generate; the adapters of a `PTPForCausalLM` do not."""
     if isinstance(backbone, PTPForCausalLM):
         return checksum(backbone.backbone, skip=f".{ADAPTER}.")
     return checksum(backbone)
 
 
-def hash_of(ids: Sequence[torch.Tensor]) -> str:
-    """Return a checksum of token ids."""
-    return hashlib.sha256(b"|".join(prompt.numpy().tobytes() for prompt in ids)).hexdigest()
-
-
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     """Return an option as JSON reads it back; of other objects, such as a drafter, the name of the class."""
     if isinstance(value, GenerationConfig):
         value = value.to_diff_dict()
@@ -147,8 +142,7 @@ def _completed(
     backbone: PreTrainedModel, prompts: list[torch.Tensor], max_new_tokens: int, options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     longest = max(map(len, prompts))
-    config = backbone.generation_config
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    pad = backbone.generation_config.pad_token_id or 0
     padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0), value=pad) for prompt in prompts])
     real = torch.arange(longest)[None] >= longest - torch.tensor([len(prompt) for prompt in prompts])[:, None]
     output = backbone.generate(
@@ -158,13 +152,9 @@ def _completed(
         pad_token_id=pad,
         **options,
     )
-    ends = config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    rows = []
-    for prompt, new in zip(prompts, output[:, longest:].tolist()):
-        stop = next((index + 1 for index, token in enumerate(new) if token in ends), len(new))
-        rows.append({"ids": [*prompt.tolist(), *new[:stop]], "prompt": len(prompt)})
-    return rows
+    ends = eos_ids(backbone)
+    completions = zip(prompts, output[:, longest:].tolist())
+    return [{"ids": [*prompt.tolist(), *until_end(new, ends)], "prompt": len(prompt)} for prompt, new in completions]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What was measured: counts and times as they were taken, figures derived from them, and the circumstances.
+"""Measured results: counts and times, figures derived from them, and the circumstances.
 
 Knows how to check, save and load results. Does not know how they are measured or shown.
 """
@@ -14,12 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 import transformers
 
-from .utils import replace_text
+from .utils import replace_file
 
 DEGENERATE_SHARE = 0.5
 """Share of repeated text above which a speed-up is not believed."""
@@ -33,40 +32,39 @@ class DecodingResult:
         name: What the row is called, for example `"greedy"`.
         do_sample: Whether tokens were sampled.
         backbone_calls: Calls of the backbone in the speculative run, prompt passes included, summed over the prompts
-            (one prompt at a time: in a batch, one call serves several rows).
+            (one prompt at a time: in a batch, one call serves several prompts).
         new_tokens: Tokens that the speculative run produced, summed over the prompts.
         seconds: Wall-clock seconds of the speculative run.
         plain_seconds: Wall-clock seconds of the plain run.
         identical: Whether both runs gave the same tokens; None if they were not compared (sampled runs).
         plain_new_tokens: Tokens that the plain run produced; None if as many as the speculative run.
-        batch_size: Prompts per call. In a batch, `backbone_calls` counts a call once for every row that it served.
-        per_prompt: Tokens per call of every prompt, for the spread; empty if not kept.
+        batch_size: Prompts per call. In a batch, `backbone_calls` counts a call once for every prompt that it served.
+        per_prompt: Tokens per call of every prompt, for the spread; empty if not recorded.
         accepted_by_position: For draft positions 1, 2, ...: the share (0 to 1) of verifications that accept so many
-            drafts, whatever the length of theirs; empty if not kept.
-        repeated_share: Share (0 to 1) of the text that passages cover which stand in it more than once; None if not
-            looked at.
-        draft_length: Tokens of the longest draft; None if not kept.
-        tokens_per_verification: (New tokens - 1) / verifications, a ratio of sums over prompts; None if not kept.
+            drafts, whatever the length of theirs; empty if not recorded.
+        repeated_share: Share (0 to 1) of the output that repeated passages cover; None if not measured.
+        draft_length: Tokens of the longest draft; None if not recorded.
+        tokens_per_verification: (New tokens - 1) / verifications, a ratio of sums over prompts; None if not recorded.
         standard_error: That of `tokens_per_verification` over prompts; None of a single one.
-        expected_tokens_per_call: What `tokens_per_verification` is expected to be for drafts of `draft_length`,
-            computed along the plain texts without drawing drafts; None if not computed.
-        expected_standard_error: That over texts.
-        expected_by_position: What `accepted_by_position` is expected to be.
-        processor_seconds: Processor seconds of the speculative run; None if not taken.
+        expected_tokens_per_call: The expected `tokens_per_verification` for drafts of `draft_length`, computed along
+            the plain outputs without drawing drafts; None if not computed.
+        expected_standard_error: That over outputs.
+        expected_by_position: The expected `accepted_by_position`.
+        processor_seconds: Processor seconds of the speculative run; None if not measured.
         plain_processor_seconds: Those of the plain run.
-        method: What drafted, where several methods were measured.
+        method: The method that drafted, where several were measured.
         decoding: The way of decoding, there.
-        speed_ups: Quartiles of the ratios to plain decoding's speed, of calls taken by turns, without the prompts' own
-            forwards and without texts that repeat more than half of themselves.
+        speed_ups: Quartiles of the ratios to plain decoding's speed, of calls by turns, without the prompts' own
+            forwards and without outputs that repeat more than half of themselves.
         micro_speed_up: The same as a ratio of sums over tokens.
         category_speed_ups: Medians by category of prompts; their mean is `macro_speed_up`.
         category_tokens_per_call: `tokens_per_verification` by category.
-        looping: Calls whose text repeats more than half of itself.
-        call_ms: Milliseconds per call behind the prompt's, with drafting and verification; a median over prompts.
+        looping: Calls whose output repeats more than half of itself.
+        call_ms: Milliseconds per call after the prompt's, with drafting and verification; a median over prompts.
         draft_ms: Those of drafting.
         prompt_ms: Those of the prompt's own forward.
         cache_bytes: Of the largest cache.
-        texts: Greedy texts that were compared with plain decoding's.
+        texts: Greedy outputs that were compared with plain decoding's.
         differing: How many of them differ.
         near_ties: How many differ by rounding alone.
 
@@ -135,24 +133,24 @@ class DecodingResult:
 
     @property
     def speed_up(self) -> float:
-        """Median ratio of the two speeds, or, where ratios were not kept, that of the sums in tokens per second."""
+        """Median ratio of the two speeds, or, where ratios were not recorded, that of the sums in tokens per second."""
         if self.speed_ups:
             return self.speed_ups[1]
         return self.tokens_per_second / self.plain_tokens_per_second
 
     @property
     def macro_speed_up(self) -> float | None:
-        """Mean over categories of their median speed-ups; None if they were not kept."""
+        """Mean over categories of their median speed-ups; None if they were not recorded."""
         return fmean(self.category_speed_ups.values()) if self.category_speed_ups else None
 
     @property
     def is_lossless(self) -> bool:
-        """Whether no text differs from plain decoding's but by rounding."""
+        """Whether no output differs from plain decoding's but by rounding."""
         return self.identical is not False or (self.differing is not None and self.differing == self.near_ties)
 
     @property
     def processor_speed_up(self) -> float | None:
-        """The same ratio by processor time, which other programs disturb less; None if that was not taken."""
+        """The same ratio by processor time, which other programs disturb less; None if that was not measured."""
         if self.processor_seconds is None or self.plain_processor_seconds is None:
             return None
         plain_tokens = self.plain_new_tokens or self.new_tokens
@@ -160,18 +158,18 @@ class DecodingResult:
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """Fewest and most tokens per call among the prompts; None if they were not kept."""
+        """Fewest and most tokens per call among the prompts; None if they were not recorded."""
         return (min(self.per_prompt), max(self.per_prompt)) if self.per_prompt else None
 
     @property
     def is_degenerate(self) -> bool:
-        """Whether more than half of the text repeats itself: then its speed-up says nothing, and no card claims it."""
+        """Whether more than half of the output repeats itself: then no card claims its speed-up."""
         return self.repeated_share is not None and self.repeated_share > DEGENERATE_SHARE
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredResults:
-    """Everything that one measuring run found, with what is needed to repeat it.
+    """All results of one measuring run, with all that is needed to repeat it.
 
     Args:
         results: One entry per way of decoding, at least one.
@@ -213,29 +211,16 @@ class MeasuredResults:
             raise ValueError(f"results={self.results!r} must be at least one row, whose names occur once")
 
     def to_json(self, path: str | Path) -> Path:
-        """Save the measured values (not the derived ones) as JSON, under a temporary name first.
-
-        Args:
-            path: The file to write or replace.
-
-        Returns:
-            `path` as a `Path`.
-        """
+        """Save the measured values (not the derived ones) as JSON, atomically; return the path."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
-        return replace_text(path, text + "\n")
+        return replace_file(path, text + "\n")
 
     @classmethod
     def from_json(cls, path: str | Path) -> MeasuredResults:
-        """Load what `to_json` saved.
-
-        Args:
-            path: The file to read.
-
-        Returns:
-            The results, checked as the constructor checks them.
+        """Load a file of `to_json`.
 
         Raises:
-            ValueError: The file is not JSON, or a field is missing, unknown or out of range; the message names both.
+            ValueError: The file is not JSON, or a field is missing, unknown or out of range.
         """
         path = Path(path)
         try:
@@ -277,7 +262,7 @@ def processor() -> str:
 
 
 _NUMBER = int, float
-_KINDS: dict[str, Any] = {
+_TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "bool": bool,
     "int": int,
@@ -287,7 +272,7 @@ _KINDS: dict[str, Any] = {
     "dict[str, str | int | float]": (str, *_NUMBER),
     "list[DecodingResult]": DecodingResult,
 }
-"""By the type of a field: of which types its value is, or the items of its value are."""
+"""By the annotation of a field: the types of its value, or of the items of its value."""
 _SHARES = {"accepted_by_position", "expected_by_position", "repeated_share"}
 _ABOVE_0 = {"backbone_calls", "new_tokens", "plain_new_tokens", "batch_size", "seconds", "plain_seconds"}
 _ABOVE_0 |= {"processor_seconds", "plain_processor_seconds"}
@@ -304,12 +289,12 @@ def _check(record: DecodingResult | MeasuredResults) -> None:
             items = value if isinstance(value, list) else [None]
         elif hint.startswith("dict"):
             items = list(value.values()) if isinstance(value, dict) else [None]
-        if not all(isinstance(each, _KINDS[hint]) and _is_in_range(name, each) for each in items):
+        if not all(isinstance(each, _TYPES[hint]) and _is_in_range(name, each) for each in items):
             limits = " from 0 to 1" * (name in _SHARES) + " above 0" * (name in _ABOVE_0)
             raise ValueError(f"{name}={value!r} must be {hint}{limits}: finite, of at least 0, and no empty text")
 
 
-def _is_in_range(name: str, value: Any) -> bool:
+def _is_in_range(name: str, value: object) -> bool:
     if isinstance(value, str):
         return bool(value.strip())
     if not isinstance(value, _NUMBER):

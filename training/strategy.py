@@ -5,29 +5,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..modeling.heads.losses import balance_factors
 from ..modeling.heads.teacher import LOSSES, WEIGHTINGS
 from ..modeling.loss_options import check_values
 from .trainer_base import RunningMeans, head_of
-from .utils import replace_text
+from .utils import replace_file
 
-PARTS = ("drafter", "all", "lora")
 SHAPES: dict[str, Callable[[float], float]] = {
     "switch": lambda share: float(share >= 1),
     "linear": lambda share: share,
     "sine": lambda share: math.sin(math.pi / 2 * share),
 }
-TARGETS = ("labels", "teacher")
-BALANCES = ("none", "rms")
+_CHOICES = {
+    "train": ("drafter", "all", "lora"),
+    "loss_target": ("labels", "teacher"),
+    "loss_divergence": LOSSES,
+    "loss_places": WEIGHTINGS,
+    "loss_balance": ("none", "rms"),
+    "loss_weight_shape": SHAPES,
+}
 _RANGES = {
     **dict.fromkeys(("head_warmup", "loss_weight", "loss_weight_last", "draft_layers"), "[0, inf)"),
     **dict.fromkeys(("lora_rank", "draft_lora_rank"), "[1, inf)"),
@@ -38,7 +43,7 @@ _RANGES = {
 
 @dataclass
 class TrainingStrategy:
-    """A recipe of training; fields that are None leave the model's own values.
+    """A recipe of training; fields that are None do not change the model's own values.
 
     Recipes of the papers:
 
@@ -49,7 +54,7 @@ class TrainingStrategy:
     - Mehra et al.: `train="lora"`, `lora_rank=8`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_balance="rms"`;
     - MtPC's stage 2: `draft_layers=2` on heads that are trained already; `head_warmup=0.5` makes both stages one run;
     - Hydra++: `loss_target="teacher"`; LK losses: `loss_target="teacher"`, `loss_divergence="lk"`;
-    - what is paid: `loss_target="teacher"`, `loss_divergence="block"`, on text that the backbone drew (temperature 1);
+    - calls: `loss_target="teacher"`, `loss_divergence="block"`, on outputs of the backbone (temperature 1);
     - DeepSeek-V3: `train="all"`, `loss_weight=0.3`, `loss_weight_last=0.1`, `loss_weight_until=0.68`.
 
     Attributes:
@@ -58,7 +63,7 @@ class TrainingStrategy:
         head_warmup: Steps, or below 1 a share of all steps, in which the drafter's head learns alone, without backbone,
             adapters and draft layers.
         drafter_lr_multiplier: The drafter's learning rate, as a multiple of `learning_rate`, which is the backbone's.
-        lora_rank: Rank of the backbone's adapters (`train="lora"`); None: 8. If the backbone carries adapters already,
+        lora_rank: Rank of the backbone's adapters (`train="lora"`); None: 8. If the backbone already carries adapters,
             these are trained, and other values of the `lora_` fields than theirs are refused.
         lora_alpha: Scale of the adapters times their rank; None: twice the rank.
         lora_dropout: Dropout of the adapters; None: 0.
@@ -66,16 +71,16 @@ class TrainingStrategy:
         draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own
             (`MTPHeads`, EvaByte); None: as the heads have it.
         draft_lora_rank: Of these adapters; None: as they are, and 8 where they are new.
-        loss_target: `"labels"`: the negative log-likelihood of the text; `"teacher"`: the backbone's own distribution.
-        loss_divergence: How far the drafter is from that distribution: one of `LOSSES`.
-        loss_places: Of `loss_divergence="block"`: `"all"` count alike, or by the `"calls"` that a rejection costs.
+        loss_target: `"labels"`: the negative log-likelihood of the data; `"teacher"`: the backbone's own distribution.
+        loss_divergence: Of the drafter from that distribution: one of `LOSSES`.
+        loss_places: Of `loss_divergence="block"`: `"all"` positions count alike, or by the `"calls"` of a rejection.
         loss_label_weight: Share of the likelihood mixed with it, 0 to 1.
         loss_balance: `"rms"` scales every depth to the spread of the first.
         gamma: Discount of depths, 0 to 1.
         loss_weight: lambda, the weight of the drafter's loss relative to the backbone's.
         loss_weight_last: Its value at the end of a schedule.
         loss_weight_until: Share of all steps over which it changes.
-        loss_weight_shape: `"switch"` there at once, `"linear"` up to there, or `"sine"`, Medusa's ramp.
+        loss_weight_shape: `"switch"` at once, `"linear"`, or `"sine"`, Medusa's ramp.
 
     Raises:
         ValueError: A value out of range, or a field without what it belongs to; the message names the field.
@@ -91,7 +96,7 @@ class TrainingStrategy:
     lora_rank: int | None = None
     lora_alpha: int | None = None
     lora_dropout: float | None = None
-    lora_targets: list[str] | str | None = field(default=None)
+    lora_targets: list[str] | str | None = None
     draft_layers: int | None = None
     draft_lora_rank: int | None = None
     loss_target: str | None = None
@@ -106,15 +111,7 @@ class TrainingStrategy:
     loss_weight_shape: str = "switch"
 
     def __post_init__(self) -> None:
-        choices = {
-            "train": PARTS,
-            "loss_target": TARGETS,
-            "loss_divergence": LOSSES,
-            "loss_places": WEIGHTINGS,
-            "loss_balance": BALANCES,
-            "loss_weight_shape": SHAPES,
-        }
-        check_values(self, choices, _RANGES)
+        check_values(self, _CHOICES, _RANGES)
         if self.loss_weight_last is not None and self.loss_weight is None:
             raise ValueError(f"loss_weight_last={self.loss_weight_last} is the end of a schedule: set loss_weight, too")
         self._check_belongings()
@@ -175,31 +172,27 @@ class MTPLossWeightSchedule(TrainerCallback):
         share = min(1.0, step / until) if until else 1.0
         return self.first + (self.last - self.first) * SHAPES[self.shape](share)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Set the weight of the step that begins.
-
-        Raises:
-            TypeError: A model without modules.
-        """
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the weight of the step that begins."""
         model: nn.Module = kwargs["model"]
-        owner: Any = next((each for each in model.modules() if hasattr(type(each), "mtp_loss_weight")), None)
+        owner = next((each for each in model.modules() if hasattr(type(each), "mtp_loss_weight")), None)
         if owner is None:
             raise TypeError(f"MTPLossWeightSchedule needs a model with mtp_loss_weight, not a {type(model).__name__}")
         owner.mtp_loss_weight = self.weight(state.global_step, state.max_steps)
 
 
 class HeadWarmup(TrainerCallback):
-    """Trains the drafter's head alone at first, as a function of the step, so that a resumed training is the same.
-
-    Args:
-        strategy: Its `head_warmup` is read.
-    """
+    """Trains the drafter's head alone at first, as a function of the step, so that a resumed training is the same."""
 
     def __init__(self, strategy: TrainingStrategy) -> None:
         self.strategy = strategy
         self.waiting: list[nn.Parameter] | None = None
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Set for the step that begins whether everything learns."""
         model = getattr(kwargs["model"], "module", kwargs["model"])
         assert isinstance(model, nn.Module)
@@ -243,16 +236,16 @@ class LossBalance(TrainerCallback):
         """Return the factors of the current update, [n]."""
         return torch.ones(depths) if self.factors is None else self.factors
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write the factors next to the checkpoint's weights."""
         if self._accelerator is not None:
             self.close(self._accelerator)
         if state.is_world_process_zero and self.factors is not None:
-            folder = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
-            replace_text(folder / _BALANCE_FILE, json.dumps(self.factors.tolist()))
+            checkpoint = Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+            replace_file(checkpoint / _BALANCE_FILE, json.dumps(self.factors.tolist()))
 
-    def load(self, folder: str) -> None:
-        """Load what `on_save` wrote."""
-        path = Path(folder) / _BALANCE_FILE
+    def load(self, checkpoint: str) -> None:
+        """Load the factors of a checkpoint, if it has some."""
+        path = Path(checkpoint) / _BALANCE_FILE
         if path.exists():
             self.factors = torch.tensor(json.loads(path.read_text(encoding="utf-8")))

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import ModelOutput
 
 from ..modeling import PTPForCausalLM
 from ..modeling.loss_options import TrainableDrafter
@@ -44,19 +45,19 @@ class MTPTrainer(BaseTrainer):
     - where the backbone's distribution is what the drafter learns, the log carries `acceptance_head_2`, ...: the
       probability that a drafted token is accepted, given the true tokens before it; of EAGLE heads `loss_step_1`,
       `acceptance_step_1`, ..., of each step of drafting;
-    - `strategy` says which parts learn, when, how fast and from what;
+    - `strategy` decides which parts learn, when, how fast and from what;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
 
-    The model's config keeps its `use_cache` (`Trainer` would leave it off in everything that is saved). A plain
-    `Trainer` works, too, and takes the same steps where an update is one batch; under accumulation it counts the
-    targets of the first depth alone, so that deeper ones are weighed by their share in each micro-batch; and its
-    `eval_loss` is a mean over batches.
+    The model's config retains its `use_cache` (`Trainer` would save it as False). A plain `Trainer` works, too, and
+    takes the same steps where an update is one batch; under accumulation it counts the targets of the first depth
+    alone, so that deeper ones are weighed by their share in each micro-batch; and its `eval_loss` is a mean over
+    batches.
 
     Args:
         model: The model; attached `MTPHeads` or `EagleHead`, `EvaByteForMTPC`, `DeepSeekMTP`, or one of these in peft.
         args: As for `Trainer`.
-        strategy: Applied to the model (`training.preparation.prepare`); None: what `requires_grad` says learns.
+        strategy: Applied to the model (`training.preparation.prepare`); None: parameters that require gradients learn.
         kwargs: As for `Trainer`.
 
     Raises:
@@ -79,7 +80,7 @@ class MTPTrainer(BaseTrainer):
     ) -> None:
         if model is not None:
             _check_model(model)
-        config: Any = None if model is None else model.config
+        config = None if model is None else model.config
         use_cache = {name: value for name, value in vars(config or self).items() if name == "use_cache"}
         if strategy is not None:
             if model is None:
@@ -96,7 +97,7 @@ class MTPTrainer(BaseTrainer):
             self.balance = LossBalance()
             self.add_callback(self.balance)
         if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:
-            self.args.ddp_find_unused_parameters = True  # what waits gets no gradient
+            self.args.ddp_find_unused_parameters = True  # waiting parts get no gradient
         if config is not None:
             vars(config).pop("use_cache", None)
             vars(config).update(use_cache)
@@ -114,14 +115,14 @@ class MTPTrainer(BaseTrainer):
 
     @property
     def _owner(self) -> Any:
-        """The model without what distribution wraps around it; cached, because unwrapping takes a millisecond."""
+        """The model without wrappers of distribution; cached, because unwrapping takes a millisecond."""
         if self._unwrapped[0] is not self.model:
             self._unwrapped = self.model, self.accelerator.unwrap_model(self.model)
         return self._unwrapped[1]
 
     @property
     def _drafter(self) -> TrainableDrafter:
-        """The model without what distribution and peft wrap around it."""
+        """The model without wrappers of distribution and peft."""
         return without_peft(self._owner)
 
     def compute_loss(
@@ -131,31 +132,31 @@ class MTPTrainer(BaseTrainer):
 
         As in `Trainer`, but `num_items_in_batch` are the targets per depth over the whole update, [n].
         """
-        # no one reads the logits of a training step, and a cache would only cost memory
+        # the logits of a training step are not read, and a cache would only cost memory
         defaults: Inputs = {"use_cache": False} | ({"logits_to_keep": 1} if model.training else {})
         if model.training and self.balance is not None:
             defaults["balance"] = self.balance.for_update(self._drafter.num_losses)
         # not super(): TRL's would leave the model's own loss, and the heads, out
-        found = Trainer.compute_loss(self, model, defaults | inputs, True, num_items_in_batch)
-        loss, outputs = cast(tuple[torch.Tensor, Any], found)
-        sums, counts = self._sums(outputs, inputs, model.training)
+        result = Trainer.compute_loss(self, model, defaults | inputs, True, num_items_in_batch)
+        loss, outputs = cast(tuple[torch.Tensor, Any], result)
+        sums, counts = self._sums(outputs, inputs)
         self._means[model.training].add(sums, counts)
         if model.training and self.balance is not None and outputs.head_squares is not None:
             depths = self._drafter.num_losses
             self.balance.add(outputs.head_squares.reshape(-1, depths).nanmean(0), counts[:depths])
         return (loss, outputs) if return_outputs else loss
 
-    def _sums(self, outputs: Any, inputs: Inputs, is_training: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sums(self, outputs: ModelOutput, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of one micro-batch for the running means, and their counts, in the order of `_mean_names`."""
-        counts, found = self._depth_counts(inputs), []
+        counts, pairs = self._depth_counts(inputs), []
         depths = len(counts)
         for name, size in (("head_losses", depths), ("backbone_loss", 1), ("acceptances", depths)):
             mean, count = outputs.get(name), counts[:size]
             if mean is None:
                 mean = torch.full_like(count, torch.nan, dtype=torch.float32)
             mean = mean.reshape(-1, len(count)).nanmean(0).float().to(count.device)  # DataParallel: a row per replica
-            found.append((mean, count))
-        means, counts = (torch.cat(parts) for parts in zip(*found))
+            pairs.append((mean, count))
+        means, counts = (torch.cat(parts) for parts in zip(*pairs))
         counts = torch.where(means.isnan(), 0, counts)
         return torch.where(counts > 0, means * counts, 0.0), counts
 
@@ -209,8 +210,8 @@ class MTPTrainer(BaseTrainer):
         Raises:
             ValueError: Before the first step, if no row of the training data has a target, or ids are invalid.
         """
-        batches, found = super().get_batch_samples(*args, **kwargs)
-        counts = found if isinstance(found, torch.Tensor) else None
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        counts = items if isinstance(items, torch.Tensor) else None
         if self.balance is not None:
             self.balance.close(self.accelerator)
         if self.state.global_step == self._initial_global_step:
@@ -242,8 +243,8 @@ class MTPTrainer(BaseTrainer):
         return [*losses, "loss_backbone", *accepted]
 
 
-def _check_model(model: Any) -> None:
-    """Refuse what cannot be trained here; the message says what to do instead."""
+def _check_model(model: object) -> None:
+    """Refuse models that cannot be trained here."""
     if isinstance(model, (str, PathLike)):
         raise TypeError(f"MTPTrainer needs a model, not the path {str(model)!r}: load it with from_pretrained first")
     owner = without_peft(model)
@@ -251,6 +252,6 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"MTPTrainer does not train a {type(owner).__name__}: use PTPTrainer")
     if not isinstance(owner, TrainableDrafter):
         raise TypeError(
-            f"MTPTrainer needs a model that predicts several tokens, not a {type(owner).__name__}: give it heads with "
+            f"MTPTrainer needs a model that predicts several tokens, not a {type(owner).__name__}: add heads with "
             "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model)"
         )

@@ -1,4 +1,4 @@
-"""What all trainers share: batches and their checks, exact means over micro-batches and processes, model parts."""
+"""The base of all trainers: batches and their checks, exact means over micro-batches and processes, model parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, Trainer
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
@@ -32,10 +32,10 @@ BATCHES_TO_SEARCH = 1000
 Inputs = dict[str, Any]
 
 
-def check_data(given: Mapping[str, Any]) -> None:
+def check_data(arguments: Mapping[str, Any]) -> None:
     """Refuse `train_dataset` or `eval_dataset` without rows, or several of which one has none."""
     for name in ("train_dataset", "eval_dataset"):
-        data = given.get(name)
+        data = arguments.get(name)
         for part in data.values() if isinstance(data, Mapping) else [data]:
             if isinstance(part, Sized) and len(part) == 0:
                 raise ValueError(f"{name} is empty; give at least one row with a target, or None")
@@ -44,57 +44,43 @@ def check_data(given: Mapping[str, Any]) -> None:
 def check_depths(
     counts: torch.Tensor, count: Callable[[Any], torch.Tensor], batches: Callable[[], Iterable[Any]]
 ) -> None:
-    """Search for targets at every depth, in the first update and, where it lacks some, in further batches.
+    """Search for targets at every depth, in the counts [n] of the first update and, where it lacks some, in batches.
 
     Warns of depths that no row reaches.
-
-    Args:
-        counts: [n], targets per depth of the first update.
-        count: Targets per depth of a batch.
-        batches: Returns an iterator over the training data.
 
     Raises:
         ValueError: No targets at all.
     """
-    found = counts.bool().cpu()
-    others = islice(batches(), BATCHES_TO_SEARCH) if not found.all() else ()
+    has_targets = counts.bool().cpu()
+    others = islice(batches(), BATCHES_TO_SEARCH) if not has_targets.all() else ()
     for batch in others:
-        found = found | count(batch).bool().cpu()
-        if found.all():
+        has_targets = has_targets | count(batch).bool().cpu()
+        if has_targets.all():
             return
-    if not found.any():
+    if not has_targets.any():
         raise ValueError(
             "train_dataset has no targets: its labels are -100 everywhere, or no row is longer than one token"
         )
-    if not found.all():
-        missing = ", ".join(str(depth + 1) for depth in (~found).nonzero()[:, 0].tolist())
+    if not has_targets.all():
+        missing = ", ".join(str(depth + 1) for depth in (~has_targets).nonzero()[:, 0].tolist())
         logger.warning(
             f"no row of train_dataset reaches depth {missing}: the heads of these depths learn nothing; give longer "
             "rows, or a smaller window"
         )
 
 
-def check_ids(batches: Sequence[dict[str, Any]], vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary, which on an accelerator would only show as a failed assertion of a kernel.
-
-    Raises:
-        ValueError: An id outside 0..V - 1, or a label that is neither such an id nor -100.
-    """
+def check_ids(batches: Sequence[Inputs], vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary, which on an accelerator would only show as a failed assertion of a kernel."""
     for batch in batches:
         check_lengths(batch)
         for name in ("input_ids", "labels", "shift_labels"):
             ids = batch.get(name)
-            if not isinstance(ids, torch.Tensor) or not ids.numel():
-                continue
-            check_targets(ids.cpu(), vocab_size, name)
+            if isinstance(ids, torch.Tensor) and ids.numel():
+                check_targets(ids.cpu(), vocab_size, name)
 
 
-def check_lengths(batch: dict[str, Any]) -> None:
-    """Refuse labels of another shape than their ids.
-
-    Raises:
-        ValueError: Labels of another shape.
-    """
+def check_lengths(batch: Inputs) -> None:
+    """Refuse labels of another shape than their ids."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
     if isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor) and ids.shape != labels.shape:
         raise ValueError(
@@ -103,25 +89,8 @@ def check_lengths(batch: dict[str, Any]) -> None:
         )
 
 
-def pad_rows(rows: list[Inputs]) -> dict[str, torch.Tensor]:
-    """Pad on the right to the longest row; labels with -100, everything else with 0.
-
-    Raises:
-        ValueError: See `check_columns`.
-    """
-    check_columns(rows)
-    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
-    columns.setdefault("attention_mask", [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows])
-    fills = {"labels": IGNORE}
-    return {name: pad_sequence(column, True, fills.get(name, 0)) for name, column in columns.items()}
-
-
 def check_columns(rows: list[Inputs]) -> None:
-    """Refuse rows whose columns are not as long as their ids: padding would hide it.
-
-    Raises:
-        ValueError: A row without `input_ids`, without a column of the first row, or with a column of another length.
-    """
+    """Refuse rows whose columns are missing, or not as long as their ids: padding would hide it."""
     for row in rows:
         if missing := [name for name in ("input_ids", *rows[0]) if name not in row]:
             hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
@@ -136,27 +105,26 @@ def check_columns(rows: list[Inputs]) -> None:
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes a batch of rows; padded on the side of the tokenizer, if there is one.
+    """Makes a batch of rows, padded on the side of the tokenizer, or on the right without one."""
 
-    Attributes:
-        tokenizer: The tokenizer, or None.
-    """
+    tokenizer: PreTrainedTokenizerBase | None = None
 
-    tokenizer: Any = None
-
-    def __call__(self, rows: list[Inputs]) -> Any:
-        """Return a batch."""
-        if self.tokenizer is None:
-            return pad_rows(rows)
+    def __call__(self, rows: list[Inputs]) -> Mapping[str, torch.Tensor]:
+        """Return a batch; labels are padded with -100."""
         check_columns(rows)
-        return DataCollatorForSeq2Seq(self.tokenizer)(rows)
+        if self.tokenizer is not None:
+            return DataCollatorForSeq2Seq(self.tokenizer)(rows)
+        columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
+        columns.setdefault("attention_mask", [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows])
+        fills = {"labels": IGNORE}
+        return {name: pad_sequence(column, True, fills.get(name, 0)) for name, column in columns.items()}
 
 
 check_names(TRAINER)
 
 
 class RunningMeans:
-    """Sums and counts of several quantities, kept on their device until they are taken."""
+    """Sums and counts of several quantities, which stay on their device until they are taken."""
 
     def __init__(self) -> None:
         self.totals: torch.Tensor | None = None
@@ -184,10 +152,7 @@ class BaseTrainer(TrainerPushMixin, Trainer):
 
     A subclass names the quantities in `_mean_names` and adds them to `_means[model.training]`. If its evaluation loss
     follows from them, `_pooled_loss` computes it: the mean over batches would depend on their size. `save_model`
-    always leaves a directory for `from_pretrained`.
-
-    Attributes:
-        _owner: The model without what distribution wraps around it.
+    always writes a directory for `from_pretrained`. `_owner` is the model without wrappers of distribution.
     """
 
     _owner: Any
@@ -196,7 +161,12 @@ class BaseTrainer(TrainerPushMixin, Trainer):
         check_data(kwargs)
         super().__init__(*args, **kwargs)
         check_data(vars(self))
-        check_shards(self)
+        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
+        if plugin is not None and plugin.zero_stage == 3:
+            raise ValueError(
+                "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
+                "backbone's unembedding there: use stage 1 or 2, or FSDP2 (examples/accelerate/fsdp2.yaml)"
+            )
         if self.args.label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor={self.args.label_smoothing_factor} is for losses of labels, and a "
@@ -227,15 +197,15 @@ class BaseTrainer(TrainerPushMixin, Trainer):
         return output
 
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
-        """As in `Trainer`; rows that only fill up the last batch of several processes are no targets."""
-        return super().prediction_step(model, self.without_repeated_rows(inputs), *args, **kwargs)
+        """As in `Trainer`; sequences that only fill up the last batch of several processes are no targets."""
+        return super().prediction_step(model, self.without_repeats(inputs), *args, **kwargs)
 
-    def without_repeated_rows(self, inputs: Inputs) -> Inputs:
-        """Return the batch with labels of -100 in rows that this process or another one has seen already.
+    def without_repeats(self, inputs: Inputs) -> Inputs:
+        """Return the batch with labels of -100 in sequences that some process has already seen.
 
-        accelerate fills the last batch up with rows of the first, so that every process has one; `Trainer` drops what
-        they predict, but their losses would count twice. Rows that are joined without padding cannot be told apart: of
-        these, only batches that are filled up from their first row on are left out.
+        accelerate fills the last batch up with sequences of the first, so that every process has one; `Trainer` drops
+        their predictions, but their losses would count twice. Sequences that are joined without padding cannot be told
+        apart: of these, only batches that consist of repeats are left out.
         """
         state, labels = self.accelerator.gradient_state, inputs.get("labels")
         is_last = state.end_of_dataloader and self.accelerator.num_processes > 1
@@ -253,7 +223,7 @@ class BaseTrainer(TrainerPushMixin, Trainer):
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As in `Trainer`; of a model that FSDP sharded, too, whatever `fsdp_state_dict_type` says of checkpoints."""
+        """As in `Trainer`; also of a model that FSDP sharded, whatever `fsdp_state_dict_type` checkpoints have."""
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if plugin is None or _internal_call:
             super().save_model(output_dir, _internal_call)
@@ -277,31 +247,12 @@ class BaseTrainer(TrainerPushMixin, Trainer):
         if not self._load_several(self.state.best_model_checkpoint):
             super()._load_best_model()
 
-    def _load_several(self, folder: str | None) -> bool:
-        """Load a model that consists of several directories; whether it is one. Shards are read by the library."""
-        if folder is None or self.is_fsdp_enabled or not isinstance(self._owner, (JointMTPModel, RegisterModel)):
+    def _load_several(self, checkpoint: str | None) -> bool:
+        """Load a model that consists of several directories; return whether it is one. Trainer itself reads shards."""
+        if checkpoint is None or self.is_fsdp_enabled or not isinstance(self._owner, (JointMTPModel, RegisterModel)):
             return False
-        self._owner.load_checkpoint(folder)
+        self._owner.load_checkpoint(checkpoint)
         return True
-
-
-def plugin_of_deepspeed(trainer: Trainer) -> Any:
-    """Return DeepSpeed's settings; None where it is not used."""
-    return trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
-
-
-def check_shards(trainer: Trainer) -> None:
-    """Refuse a way of sharding that heads cannot follow.
-
-    Raises:
-        ValueError: Stage 3 of DeepSpeed.
-    """
-    plugin = plugin_of_deepspeed(trainer)
-    if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError(
-            "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
-            "backbone's unembedding there: use stage 1 or 2, or FSDP2 (examples/accelerate/fsdp2.yaml)"
-        )
 
 
 @contextmanager
@@ -321,7 +272,7 @@ def without_peft(model: Any) -> Any:
 
 
 def drafter_of(model: nn.Module) -> nn.Module:
-    """Return the module that drafts, within a model that a trainer trains."""
+    """Return the module that drafts within a trained model."""
     owner = without_peft(model)
     if isinstance(owner, JointMTPModel):
         return owner.heads

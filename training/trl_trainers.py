@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ..modeling import DeepSeekMTP, EvaByteForMTPC
 from .ptp.trainer import PTPTrainer
@@ -23,13 +23,14 @@ from .trainer_base import Inputs, without_peft
 from .utils import needs_extra
 
 with needs_extra("train", "a trainer of TRL"):
+    from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
 
 class _SFTBehaviour(Trainer):
-    """What TRL's trainer does besides its loss: settings that do not apply here are refused, and tokens are counted.
+    """The behaviour of TRL's trainer besides its loss: unsupported settings are refused, and tokens are counted.
 
     Not derived from `SFTTrainer`, whose methods would then come before those of our trainers, the card among them.
     """
@@ -37,8 +38,11 @@ class _SFTBehaviour(Trainer):
     _total_train_tokens: int
     _metrics: defaultdict[str, defaultdict[str, list[float]]]
 
-    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-        _check_settings(args)
+    def __init__(
+        self, model: nn.Module | None = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(args, SFTConfig):
+            _check_settings(args)
         super().__init__(model, args, *rest, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +92,8 @@ class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
         """TRL's."""
 
 
-def _check_settings(args: Any) -> None:
+def _check_settings(args: SFTConfig) -> None:
     """Refuse settings that TRL accepts and these trainers do not follow."""
-    if not isinstance(args, SFTConfig):
-        return
     if args.loss_type != "nll":
         raise ValueError(
             f"loss_type={args.loss_type!r} is a loss of TRL's own, from which the heads would learn nothing: leave it "
@@ -131,8 +133,8 @@ class MTPDPOTrainer(DPOTrainer):
     def __init__(
         self,
         model: PreTrainedModel | PeftModel,
-        ref_model: Any = None,
-        args: Any = None,
+        ref_model: PreTrainedModel | None = None,
+        args: DPOConfig | None = None,
         *,
         drafter_weight: float = 0.1,
         **kwargs: Any,
@@ -154,10 +156,10 @@ class MTPDPOTrainer(DPOTrainer):
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return TRL's loss plus the model's own on the chosen half of the batch."""
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self.drafter_weight:
-            return found
-        loss, *rest = found if return_outputs else (found,)
+            return result
+        loss, *rest = result if return_outputs else (result,)
         chosen = len(inputs["input_ids"]) // 2
         ids, mask = inputs["input_ids"][:chosen], inputs["attention_mask"][:chosen]
         labels = ids.masked_fill(inputs["completion_mask"][:chosen] == 0, -100)

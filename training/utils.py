@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -45,21 +45,13 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     return find, lambda: sorted({*vars(import_module(package)), *homes})
 
 
-def replace_text(path: str | Path, text: str) -> Path:
-    """Write `text` to a temporary file in the same directory and rename it; an interruption keeps the old file.
-
-    Args:
-        path: The file to write or replace. Its directory is created if missing.
-        text: The whole new content, written as UTF-8 with its own line ends.
-
-    Returns:
-        `path` as a `Path`.
-    """
+def replace_file(path: str | Path, text: str) -> Path:
+    """Write a file, and its directory, in UTF-8; after an interruption the old file is unchanged. Return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        # not tempfile: its files are readable by their owner only, and the rename would keep that
+        # not tempfile: its files are readable by their owner only, and so would the renamed one be
         temporary.write_text(text, encoding="utf-8", newline="")
         temporary.replace(path)
     finally:
@@ -67,11 +59,27 @@ def replace_text(path: str | Path, text: str) -> Path:
     return path
 
 
-def replace_picture(path: Path, figure: Figure) -> Path:
+def replace_figure(path: Path, figure: Figure) -> Path:
     """Write a figure as PNG under a temporary name first; return `path`."""
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=120)
     return temporary.replace(path)
+
+
+def eos_ids(model: object) -> list[int]:
+    """Return the end-of-text ids of a model's generation config; none if it has none."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def until_end(ids: list[int], ends: Collection[int]) -> list[int]:
+    """Return a sequence's new ids without the padding after its end."""
+    return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line, or the name of its class."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def without_directories(name: str) -> str:
@@ -82,19 +90,10 @@ def without_directories(name: str) -> str:
 
 
 def check_same(where: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a directory that something with other settings was written into.
-
-    Args:
-        where: The argument that names the directory, for the message.
-        earlier: What was written there.
-        now: What would be written.
-
-    Raises:
-        ValueError: A field differs; it is named.
-    """
+    """Refuse a directory that was made with other settings; `where` is the argument that names it."""
     for name in sorted({*earlier, *now}):
         if earlier.get(name) != now.get(name):
             raise ValueError(
-                f"{where} holds what was made with {name}={earlier.get(name)!r}, and this is {name}={now.get(name)!r}: "
+                f"{where} was made with {name}={earlier.get(name)!r}, and this is {name}={now.get(name)!r}: "
                 "choose another directory, or remove it"
             )

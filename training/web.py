@@ -1,4 +1,4 @@
-"""`tokenahead demo --web`: a page on which text arrives in the colours of who wrote it, with every draft as a tree."""
+"""`tokenahead demo --web`: a page that streams text in the colours of its origin, with every draft as a tree."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ..configuration.fields import field
 from ..generation.attach import MTPGenerationMixin
 from ..generation.drafters.ngram import NgramDrafter
 from ..generation.target.backbones import takes_dense_masks
+from ..generation.trees import DraftTree, VerificationResult
 from ..generation.verification.verifiers import Verifier
 from .box import load_box
 from .evaluation.decoding import GREEDY, Run, decode, sampled
@@ -63,7 +64,7 @@ class Cycle:
 
 
 class _Observer:
-    """A verifier that notes the cycles of a call's first sequence; that of the prompt has no draft."""
+    """A verifier that records the cycles of a call's first sequence; that of the prompt has no draft."""
 
     def __init__(self, verifier: Verifier, cycles: list[Cycle]) -> None:
         self.verifier, self.cycles = verifier, cycles
@@ -72,12 +73,12 @@ class _Observer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.verifier, name)
 
-    def first(self, scores: Any, tokens: Any) -> torch.Tensor:
+    def first(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         added = self.verifier.first(scores, tokens)
         self.cycles.append(Cycle([], [], [], int(added[0])))
         return added
 
-    def verify(self, tree: Any, scores: Any) -> Any:
+    def verify(self, tree: DraftTree, scores: torch.Tensor) -> VerificationResult:
         result = self.verifier.verify(tree, scores)
         size = tree.tokens.shape[1] if tree.num_nodes is None else int(tree.num_nodes[0])
         drafts, parents, path = tree.tokens[0, :size], tree.parents[0, :size], result.nodes[0]
@@ -104,8 +105,10 @@ class Author:
         self.spelled = lru_cache(1 << 14)(lambda *ids: tokenizer.decode(list(ids)))
         self.worker = ThreadPoolExecutor(1)  # visitors take turns, also after one who left in the middle
 
-    def write(self, prompt: str, new_tokens: int, temperature: float, seed: int, as_tree: bool) -> Iterator[Any]:
-        """Yield the text so far, words on it, and its cycles; in the end the speeds, which are measured after the text.
+    def write(
+        self, prompt: str, new_tokens: int, temperature: float, seed: int, as_tree: bool
+    ) -> Iterator[tuple[str, str, list[Cycle]]]:
+        """Yield the text so far, a status, and its cycles; at the end the speeds, which are measured after the text.
 
         Raises:
             ValueError: An empty prompt, or one that is too long.
@@ -123,7 +126,7 @@ class Author:
 
         def generate() -> list[int]:
             make = drafter.make_verifier
-            drafter.make_verifier = lambda *given: _Observer(make(*given), cycles)
+            drafter.make_verifier = lambda *arguments: _Observer(make(*arguments), cycles)
             try:
                 torch.manual_seed(seed)
                 return method.generate(**batch, **mode.options, max_new_tokens=new_tokens).sequences[0].tolist()
@@ -149,30 +152,30 @@ class Author:
     def text(self, prompt: str, before: list[int], cycles: Sequence[Cycle], size: int = 1 << 30) -> str:
         """Return the prompt, whose ids are `before`, and the first `size` tokens of cycles as HTML."""
         ids, parts = list(before), [f'<span class="prompt">{escape(prompt)}{self.gap}</span>']
-        for kind, tokens in (span for cycle in tuple(cycles) for span in cycle.spans()):
+        for origin, tokens in (span for cycle in tuple(cycles) for span in cycle.spans()):
             tokens = tokens[: len(before) + size - len(ids)]
-            # what is no whole character yet belongs to the token that completes it
+            # an incomplete character belongs to the token that completes it
             known, whole = (self.spelled(*ids[-_CONTEXT:], *more).rstrip("\ufffd") for more in ([], tokens))
             shown = whole[len(known) :]
-            if kind == "rejected":
+            if origin == "rejected":
                 shown = shown.replace("\n", "⏎")
             else:
                 ids += tokens
-            parts.append(f'<span class="{kind}">{escape(shown)}</span>')
+            parts.append(f'<span class="{origin}">{escape(shown)}</span>')
         return f'<div class="ta text">{"".join(parts)}</div>'
 
     def tree(self, cycles: Sequence[Cycle], number: int) -> str:
         """Return the draft of a cycle and the verifier's own token as HTML, with the accepted path on top."""
         cycle, last = cycles[number], cycles[number - 1].added
         labels, parents = [*cycle.drafts, cycle.added, last], [*cycle.parents, (cycle.path or [-1])[-1]]
-        kinds = dict.fromkeys(cycle.path, "drafted") | {-1: "own", len(cycle.drafts): "own"}
+        origins = dict.fromkeys(cycle.path, "drafted") | {-1: "own", len(cycle.drafts): "own"}
 
         def branch(node: int) -> str:
             children = [child for child, parent in enumerate(parents) if parent == node]
-            children.sort(key=lambda child: kinds.get(child, "rejected"), reverse=True)  # by the alphabet
+            children.sort(key=lambda child: origins.get(child, "rejected"), reverse=True)  # by the alphabet
             below = map(branch, reversed({labels[child]: child for child in children}.values()))
             label = escape(self.spelled(labels[node]).translate(_BLANKS))
-            own = f'<span class="{kinds.get(node, "rejected")}">{label}</span>'
+            own = f'<span class="{origins.get(node, "rejected")}">{label}</span>'
             return f'<div class="node">{own}<div>{"".join(below)}</div></div>'
 
         return f'<div class="ta">{branch(-1)}</div>'
@@ -201,9 +204,9 @@ def build(model: str | None = None, drafter: str | None = None) -> Any:
         gr = import_module("gradio")
     author = Author(model, drafter)
 
-    def write(*asked: Any) -> Iterator[Any]:
+    def write(*options: Any) -> Iterator[tuple[Any, ...]]:
         try:
-            for text, words, cycles in author.write(*asked):
+            for text, words, cycles in author.write(*options):
                 words = f'<div class="ta">{words}</div>'
                 yield text, words, cycles, gr.skip(), gr.skip()
             best = max(range(1, len(cycles)), key=lambda number: len(cycles[number].path), default=0)
@@ -213,7 +216,7 @@ def build(model: str | None = None, drafter: str | None = None) -> Any:
             alert = f'<div class="ta alert" role="alert">{escape(str(error))}</div>'
             yield alert, "", [], gr.Slider(visible=False), ""
 
-    with gr.Blocks(title="tokenahead", analytics_enabled=False) as found:
+    with gr.Blocks(title="tokenahead", analytics_enabled=False) as page:
         gr.HTML(f"<h2>tokenahead</h2>{escape(author.name)}{_LEGEND}")
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
@@ -232,14 +235,14 @@ def build(model: str | None = None, drafter: str | None = None) -> Any:
         outputs = [text, words, cycles, number, tree]
         button.click(write, fields, outputs, api_name="write", concurrency_limit=1, show_progress_on=words)
         number.input(author.tree, [cycles, number], tree, queue=False, show_progress="hidden", api_visibility="private")
-    return found
+    return page
 
 
 def serve(model: str | None, drafter: str | None, address: str) -> int:
-    """Serve the page at `HOST:PORT` until Ctrl-C; what is left out is 127.0.0.1, and a port that is free."""
+    """Serve the page at `HOST:PORT` until Ctrl-C; the defaults are 127.0.0.1, and a free port."""
     host, _, port = address.rpartition(":")
     if port and not port.isdecimal():
         raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860")
-    found = build(model, drafter)
-    found.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)
+    page = build(model, drafter)
+    page.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)
     return 0

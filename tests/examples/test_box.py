@@ -19,7 +19,7 @@ from tests.internals import (
     BoxDamagedError,
     BoxMeasurement,
     Excerpt,
-    box_folder,
+    box_directory,
     check_box,
     load_box,
 )
@@ -243,14 +243,14 @@ def test_the_first_screen_is_filled_between_its_comments(box: Path, tmp_path: Pa
 
 def test_the_documentation_shows_the_results_of_the_released_box() -> None:
     shown = card.block_of((ROOT / "docs" / "box.md").read_text(encoding="utf-8"))
-    assert shown == card.first_screen(MeasuredResults.from_json(box_folder() / "results.json"))
+    assert shown == card.first_screen(MeasuredResults.from_json(box_directory() / "results.json"))
 
 
 def test_the_card_of_the_released_box_can_be_written_again(tmp_path: Path) -> None:
-    twin = shutil.copytree(box_folder(), tmp_path / "box")
+    twin = shutil.copytree(box_directory(), tmp_path / "box")
     card.write_box_card(twin)
     results = [line for line in (twin / "README.md").read_text().splitlines() if line.startswith("| ff |")]
-    assert results and all(line in (box_folder() / "README.md").read_text() for line in results)
+    assert results and all(line in (box_directory() / "README.md").read_text() for line in results)
 
 
 def test_commands_name_their_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

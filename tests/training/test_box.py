@@ -14,7 +14,7 @@ from tests.internals import (
     EXCERPT,
     Box,
     BoxDamagedError,
-    box_folder,
+    box_directory,
     check_box,
     excerpt_prompts,
     excerpt_windows,
@@ -69,9 +69,9 @@ def test_excerpts_are_windows_and_prompts(box: Path) -> None:
 
 
 def test_the_released_box_is_whole_small_and_split() -> None:
-    check_box(box_folder())
-    assert sum(path.stat().st_size for path in box_folder().rglob("*") if path.is_file()) < 60e6
-    manifest = json.loads((box_folder() / "manifest.json").read_text())
+    check_box(box_directory())
+    assert sum(path.stat().st_size for path in box_directory().rglob("*") if path.is_file()) < 60e6
+    manifest = json.loads((box_directory() / "manifest.json").read_text())
     release.check_split(manifest)
     held_out = {source["package"] for source in manifest["held_out"]}
-    assert {excerpt.package for excerpt in load_excerpts(box_folder() / "held_out.json")} <= held_out
+    assert {excerpt.package for excerpt in load_excerpts(box_directory() / "held_out.json")} <= held_out

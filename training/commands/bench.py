@@ -1,4 +1,7 @@
-"""`tokenahead bench`: methods by prompts by settings in one process, as a table, figures and `results.json`."""
+"""`tokenahead bench`: methods by prompts by settings in one process, as a table, figures and `results.json`.
+
+In the figures a method has one colour and one marker, and outputs that repeat themselves are hollow.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import hashlib
 import json
 import re
 import sys
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from ... import __version__
-from ..evaluation.bench import LINES, Bench, Protocol
+from ..evaluation.bench import LINES, PLAIN, Bench, Protocol
 from ..evaluation.decoding import DecodingMode
 from ..evaluation.methods import methods_of
 from ..evaluation.prompts import Prompt, Writer, read_prompts
@@ -22,24 +27,23 @@ from ..evaluation.summary import largest_error, measured_results
 from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
 from ..requests import BenchRequest
-from ..results import MeasuredResults
-from ..utils import check_same, replace_picture, replace_text, without_directories
-from .figures import bench_figure, frontier_figure
+from ..results import DecodingResult, MeasuredResults
+from ..utils import check_same, needs_extra, replace_figure, replace_file, without_directories
+
+with needs_extra("demo", "figures"):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 RESULTS, SETTINGS = "results.json", "settings.json"
-"""Names of the files of what came out, and of what was asked for."""
+"""Names of the files of results and of settings."""
 BENCH_FIGURE, FRONTIER_FIGURE = "bench.png", "frontier.png"
-
-
 _SETTINGS = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "force_length"
-"""Options that must be the same where a run goes on."""
-
-
-def protocol_of(request: BenchRequest) -> Protocol:
-    """Return how much is measured, and how."""
-    modes = [DecodingMode.named(words) for words in request.decoding]
-    limits = request.new_tokens, request.force_length, request.per_category, request.seconds, request.seed
-    return Protocol(modes, request.batch_size, *limits, expects=not request.no_expected)
+"""Options that must be the same where a run continues."""
+_MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
+_HOLLOW: dict[str, Any] = {"fillstyle": "full", "markerfacecolor": "white"}  # markers of outputs that repeat themselves
+_POINT: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
+_PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
 
 
 def run_bench(request: BenchRequest, console: Console | None = None) -> MeasuredResults:
@@ -54,21 +58,23 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     console = console or Console(highlight=False)
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    protocol = protocol_of(request)
+    modes = [DecodingMode.named(words) for words in request.decoding]
+    limits = request.new_tokens, request.force_length, request.per_category, request.seconds, request.seed
+    protocol = Protocol(modes, request.batch_size, *limits, expects=not request.no_expected)
     prompts, broken = read_prompts(request.prompts, request.skip_broken)
     settings = _settings(request)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
     methods, refused = methods_of(request.methods, model)
-    replace_text(request.output / SETTINGS, settings)
+    replace_file(request.output / SETTINGS, settings)
     bench = Bench(methods, Writer(tokenizer, not request.raw), protocol, request.output)
     interrupted = None
     try:
         _run(bench, prompts, console)
-    except KeyboardInterrupt as error:  # what is measured stays
+    except KeyboardInterrupt as error:  # the measured lines are saved
         interrupted = error
-        console.print("Interrupted; the same command goes on where this one ended.", markup=False)
+        console.print("Interrupted; the same command continues where this one ended.", markup=False)
     for words in broken:
         console.print(f"left out: {request.prompts}, {words}", markup=False)
     measured = _measured(request, bench, refused) if any(line.run.error is None for line in bench.lines) else None
@@ -88,7 +94,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
 
 
 def _settings(request: BenchRequest) -> str:
-    """Return what the directory's file of settings says; refuse a directory that other settings were measured into."""
+    """Return the settings as JSON; refuse a directory with results of other settings."""
     file = request.output / SETTINGS
     digest = hashlib.sha256(request.prompts.read_bytes()).hexdigest()[:16]
     now = {name: vars(request)[name] for name in _SETTINGS} | {"prompts": digest, "version": __version__}
@@ -125,20 +131,111 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
 
 
 def _shown(word: str) -> str:
-    """Return an argument with names in place of paths of this machine, which no card may show."""
+    """Return an argument without the directories of this machine, which no card may show."""
     return "".join(part and without_directories(part) for part in re.split("([=:?])", word))
 
 
 def show(console: Console, measured: MeasuredResults) -> None:
-    """Print the tables, and what they mean."""
+    """Print the tables, and their explanation."""
     for table in tables(measured):
         console.print(table)
     for words in explanation(measured):
         console.print(words, markup=False)
 
 
-def write(folder: Path, measured: MeasuredResults) -> None:
+def write(directory: Path, measured: MeasuredResults) -> None:
     """Write results and figures into a directory."""
-    measured.to_json(folder / RESULTS)
-    replace_picture(folder / BENCH_FIGURE, bench_figure(measured))
-    replace_picture(folder / FRONTIER_FIGURE, frontier_figure(measured))
+    measured.to_json(directory / RESULTS)
+    replace_figure(directory / BENCH_FIGURE, bench_figure(measured))
+    replace_figure(directory / FRONTIER_FIGURE, frontier_figure(measured))
+
+
+def bench_figure(measured: MeasuredResults) -> Figure:
+    """Draw speed-ups by category: a panel per way of decoding and batch size, a colour per method."""
+    methods = _styles(measured)
+    categories = list(dict.fromkeys(name for row in measured.results for name in row.category_speed_ups))
+    figure, panels = _grid(measured, max(3.6, 0.7 * len(categories) + 1.2), 3.4)
+    width = 0.8 / max(1, len(methods))
+    turned: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if len(categories) > 4 else {}
+    for title, rows, axes in panels:
+        for row in (row for row in rows if row.method in methods):
+            position, style = methods[row.method]
+            for index, name in enumerate(categories):
+                if name in row.category_speed_ups:
+                    left = index + (position + 0.5) * width - 0.4
+                    axes.bar(left, row.category_speed_ups[name], width, color=style["color"])
+        if not any(row.category_speed_ups for row in rows if row.method in methods):
+            axes.text(0.5, 0.5, "texts loop: no claim", transform=axes.transAxes, ha="center")
+        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        axes.set_ylim(bottom=0)
+        axes.set(title=title, ylabel="speed-up over plain", xlim=(-0.6, len(categories) - 0.4))
+        axes.set_xticks(range(len(categories)), categories, **turned)
+        axes.grid(axis="y", alpha=0.3)
+    named = [Line2D([], [], label=name, color=style["color"], linewidth=6) for name, (_, style) in methods.items()]
+    figure.legend(handles=named, loc="outside lower center", ncols=3)
+    return figure
+
+
+def frontier_figure(measured: MeasuredResults) -> Figure:
+    """Draw tokens per call against milliseconds per call, with lines of equal speed."""
+    methods = _styles(measured)
+    figure, panels = _grid(measured, 4.6, 4.2)
+    for title, rows, axes in panels:
+        points = {row.method: (row.call_ms, _per_call(row)) for row in rows if row.call_ms is not None}
+        for row in (row for row in rows if row.method in points and row.method in methods):
+            style = _POINT | methods[row.method][1] | (_HOLLOW if row.is_degenerate else {})
+            axes.plot(*([value] for value in points[row.method]), **style)
+        if PLAIN in points:
+            axes.plot(*([value] for value in points[PLAIN]), **_PLAIN)
+        if points:
+            _draw_equal_speeds(axes, points)
+        axes.set(title=title, xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
+    named = [Line2D([], [], label=name, **_POINT | style) for name, (_, style) in methods.items()]
+    named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
+    if any(row.is_degenerate for row in measured.results):
+        point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
+        named.append(Line2D([], [], label="hollow: repeats itself, no claim", **point))
+    figure.legend(handles=named, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _draw_equal_speeds(axes: Axes, points: dict[str | None, tuple[float, float]]) -> None:
+    """Draw lines of equal speed through the origin, named by their ratio to plain decoding's."""
+    right = 1.25 * max(ms for ms, _ in points.values())
+    top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()))
+    axes.set(xlim=(0, right), ylim=(0, top))
+    if PLAIN not in points:
+        return
+    ms, per_call = points[PLAIN]
+    for ratio in (0.5, 1, 1.5, 2, 3, 4):
+        x = min(right, top * ms / (ratio * per_call))
+        axes.plot([0, x], [0, ratio * per_call * x / ms], color="grey", linewidth=0.7, linestyle=":")
+        axes.annotate(f"{ratio:g}x", (x, ratio * per_call * x / ms), color="grey", fontsize=8, ha="right", va="top")
+
+
+def _grid(
+    measured: MeasuredResults, width: float, height: float
+) -> tuple[Figure, list[tuple[str, list[DecodingResult], Axes]]]:
+    """Return a figure with a row of panels per batch size and a column per way of decoding: titles, rows, axes."""
+    modes = list(dict.fromkeys(row.decoding or row.name for row in measured.results))
+    sizes = list(dict.fromkeys(row.batch_size for row in measured.results))
+    figure = Figure(figsize=(max(7.2, width * len(modes)), height * len(sizes) + 0.8), layout="constrained")
+    panels = figure.subplots(len(sizes), len(modes), squeeze=False)
+    grid = []
+    for (i, size), (j, mode) in product(enumerate(sizes), enumerate(modes)):
+        rows = [row for row in measured.results if (row.decoding or row.name, row.batch_size) == (mode, size)]
+        grid.append((f"{mode}, batch {size}", rows, panels[i, j]))
+    return figure, grid
+
+
+def _styles(measured: MeasuredResults) -> dict[str | None, tuple[int, dict[str, Any]]]:
+    """Return the index, the colour and the marker of every method that drafts."""
+    names = dict.fromkeys(row.method for row in measured.results if row.draft_length or _per_call(row) > 1)
+    return {
+        name: (index, {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)]})
+        for index, name in enumerate(names)
+    }
+
+
+def _per_call(row: DecodingResult) -> float:
+    return row.tokens_per_verification or row.tokens_per_call

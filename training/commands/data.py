@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...modeling.heads.losses import IGNORE
 from ..regeneration import RegeneratedText, holds_text
-from ..utils import needs_extra
+from ..utils import needs_extra, one_line
 from .settings import Settings
 
 with needs_extra("train", "reading data"):
@@ -29,7 +29,7 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "
 _IDS = ("input_ids", "labels")
 _COLUMNS = (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
 """The columns that training reads, in the order in which TRL looks for them; then `dataset_text_field`."""
-_LONGEST = 300  # letters of the message of a reader of files
+_LONGEST = 300  # characters of the message of a reader of files
 
 
 def load_data(
@@ -83,7 +83,7 @@ def _loaded(settings: Settings) -> Any:
     name = settings.data.dataset_name
     if name is None:
         raise ValueError("dataset_name is missing: a file, a directory or a name on the Hub; or `datasets`, a mixture")
-    options: dict[str, Any] = {"streaming": settings.data.dataset_streaming or settings.mixture.streaming}
+    streaming = settings.data.dataset_streaming or settings.mixture.streaming
     path = Path(name)
     if path.is_file():
         if not path.stat().st_size:
@@ -91,25 +91,24 @@ def _loaded(settings: Settings) -> Any:
         if path.suffix not in _BUILDERS:
             raise ValueError(f"dataset_name={name}: {path.suffix!r} is none of {', '.join(_BUILDERS)}")
         with readable(name):
-            return load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, **options)
+            return load_dataset(_BUILDERS[path.suffix], data_files={"train": str(path)}, streaming=streaming)
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return load_from_disk(name)
     if holds_text(path):
-        return _regenerated(path)
+        rows = [{name: ids.tolist() for name, ids in row.items()} for row in RegeneratedText(path)]
+        return Dataset.from_list(rows)
     if not path.is_dir() and (name.startswith((".", "/", "~")) or path.suffix in _BUILDERS):
         raise FileNotFoundError(f"dataset_name={name}: no such file or directory")
     try:
         with readable(name):
-            return load_dataset(name, settings.data.dataset_config, **options)
+            return load_dataset(name, settings.data.dataset_config, streaming=streaming)
     except (DatasetNotFoundError, ConnectionError) as error:
-        raise FileNotFoundError(
-            f"dataset_name={name}: no such file or directory, and the Hub gave none: {error}"
-        ) from error
+        raise FileNotFoundError(f"dataset_name={name}: no such file or directory, nor on the Hub: {error}") from error
 
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Name the data that a reader of files failed at, and the reason."""
+    """Raise errors of a reader of files with the name of the data and the reason."""
     try:
         yield
     except (OSError, NotImplementedError):
@@ -118,13 +117,7 @@ def readable(name: str) -> Iterator[None]:
         cause = error.__cause__ or error.__context__ or error
         if isinstance(cause, UnicodeDecodeError):
             raise ValueError(f"dataset_name={name} is no UTF-8 ({cause}): convert it") from error
-        said = " ".join(str(cause).split())[:_LONGEST] or type(cause).__name__
-        raise ValueError(f"dataset_name={name}: could not be read: {said}") from error
-
-
-def _regenerated(folder: Path) -> Dataset:
-    rows = [{name: ids.tolist() for name, ids in row.items()} for row in RegeneratedText(folder)]
-    return Dataset.from_list(rows)
+        raise ValueError(f"dataset_name={name}: could not be read: {one_line(cause)[:_LONGEST]}") from error
 
 
 def _split(data: dict[str, Any], name: str, setting: str, hint: str = "") -> Any:
@@ -143,17 +136,17 @@ def _divided(rows: Data, size: float, seed: int) -> dict[str, Dataset]:
 def _checked(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Data:
     """Refuse data without rows, columns that training reads, or a chat template, and ids that the model does not have.
 
-    What a row of text or of a chat holds is left to TRL.
+    The content of text and chats is left to TRL.
     """
     with readable(_source(settings)):  # a stream is read from here on
         first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"the {name} data are empty: {_source(settings)} has no rows")
-    text = settings.training.dataset_text_field
-    columns = next((names for names in (*_COLUMNS, (text,)) if first.keys() >= {*names}), None)
+    text_field = settings.training.dataset_text_field
+    columns = next((names for names in (*_COLUMNS, (text_field,)) if first.keys() >= {*names}), None)
     if columns is None:
         raise ValueError(
-            f"the {name} data have the columns {', '.join(first)}; needed are {text!r} (dataset_text_field), "
+            f"the {name} data have the columns {', '.join(first)}; needed are {text_field!r} (dataset_text_field), "
             "'messages' or 'conversations' (chats), 'prompt' and 'completion', or 'input_ids'"
         )
     has_template = tokenizer.chat_template is not None or settings.training.chat_template_path is not None
@@ -170,9 +163,9 @@ def _checked(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTok
 
 
 def _check_ids(name: str, vocab_size: int, row: dict[str, Any]) -> dict[str, Any]:
-    """Refuse ids that are none, and labels that are not as many as ids; return the row."""
-    found = {column: np.asarray(row[column]) for column in _IDS if column in row}
-    for column, ids in found.items():
+    """Return the row; refuse values that are no ids, and labels of another length than the ids."""
+    arrays = {column: np.asarray(row[column]) for column in _IDS if column in row}
+    for column, ids in arrays.items():
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise ValueError(f"{column!r} of the {name} data must hold lists of whole numbers, not {row[column]!r:.40}")
         wrong = ids[((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
@@ -180,7 +173,7 @@ def _check_ids(name: str, vocab_size: int, row: dict[str, Any]) -> dict[str, Any
             raise ValueError(
                 f"{column} of the {name} data hold {wrong[0]}; the model has ids from 0 to {vocab_size - 1}"
             )
-    lengths = [len(ids) for ids in found.values()]
+    lengths = [len(ids) for ids in arrays.values()]
     if len({*lengths}) > 1:
         raise ValueError(
             f"a row of the {name} data has {lengths[0]} input_ids and {lengths[1]} labels: every id needs one, "

@@ -1,11 +1,11 @@
 """`tokenahead lm-eval`: the evaluation harness of EleutherAI, whose generation tasks are written with drafts.
 
-The words behind `lm-eval` are lm-eval's own; the model `tokenahead` is its `hf` with one argument more:
+The arguments after `lm-eval` are lm-eval's own; the model `tokenahead` is its `hf` with one argument more:
 
     tokenahead lm-eval run --model tokenahead --model_args pretrained=DIRECTORY,drafter=heads:DIRECTORY --tasks gsm8k
 
 `drafter` is a method of `tokenahead bench`: `ngram`, `heads:SOURCE`, ...; `own`, the default, for models that draft for
-themselves; `plain` for none. Scores are those of plain decoding: greedy text is, in float32, the same.
+themselves; `plain` for none. Scores are those of plain decoding: greedy output is, in float32, the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of a run, loaded or made new, and the data that a frozen backbone adds: stored states and its own text."""
+"""Models of a run, loaded or made new, and the data that a frozen backbone adds: stored states and its own outputs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
+    DataCollator,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -27,13 +25,12 @@ from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..features import STATES, FeatureDataset, cache_features
 from ..loading import (
-    DRAFTERS,
     base_of,
-    causal_class,
     has_adapters,
+    load_backbone,
     load_config,
+    load_drafter,
     named_base,
-    put_adapters,
     tokenizer_source,
     trained_backbone,
 )
@@ -49,20 +46,13 @@ with needs_extra("train", "tokenahead train"):
     from trl.data_utils import maybe_convert_to_chatml
 
 _PROMPT_TOKENS = 32
-
 _NEW = {"heads": MTPHeads, "eagle": EagleHead, "modules": DeepSeekMTP, "parallel": PTPForCausalLM}
 _CONFIGS = {"own": MTPHeadConfig, "heads": MTPHeadConfig, "eagle": EagleHeadConfig, "parallel": PTPConfig}
 
 
 @dataclass(frozen=True)
 class Trainee:
-    """What a run trains.
-
-    Attributes:
-        model: What the trainer gets: a model with a drafter in it, or a drafter that is attached to its backbone.
-        backbone: The model whose `generate` is called.
-        tokenizer: The backbone's.
-    """
+    """What a run trains: a model that contains its drafter, or a drafter that is attached to its backbone."""
 
     model: PreTrainedModel
     backbone: PreTrainedModel
@@ -84,34 +74,21 @@ def build(settings: Settings) -> Trainee:
             f"model_name_or_path={source} holds adapters of peft without the model that they were trained for: merge "
             "them into it, and name the merged one"
         )
-    config = load_config(source, "model_name_or_path")
-    if isinstance(config, DRAFTERS):
-        raise ValueError(
-            f"model_name_or_path={source} holds a drafter without a backbone: name the backbone there, and heads or an "
-            "EAGLE head as drafter_name_or_path; of a student, what student.whole.save_pretrained(directory) writes"
-        )
-    backbone = _backbone(settings, source, config)
-    tokenizer = _tokenizer(source, backbone)
-    try:
-        model = _drafter(arguments, backbone)
-        _apply_loss_options(model, arguments)
-    except TypeError as error:  # an option that from_backbone does not know
-        raise ValueError(f"drafter_options: {error}") from None
-    trainee = Trainee(model, model.backbone if isinstance(model, AttachableDrafter) else model, tokenizer)
-    if settings.adapters is not None:
-        put_adapters(trainee.backbone, settings.adapters)
-    return trainee
-
-
-def _backbone(settings: Settings, source: str, config: PreTrainedConfig) -> PreTrainedModel:
     model = settings.model
-    brings_modules = settings.drafter.drafter in ("own", "modules")
     options: dict[str, Any] = {"revision": model.model_revision, "dtype": model.dtype or "float32"}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
     if settings.training.trust_remote_code:
         options["trust_remote_code"] = True
-    return (causal_class(config) if brings_modules else AutoModelForCausalLM).from_pretrained(source, **options)
+    with_modules = arguments.drafter in ("own", "modules")
+    backbone = load_backbone(source, "model_name_or_path", "drafter_name_or_path", with_modules, **options)
+    tokenizer = _tokenizer(source, backbone)
+    try:
+        drafter = _drafter(arguments, backbone)
+        _apply_loss_options(drafter, arguments)
+    except TypeError as error:  # an option that from_backbone does not know
+        raise ValueError(f"drafter_options: {error}") from None
+    return Trainee(drafter, drafter.backbone if isinstance(drafter, AttachableDrafter) else drafter, tokenizer)
 
 
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -134,14 +111,9 @@ def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBas
 def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
     """Return the model to train."""
     options = _drafter_options(arguments)
-    brings_its_own = isinstance(backbone, (EvaByteForMTPC, DeepSeekMTP, PTPForCausalLM))
     if arguments.drafter_name_or_path is not None:
         return _stored(arguments, backbone)
     if arguments.drafter == "own" or isinstance(backbone, DeepSeekMTP):
-        if not brings_its_own:
-            raise ValueError(
-                f"{type(backbone).__name__} brings nothing that drafts: set drafter: heads, eagle, modules or parallel"
-            )
         return _own(backbone, options)
     if isinstance(backbone, PTPForCausalLM):
         raise ValueError(f"drafter={arguments.drafter!r}: a PTPForCausalLM is trained as it is; set drafter to 'own'")
@@ -150,50 +122,49 @@ def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrain
 
 def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
     """Return the options of a new drafter, by the types of its config and of what makes it."""
-    given = arguments.options("drafter_options")
+    options = arguments.options("drafter_options")
     for name in ("draft_ids", "draft_vocabulary"):
-        if isinstance(file := given.get(name), str):
-            given[name] = json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(file := options.get(name), str):
+            options[name] = json.loads(Path(file).read_text(encoding="utf-8"))
     configs = [_CONFIGS[arguments.drafter]] if arguments.drafter in _CONFIGS else []
     makers = [_NEW[arguments.drafter].from_backbone] if arguments.drafter in _NEW else []
-    return typed_options("drafter_options", given, *configs, *makers, closed=False)
+    return typed_options("drafter_options", options, *configs, *makers, closed=False)
 
 
 def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
-    if isinstance(model, EvaByteForMTPC):
-        if options:
-            model.set_head(**options)
-    elif options:
-        raise ValueError(f"drafter_options={options}: the {type(model).__name__} was made already, and is what it is")
+    if not isinstance(model, (EvaByteForMTPC, DeepSeekMTP, PTPForCausalLM)):
+        raise ValueError(
+            f"{type(model).__name__} has no drafter of its own: set drafter: heads, eagle, modules or parallel"
+        )
+    if options and not isinstance(model, EvaByteForMTPC):
+        raise ValueError(f"drafter_options={options}: the {type(model).__name__} exists already; leave them out")
+    if options:
+        model.set_head(**options)
     return model
 
 
 def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
     name = str(arguments.drafter_name_or_path)
     if arguments.drafter_options:
-        raise ValueError(f"drafter_options are for a new drafter, and {name} is one already: leave one of them out")
-    config = load_config(name, "drafter_name_or_path")
-    wanted = {"heads": MTPHeadConfig, "eagle": EagleHeadConfig}.get(arguments.drafter)
-    if wanted is None:
-        raise ValueError(f"drafter={arguments.drafter!r}: only heads and eagle live in directories of their own")
-    if not isinstance(config, wanted):
-        raise ValueError(f"drafter_name_or_path={name} holds a {config.model_type!r}, not {wanted.model_type!r}")
-    return AutoModel.from_pretrained(name).attach(backbone)
+        raise ValueError(f"drafter_options are for a new drafter, and {name} exists already: leave one of them out")
+    if arguments.drafter not in ("heads", "eagle"):
+        raise ValueError(f"drafter={arguments.drafter!r}: only heads and eagle have directories of their own")
+    return load_drafter(name, backbone, "drafter_name_or_path", _CONFIGS[arguments.drafter])
 
 
 def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> None:
-    """Set the loss options of a drafter; of a PTP model, choose what learns: the backbone if `base_weight` lets it."""
-    given = arguments.options("loss_options")
+    """Set the loss options of a drafter; the backbone of a PTP model learns if `base_weight` is above 0."""
+    options = arguments.options("loss_options")
     if isinstance(model, PTPForCausalLM):
         model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
-    elif given and isinstance(model, EagleHead):
-        model.loss_options = EagleLossOptions(**typed_options("loss_options", given, EagleLossOptions))
+    elif options and isinstance(model, EagleHead):
+        model.loss_options = EagleLossOptions(**typed_options("loss_options", options, EagleLossOptions))
         model.loss_options.resolved(model.config.version)
-    elif given and isinstance(model, DeepSeekMTP):
-        model.loss_options = ModuleLossOptions(**typed_options("loss_options", given, ModuleLossOptions))
-    elif given:
+    elif options and isinstance(model, DeepSeekMTP):
+        model.loss_options = ModuleLossOptions(**typed_options("loss_options", options, ModuleLossOptions))
+    elif options:
         raise ValueError(
-            f"loss_options={given}: the loss of a {type(model).__name__} follows its drafter_options (gamma, "
+            f"loss_options={options}: the loss of a {type(model).__name__} follows its drafter_options (gamma, "
             "loss_weights, ...) and the strategy"
         )
 
@@ -211,28 +182,29 @@ def is_parallel(model: PreTrainedModel) -> bool:
 def with_moved_backbone(settings: Settings) -> Settings:
     """Return the settings with the backbone that learned together with the heads of `drafter_name_or_path`, if any.
 
-    `model_name_or_path` may name that backbone, or the one that it was before, or nothing. Adapters go on any backbone
-    that is named, for a directory may have been moved.
+    `model_name_or_path` may name that backbone, or the one that it was trained from, or nothing. Adapters are put on
+    any backbone that is named, for a directory may have been moved.
     """
     heads, named = settings.drafter.drafter_name_or_path, settings.model.model_name_or_path
-    folder = trained_backbone(heads) if heads else None
-    if heads is None or folder is None:
+    trained = trained_backbone(heads) if heads else None
+    if heads is None or trained is None:
         return settings
-    named = None if _is_same(named, folder) else named
-    if has_adapters(folder):
-        if named is not None and not _is_same(named, before := named_base(folder)):
-            warnings.warn(f"the adapters of {folder} were trained for {before}, and are put on {named}", stacklevel=2)
-        return _on(settings, named or base_of(folder), adapters=str(folder))
-    if named is not None and not _is_same(named, load_config(heads, "drafter_name_or_path").base_model_name_or_path):
+    named = None if _is_same(named, trained) else named
+    backbone, adapters = str(trained), None
+    if has_adapters(trained):
+        if named is not None and not _is_same(named, before := named_base(trained)):
+            warnings.warn(f"the adapters of {trained} were trained for {before}, and are put on {named}", stacklevel=2)
+        backbone, adapters = named or base_of(trained), str(trained)
+    elif named is not None and not _is_same(named, load_config(heads, "drafter_name_or_path").base_model_name_or_path):
         raise ValueError(
-            f"model_name_or_path={named}: the backbone of {heads} learned with these heads; name {folder}, or leave "
+            f"model_name_or_path={named}: the backbone of {heads} learned with these heads; name {trained}, or leave "
             "model_name_or_path out"
         )
-    return _on(settings, str(folder))
+    return replace(settings, model=replace(settings.model, model_name_or_path=backbone), adapters=adapters)
 
 
-def note_backbone(trainee: Trainee, asked: Settings, settings: Settings) -> None:
-    """Record in a drafter that continues which backbone it is for now, as a new one does."""
+def note_backbone(trainee: Trainee, requested: Settings, settings: Settings) -> None:
+    """Record in a drafter that continues which backbone it now has, as in a new one."""
     if not isinstance(trainee.model, AttachableDrafter) or settings.drafter.drafter_name_or_path is None:
         return
     is_frozen = settings.drafter.training_strategy().train == "drafter"
@@ -242,13 +214,9 @@ def note_backbone(trainee: Trainee, asked: Settings, settings: Settings) -> None
             f"{settings.adapters}, which heads alone would not save; set strategy: {{train: lora}}, or merge them into "
             "the backbone, and name the merged one"
         )
-    # a backbone that learns lies beside the heads, and comes from the one that was asked for
-    name = (settings if is_frozen else asked).model.model_name_or_path
+    # a backbone that learns is saved with the heads, and comes from the requested one
+    name = (settings if is_frozen else requested).model.model_name_or_path
     trainee.model.config.base_model_name_or_path = name or trainee.model.config.base_model_name_or_path
-
-
-def _on(settings: Settings, backbone: str, adapters: str | None = None) -> Settings:
-    return replace(settings, model=replace(settings.model, model_name_or_path=backbone), adapters=adapters)
 
 
 def _is_same(name: str | None, other: str | Path | None) -> bool:
@@ -257,28 +225,28 @@ def _is_same(name: str | None, other: str | Path | None) -> bool:
 
 def check_features(settings: Settings, model: PreTrainedModel) -> None:
     """Refuse a run that has no states to store, before anything is written."""
-    folder = settings.drafter.features
-    if folder is None:
+    directory = settings.drafter.features
+    if directory is None:
         return
-    if Path(folder).is_file():
-        raise ValueError(f"features={folder} is a file: choose a directory")
+    if Path(directory).is_file():
+        raise ValueError(f"features={directory} is a file: choose a directory")
     if not isinstance(model, AttachableDrafter) or settings.drafter.training_strategy().train != "drafter":
         raise ValueError(
-            f"features={folder} holds the states of a frozen backbone: leave it out, or train heads or an EAGLE head "
-            "apart, with strategy: {train: drafter}"
+            f"features={directory} holds the states of a frozen backbone: leave it out, or train heads or an EAGLE "
+            "head apart, with strategy: {train: drafter}"
         )
     streams = {"dataset_streaming": settings.data.dataset_streaming, "streaming": settings.mixture.streaming}
     for name in (name for name, value in streams.items() if value):
-        raise ValueError(f"features={folder} holds all rows at once, and a stream has no end: set {name}: false")
+        raise ValueError(f"features={directory} holds all rows at once, and a stream has no end: set {name}: false")
 
 
-def keep_features(trainer: Trainer, settings: Settings) -> None:
-    """Write the states that the drafter learns from, or those that are missing, and replace the data with them."""
-    folder, rows = settings.drafter.features, trainer.train_dataset
-    if folder is None or not isinstance(rows, Dataset):
+def store_features(trainer: Trainer, settings: Settings) -> None:
+    """Write the states that the drafter learns from, or the missing ones, and replace the data with them."""
+    directory, rows = settings.drafter.features, trainer.train_dataset
+    if directory is None or not isinstance(rows, Dataset):
         return
     with trainer.args.main_process_first(desc="states of the backbone"):
-        trainer.train_dataset = cache_features(trainer.model, _Collated(rows, trainer.data_collator), folder)
+        trainer.train_dataset = cache_features(trainer.model, _Collated(rows, trainer.data_collator), directory)
     trainer.data_collator = _Either(trainer.data_collator)
     trainer.args.remove_unused_columns = False  # TRL's list of columns knows no states
 
@@ -286,7 +254,7 @@ def keep_features(trainer: Trainer, settings: Settings) -> None:
 class _Collated(Sequence):
     """Rows as the trainer's collator makes them, one by one: with labels, and with positions where they are packed."""
 
-    def __init__(self, rows: Dataset, collator: Any) -> None:
+    def __init__(self, rows: Dataset, collator: DataCollator) -> None:
         self.rows, self.collator = rows, collator
 
     def __len__(self) -> int:
@@ -297,49 +265,45 @@ class _Collated(Sequence):
         return {name: values[0] for name, values in batch.items() if isinstance(values, torch.Tensor)}
 
 
+@dataclass(frozen=True)
 class _Either:
-    """Batches of rows with stored states, and of rows without, as evaluation has them."""
+    """Collates rows with stored states, and rows without, as in evaluation; a class, for workers pickle it."""
 
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
+    collator: DataCollator
 
-    def __call__(self, rows: Sequence[Any]) -> Any:
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return (FeatureDataset.collate if STATES in rows[0] else self.collator)(rows)
 
 
 def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
-    """Return settings whose data are what the backbone writes after the beginnings of the data that they name.
+    """Return settings whose data are the backbone's completions of the beginnings of the rows (`regenerate`).
 
-    A chat begins with all that stands before the last answer, a `prompt` is one, and of other rows the first
-    `prompt_tokens` ids are taken.
-
-    Args:
-        settings: Of the run; `regenerate` says where to write and how, as `regenerate` of this library takes it.
-        trainee: What is trained.
+    The beginning of a chat is all before the last answer, of a row with a `prompt` that prompt, and of other rows the
+    first `prompt_tokens` ids.
 
     Raises:
-        ValueError: No directory, a stream, or a directory of other text.
+        ValueError: No directory, a stream, or a directory of other completions.
     """
-    asked = settings.drafter.regenerate
-    if asked is None:
+    section = settings.drafter.regenerate
+    if section is None:
         return settings
     options = settings.drafter.options("regenerate")
-    folder, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
-    if not (folder and isinstance(folder, str) and isinstance(count, int) and count >= 1):
-        raise ValueError(f"regenerate={asked} needs folder=, and prompt_tokens of at least 1")
+    directory, count = options.pop("folder", None), options.pop("prompt_tokens", _PROMPT_TOKENS)
+    if not (directory and isinstance(directory, str) and isinstance(count, int) and count >= 1):
+        raise ValueError(f"regenerate={section} needs folder=, and prompt_tokens of at least 1")
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
     rows = load_data(settings, False, trainee.tokenizer, vocab_size)["train"]
     if not isinstance(rows, Dataset):
-        raise ValueError(f"regenerate={asked} takes all rows: set dataset_streaming: false")
+        raise ValueError(f"regenerate={section} takes all rows: set dataset_streaming: false")
     column = settings.training.dataset_text_field
-    with settings.training.main_process_first(desc="text of the backbone"):
+    with settings.training.main_process_first(desc="outputs of the backbone"):
         prompts = [_beginning(dict(row), trainee.tokenizer, column, count) for row in rows]
-        regenerate(trainee.backbone, prompts, folder, **options)
-    data = replace(settings.data, dataset_name=folder, dataset_config=None, dataset_train_split="train")
+        regenerate(trainee.backbone, prompts, directory, **options)
+    data = replace(settings.data, dataset_name=directory, dataset_config=None, dataset_train_split="train")
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
 
 
-def _beginning(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> Any:
+def _beginning(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> list[int]:
     row = maybe_convert_to_chatml(row)
     if turns := row.get("messages") or (row.get("prompt") if isinstance(row.get("prompt"), list) else None):
         answers = [index for index, turn in enumerate(turns) if turn.get("role") == "assistant"]

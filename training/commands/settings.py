@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -15,6 +15,7 @@ from transformers import HfArgumentParser, get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from ..requests import option
 from ..strategy import TrainingStrategy
 from ..utils import needs_extra
 from .typed import typed, typed_fields, typed_options
@@ -25,54 +26,44 @@ with needs_extra("train", "tokenahead train"):
 
 _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
-DRAFTERS = ("own", "heads", "eagle", "modules", "parallel")
-"""What can be trained, see `DrafterArguments.drafter`."""
 _SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
-def _setting(default: Any, help_text: str, **metadata: Any) -> Any:
-    """Return a field of a dataclass with a help text for the parser."""
-    metadata = {"help": help_text, **metadata}
-    if isinstance(default, list):
-        return field(default_factory=lambda: [*default], metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 @dataclass
 class DrafterArguments:
-    """What is trained for the model of `model_name_or_path`, and how; the help of every field says what it is."""
+    """The trained drafter of the model of `model_name_or_path`; fields have a help text."""
 
     _argument_group_name: ClassVar[str] = _GROUP
 
-    drafter: str = _setting(
+    drafter: str = option(
         "own",
         "own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any other "
         "causal language model: heads (MTPHeads), eagle (EagleHead), modules (DeepSeekMTP), parallel (PTP)",
-        choices=list(DRAFTERS),
+        choices=["own", "heads", "eagle", "modules", "parallel"],
     )
-    drafter_name_or_path: str | None = _setting(
+    drafter_name_or_path: str | None = option(
         None, "Directory, or name on the Hub, of heads or an EAGLE head to continue from."
     )
-    drafter_options: dict | str | None = _setting(
+    drafter_options: dict | str | None = option(
         None,
         "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids (of "
         "modules: draft_vocabulary) is a list of the tokens to draft, or a JSON file that holds one.",
     )
-    loss_options: dict | str | None = _setting(None, "Options of an EAGLE head's, of modules' or of PTP's loss; JSON.")
-    strategy: dict | str | None = _setting(None, "Fields of TrainingStrategy; JSON.")
-    regenerate: dict | str | None = _setting(
+    loss_options: dict | str | None = option(None, "Options of an EAGLE head's, of modules' or of PTP's loss; JSON.")
+    strategy: dict | str | None = option(None, "Fields of TrainingStrategy; JSON.")
+    regenerate: dict | str | None = option(
         None,
-        "Learn from what the backbone writes after the beginnings of the data: folder, prompt_tokens, and options of "
+        "Learn from the backbone's completions of the beginnings of the data: folder, prompt_tokens, and options of "
         "training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
     )
-    features: str | None = _setting(
+    features: str | None = option(
         None,
-        "Directory for the frozen backbone's states, for heads or an EAGLE head: every epoch then goes without its "
-        "forward, and a further run finds them there.",
+        "Directory for the frozen backbone's states, for heads or an EAGLE head: every epoch then needs no forward of "
+        "it, and a further run reads them.",
     )
-    acceptance: dict | str | None = _setting(None, "Options of AcceptanceCallback, JSON; false leaves it out.")
-    early_stopping_patience: int | None = _setting(
+    acceptance: dict | str | None = option(None, "Options of AcceptanceCallback, JSON; false leaves it out.")
+    early_stopping_patience: int | None = option(
         None, "Evaluations without a better metric_for_best_model before training ends."
     )
 
@@ -94,16 +85,16 @@ class DrafterArguments:
 
 @dataclass
 class TrainConfig(SFTConfig):
-    """`trl.SFTConfig` with what suits heads: no reports to services, and full precision where there is no accelerator.
+    """`trl.SFTConfig` with defaults for heads: no reports to services, and full precision without an accelerator.
 
-    Activation checkpointing is off by default: a frozen backbone keeps no activations.
+    Activation checkpointing is off by default: a frozen backbone stores no activations.
     """
 
-    report_to: None | str | list[str] = _setting("none", "Services to report to.")
-    gradient_checkpointing: bool | None = _setting(
+    report_to: None | str | list[str] = option("none", "Services to report to.")
+    gradient_checkpointing: bool | None = option(
         None, "The older name of activation_checkpointing, for backbones that learn."
     )
-    disable_tqdm: bool | None = _setting(False, "Leave out the bar of the run.")
+    disable_tqdm: bool | None = option(False, "Leave out the bar of the run.")
 
     def __post_init__(self) -> None:
         if self.deepspeed and find_spec("deepspeed") is None:  # transformers would keep half of its configuration
@@ -129,16 +120,9 @@ class TrainConfig(SFTConfig):
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of a run.
+    """All settings of a run, with the file and the flags as the user wrote them (`given`).
 
-    Attributes:
-        data: `dataset_name` and splits, as in TRL.
-        mixture: `datasets`, as in TRL.
-        training: Arguments of the trainer.
-        model: The backbone, and adapters of PEFT.
-        drafter: What is trained.
-        given: The YAML file and the flags, as the user wrote them.
-        adapters: Directory of adapters of PEFT that are put on the backbone.
+    `adapters` is the directory of adapters of PEFT that are put on the backbone.
     """
 
     data: ScriptArguments
@@ -155,7 +139,7 @@ class Settings:
         return Path(str(self.training.output_dir))
 
 
-_KINDS = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
+_CLASSES = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
 _TYPES: dict[str, Any] = {
     "acceptance": dict | str | bool | None,
     "dtype": Any,  # `_check_model` has a list of its own
@@ -166,11 +150,11 @@ _TYPES: dict[str, Any] = {
     "trackio_static_space_id": str | bool | None,
     "parallelism_config": type(None),  # an object of accelerate, which no file holds
 }
-"""Types that replace annotations of TRL that say less, or more, than a file may hold."""
+"""Types of fields whose annotations in TRL are narrower, or wider, than the values of a file."""
 
 
 class _Parser(HfArgumentParser):
-    """Says what is wrong in one line, as the other commands do, and lists our own settings before those of others."""
+    """Reports an error in one line, as the other commands do, and lists our own settings first."""
 
     def format_help(self) -> str:
         """Return the help with the group of this library's settings first."""
@@ -194,7 +178,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
         SystemExit: After `--help`.
     """
     flags, usage = list(argv), "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]"
-    parser = _Parser(_KINDS, prog="tokenahead train", usage=usage, allow_abbrev=False)
+    parser = _Parser(_CLASSES, prog="tokenahead train", usage=usage, allow_abbrev=False)
     given: dict[str, Any] = {"flags": flags}
     if flags[:1] == ["--config"]:  # as TRL has it
         flags = flags[1:]
@@ -216,13 +200,13 @@ def read_settings(argv: Sequence[str]) -> Settings:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML takes the last."""
+    """Refuses duplicate keys, of which YAML takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping of a node."""
         keys = [key.value for key, _ in node.value]
         if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{twice[0]!r} stands twice in the mapping of line {node.start_mark.line + 1}")
+            raise yaml.YAMLError(f"{twice[0]!r} occurs twice in the mapping of line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
 
 
@@ -238,20 +222,19 @@ def _mapping(path: str) -> dict[str, Any]:
     return values
 
 
-def _values(path: str, given: dict[str, Any]) -> dict[str, Any]:
+def _values(path: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the typed values of a file."""
-    known = {entry.name for kind in _KINDS for entry in fields(kind) if entry.init} | {"env"}
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), sorted(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "; see --help"
-            raise ValueError(f"{path}: there is no setting {name!r}{hint}")
-    environment = given.get("env", {})
+    known = {entry.name for each in _CLASSES for entry in fields(each) if entry.init} | {"env"}
+    if unknown := [name for name in values if name not in known]:
+        near = difflib.get_close_matches(str(unknown[0]), sorted(known), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; see --help"
+        raise ValueError(f"{path}: there is no setting {unknown[0]!r}{hint}")
+    environment = values.get("env", {})
     if not isinstance(environment, dict):
         raise ValueError(f"{path}: env={environment!r} must be a mapping of environment variables")
     os.environ.update({name: str(value) for name, value in environment.items()})
-    typed_values = (typed_fields(path, given, kind, _TYPES) for kind in _KINDS)
-    return {name: value for part in typed_values for name, value in part.items()}
+    parts = (typed_fields(path, values, each, _TYPES) for each in _CLASSES)
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _check_least(arguments: object, least: int, *names: str) -> None:
@@ -269,8 +252,7 @@ def _check_settings(settings: Settings) -> None:
         raise FileNotFoundError(f"chat_template_path={template}: no such file or directory")
     if settings.mixture.datasets and settings.data.dataset_name:
         raise ValueError(
-            f"dataset_name={settings.data.dataset_name} beside `datasets`: either one text or a mixture is read; leave "
-            "one of them out"
+            f"dataset_name={settings.data.dataset_name} beside `datasets`: either is read; leave one of them out"
         )
 
 
@@ -303,10 +285,12 @@ def _check_model(model: ModelConfig, drafter: DrafterArguments) -> None:
         )
     if model.use_peft and drafter.strategy:
         raise ValueError(
-            f"strategy={drafter.strategy} beside use_peft=True: PEFT alone says then what learns; leave strategy out, "
-            f"or {hint}"
+            f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides then what learns; leave strategy "
+            f"out, or {hint}"
         )
     defaults = {entry.name: entry.default for entry in fields(model)}
     for name, value in vars(model).items():
         if name.startswith("lora_") and not model.use_peft and value != defaults[name]:
-            raise ValueError(f"{name}={value!r} is of use_peft=True; set it, or the fields of strategy: instead")
+            raise ValueError(
+                f"{name}={value!r} is an option of use_peft=True; set it, or the fields of strategy: instead"
+            )

@@ -1,7 +1,8 @@
-"""`tokenahead train`: settings to a trained model in a run directory. Only the order of things is written here."""
+"""`tokenahead train`: from settings to a trained model in a run directory; the steps are defined elsewhere."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,31 +18,30 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ...configuration import EvaByteConfig, MTPHeadConfig
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
-from ..trainer_base import BaseTrainer
+from ..trainer_base import BaseTrainer, head_config
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
-from ..utils import needs_extra
+from ..utils import needs_extra, replace_file
 from .data import load_data
 from .models import (
     Trainee,
     build,
     check_features,
     is_parallel,
-    keep_features,
     note_backbone,
     ptp_options,
+    store_features,
     with_moved_backbone,
     with_own_text,
 )
 from .run_directory import (
+    METRICS,
     RunWriter,
     check_nothing_is_lost,
-    check_own_folder,
+    check_output,
     checkpoint_to_resume,
     nothing_left_of_a_refusal,
-    write_metrics,
     write_run,
 )
 from .settings import Settings, read_settings
@@ -67,44 +67,39 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
-    """Train what the settings say, and write model, log and the facts of the run to `output_dir`.
-
-    Returns:
-        The trainer, after its training.
-
-    Raises:
-        ValueError: See `main`.
-        OSError: See `main`.
-    """
-    folder = settings.output
-    check_own_folder(folder, settings)
+    """Train with settings, write model, log and the facts of the run to `output_dir`, and return the trainer."""
+    directory = settings.output
+    check_output(directory, settings)
     set_seed(settings.training.seed)
-    with nothing_left_of_a_refusal(folder):
-        return _train(folder, settings, callbacks)
+    with nothing_left_of_a_refusal(directory):
+        return _train(directory, settings, callbacks)
 
 
-def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) -> Trainer:
-    settings = with_moved_backbone(asked)
+def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCallback]) -> Trainer:
+    settings = with_moved_backbone(requested)
     trainee = build(settings)
-    note_backbone(trainee, asked, settings)
+    note_backbone(trainee, requested, settings)
     facts = facts_of(trainee, settings)
-    resumed = checkpoint_to_resume(folder, settings.training.resume_from_checkpoint)
+    resumed = checkpoint_to_resume(directory, settings.training.resume_from_checkpoint)
     if resumed is None:
-        check_nothing_is_lost(folder, asked)
-    _check_before_text(settings, trainee)
+        check_nothing_is_lost(directory, requested)
+    # settings that need no data are checked before the backbone writes any
+    settings.drafter.training_strategy()
+    check_features(settings, trainee.model)
+    _callbacks(settings)
     settings = with_own_text(settings, trainee)
-    trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(folder, asked, facts)])
+    trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(directory, requested, facts)])
     check_best_metric(trainer)
     pushes = settings.training.push_to_hub
-    if pushes:  # what no card may show is said before the first step
-        trainer.create_model_card(dataset=_data_of(asked))
+    if pushes:  # a value that no card may show is refused before the first step
+        trainer.create_model_card(dataset=_data_names(requested))
     try:
         if is_finished(resumed, settings.training.max_steps):
             _take_over(trainer, str(resumed))
             if trainer.is_world_process_zero():
-                write_run(folder, asked, facts)
+                write_run(directory, requested, facts)
         else:
-            keep_features(trainer, settings)
+            store_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
         settings.training.push_to_hub = False  # the push comes once, at the end
         trainer.save_model()
@@ -113,29 +108,21 @@ def _train(folder: Path, asked: Settings, callbacks: Sequence[TrainerCallback]) 
         if isinstance(progress, ProgressCallback) and progress.training_bar is not None:
             progress.training_bar.close()  # so that an error gets a line of its own
         if trainer.is_world_process_zero() and trainer.state.log_history:
-            write_metrics(folder, trainer.state.log_history)
+            replace_file(directory / METRICS, json.dumps(trainer.state.log_history, indent=1) + "\n")
     if pushes:
-        trainer.push_to_hub(dataset_name=_data_of(asked))
+        trainer.push_to_hub(dataset_name=_data_names(requested))
     return trainer
 
 
-def _data_of(asked: Settings) -> list[str]:
-    """Return the names of the data, as the user gave them."""
-    name = asked.data.dataset_name
-    return [each.path for each in asked.mixture.datasets] if name is None else [name]
-
-
-def _check_before_text(settings: Settings, trainee: Trainee) -> None:
-    """Refuse settings that need no data to be checked, before the backbone writes any."""
-    settings.drafter.training_strategy()
-    check_features(settings, trainee.model)
-    _callbacks(settings, settings.training.eval_strategy != "no")
+def _data_names(requested: Settings) -> list[str]:
+    name = requested.data.dataset_name
+    return [each.path for each in requested.mixture.datasets] if name is None else [name]
 
 
 def _take_over(trainer: Trainer, checkpoint: str) -> None:
     """Restore the end of a training: the machine may have failed between it and the saving of the model."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise ValueError(f"resume_from_checkpoint={checkpoint}: all steps of max_steps are made, raise max_steps")
+        raise ValueError(f"resume_from_checkpoint={checkpoint}: all steps of max_steps are done, raise max_steps")
     trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
     trainer._load_from_checkpoint(best_or_last(checkpoint, trainer.args.load_best_model_at_end))
 
@@ -146,22 +133,22 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     with_evaluation = training.eval_strategy != "no"
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
     data = load_data(settings, with_evaluation, trainee.tokenizer, vocab_size)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "train_dataset": data["train"],
         "eval_dataset": data.get("eval"),
         "processing_class": trainee.tokenizer,
-        "callbacks": [*_callbacks(settings, with_evaluation), *callbacks],
+        "callbacks": [*_callbacks(settings), *callbacks],
         "peft_config": get_peft_config(settings.model),
     }
     if is_parallel(trainee.model):
         if settings.drafter.strategy:
             raise ValueError(f"strategy={settings.drafter.strategy}: a PTPForCausalLM has loss_options instead")
-        kind, own = PTPSFTTrainer, {"options": ptp_options(settings.drafter)}
+        trainer_class, options["options"] = PTPSFTTrainer, ptp_options(settings.drafter)
     else:
-        kind = MTPSFTTrainer
-        own = {"strategy": None if settings.model.use_peft else settings.drafter.training_strategy()}
+        trainer_class = MTPSFTTrainer
+        options["strategy"] = None if settings.model.use_peft else settings.drafter.training_strategy()
     try:
-        return kind(trainee.model, training, **own, **given)
+        return trainer_class(trainee.model, training, **options)
     except (TypeError, KeyError, AttributeError, TemplateError) as error:  # of a row that TRL cannot prepare
         raise ValueError(
             f"dataset_name={settings.data.dataset_name}: could not be prepared: {error} (texts must be text, turns of "
@@ -169,10 +156,10 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
         ) from error
 
 
-def _callbacks(settings: Settings, with_evaluation: bool) -> list[TrainerCallback]:
+def _callbacks(settings: Settings) -> list[TrainerCallback]:
     chosen: list[TrainerCallback] = []
-    drafter = settings.drafter
-    # a misspelt option is refused also where nothing is evaluated
+    drafter, with_evaluation = settings.drafter, settings.training.eval_strategy != "no"
+    # a misspelt option is refused even without evaluation
     options = typed_options("acceptance", drafter.options("acceptance"), AcceptanceCallback)
     if with_evaluation and drafter.acceptance is not False:
         chosen.append(AcceptanceCallback(**options))
@@ -184,16 +171,14 @@ def _callbacks(settings: Settings, with_evaluation: bool) -> list[TrainerCallbac
 
 
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
-    """Return what `run.json` says of a model."""
-    model = trainee.model
-    config = model.config
-    head = config.mtp_head if isinstance(config, EvaByteConfig) else config
+    """Return the facts of a model for `run.json`."""
+    model, head = trainee.model, head_config(trainee.model)
     return {
         "class": type(model).__name__,
         "backbone": type(trainee.backbone).__name__,
         "model_name_or_path": settings.model.model_name_or_path,
         "adapters": settings.adapters,
-        "head_type": head.head_type if isinstance(head, MTPHeadConfig) else None,
+        "head_type": None if head is None else head.head_type,
         "window": getattr(model, "window", None),
         "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
         "parameters": model.num_parameters(),
@@ -202,11 +187,11 @@ def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
 
 def check_best_metric(trainer: Trainer) -> None:
     """Refuse a `metric_for_best_model` that no evaluation has; `Trainer` refuses it after the first one."""
-    asked = trainer.args.metric_for_best_model
-    if asked is None or trainer.args.eval_strategy == "no":
+    name = trainer.args.metric_for_best_model
+    if name is None or trainer.args.eval_strategy == "no":
         return
     known = ["loss", *(trainer._mean_names() if isinstance(trainer, BaseTrainer) else ())]
     for callback in trainer.callback_handler.callbacks:
         known += callback.metric_names(trainer) if hasattr(callback, "metric_names") else ()
-    if asked.removeprefix("eval_") not in (*known, *_OF_TIME):
-        raise ValueError(f"metric_for_best_model={asked!r} is in no evaluation of this run; choose {', '.join(known)}")
+    if name.removeprefix("eval_") not in (*known, *_OF_TIME):
+        raise ValueError(f"metric_for_best_model={name!r} is in no evaluation of this run; choose {', '.join(known)}")

@@ -26,20 +26,13 @@ _WANTED = {
     dict: "a mapping",
     type(None): "null",
 }
-"""The types that are checked, in words. Values of other types are left to whoever reads them."""
+"""The checked types, in words. Values of other types are returned unchanged."""
 
 
 def typed_fields(path: str, values: Mapping[str, Any], kind: type, types: Mapping[str, Any] | None = None) -> dict:
     """Return the values that fill fields of a dataclass, converted to the fields' types.
 
-    Args:
-        path: Name of the mapping in messages.
-        values: By field; keys of other dataclasses are left out.
-        kind: The dataclass.
-        types: Types that replace the annotations of some fields.
-
-    Raises:
-        ValueError: A value of another type; the message names the field and what it may hold.
+    `path` names the mapping in messages; keys of other dataclasses are left out; `types` replace some annotations.
     """
     hints = get_type_hints(kind) | dict(types or {})
     converted = {}
@@ -56,16 +49,9 @@ def typed_fields(path: str, values: Mapping[str, Any], kind: type, types: Mappin
 
 
 def typed_options(section: str, values: Mapping[str, Any], *targets: Callable[..., Any], closed: bool = True) -> dict:
-    """Return the options of a section, converted to the types of the parameters that take them.
+    """Return the options of a section, converted to the types of the parameters of classes or functions that take them.
 
-    Args:
-        section: Name of the section in messages.
-        values: By option.
-        targets: Classes or functions that take the options; those of later ones win.
-        closed: Refuse options that no target has.
-
-    Raises:
-        ValueError: An unknown option, a value of another type, or a number that is not finite.
+    `closed` refuses options that no target has; the types of later targets win.
     """
     hints: dict[str, Any] = {}
     for target in targets:
@@ -78,16 +64,12 @@ def typed_options(section: str, values: Mapping[str, Any], *targets: Callable[..
 
 
 def typed(name: str, value: Any, hint: Any, choices: Sequence[str] | None = None) -> Any:
-    """Return a value that fits a type; numbers and truth values that were written as text are converted.
+    """Return a value of YAML or JSON that fits a type; numbers and truth values in text are converted.
 
-    Args:
-        name: Name of the value in messages.
-        value: The value, as YAML or JSON holds it.
-        hint: The type; a value of a type that no file can hold is returned unchanged.
-        choices: The values that are allowed, beside those of an Enum in `hint`.
+    A value of a type that no file can hold is returned unchanged.
 
     Raises:
-        ValueError: A value of another type, or a number that is not finite.
+        ValueError: A value of another type, a number that is not finite, or none of the choices (also of an Enum).
     """
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     enums = [each.value for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for each in kind]
@@ -115,13 +97,13 @@ def _chosen(name: str, value: Any, allowed: list[str]) -> Any:
 
 
 def _from_text(name: str, text: str, plain: set[Any]) -> Any:
-    """Return the number, truth value or mapping that a text says, or the text itself where it is one."""
+    """Return the number, truth value or mapping that a text represents, or the text itself."""
     if str in plain and dict not in plain:
         return text
     for convert in (json.loads, float, string_to_bool):
         with suppress(ValueError, ArgumentTypeError):
-            if any(_fits(found := convert(text), kind) for kind in plain - {str}):
-                return text if str in plain else found
+            if any(_fits(value := convert(text), kind) for kind in plain - {str}):
+                return text if str in plain else value
     if dict not in plain or (str in plain and Path(text).is_file()):
         return text
     raise ValueError(f"{name}={text!r} must be a mapping, one as JSON, or the path of a file that has one")

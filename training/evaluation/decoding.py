@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from ...generation.call.options import first_set
+from ..utils import eos_ids, until_end
 from .drafts import has_probs, usual_drafts
 from .expected import GREEDY_RULE, SAMPLED
 
 REPEATED_GRAM = 16
-"""Ids of a passage that counts as repeated if it stands in a text twice."""
+"""Ids of a passage that counts as repeated if it occurs in a sequence twice."""
 _FREE = ("verification", "num_assistant_tokens", "assistant_model", "use_mtp")
-"""Options that leave what is written as it is."""
+"""Options that do not change the output."""
 _CHANGES = {"repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
             "bad_words_ids", "suppress_tokens", "sequence_bias", "min_length", "min_new_tokens",
             "num_assistant_tokens_schedule", "assistant_confidence_threshold"}  # fmt: skip
@@ -27,12 +28,7 @@ _CHANGES = {"repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", 
 
 @dataclass(frozen=True)
 class DecodingMode:
-    """A way of decoding.
-
-    Attributes:
-        name: What the table calls it.
-        options: Keyword arguments of `generate`.
-    """
+    """A way of decoding: its name in tables, and keyword arguments of `generate`."""
 
     name: str
     options: dict[str, Any]
@@ -49,7 +45,7 @@ class DecodingMode:
 
     @property
     def rule(self) -> str | None:
-        """How drafts are verified, where the calls that this takes can be expected along a text; None elsewhere."""
+        """How drafts are verified, where expected calls along an output can be computed; None elsewhere."""
         rule = self.options.get("verification", SAMPLED[0]) if self.is_sampled else GREEDY_RULE[0]
         rest = {name: value for name, value in self.options.items() if name not in _FREE}
         plain = sampled(self.temperature) if self.is_sampled else GREEDY
@@ -82,14 +78,9 @@ MODES = (GREEDY, sampled(0.7), sampled(1.0))
 
 @dataclass(frozen=True)
 class Method:
-    """What makes the drafts of a call, or nothing.
+    """A model whose `generate` is called with `options`, and the drafter, where this library drafts.
 
-    Attributes:
-        name: What the table calls it.
-        model: The model whose `generate` is called.
-        options: Keyword arguments of `generate`.
-        drafter: What drafts, where this library does.
-        is_foreign: Whether transformers' own `generate` is called, past the drafters that are attached.
+    `is_foreign`: transformers' own `generate` is called, past attached drafters.
     """
 
     name: str
@@ -104,14 +95,14 @@ class Method:
         return call(**self.options | kwargs, return_dict_in_generate=True)
 
     def expectation(self, mode: DecodingMode) -> tuple[str, int] | None:
-        """Return the rule and the draft length for which calls can be expected along a text; None where nobody can."""
+        """Return the rule and the draft length of expected calls along an output; None where they are unknown."""
         config = self.model.generation_config
         rule = DecodingMode(mode.name, mode.options | self.options).rule
         if rule is None or config.to_diff_dict().keys() & _CHANGES or not has_probs(self.drafter):
             return None
-        longest, asked = usual_drafts(self.drafter), first_set("num_assistant_tokens", (self.options, config))
+        length = first_set("num_assistant_tokens", (self.options, config))
         bound = self.drafter.longest_draft()
-        return rule, longest if asked is None else min(asked, bound or asked)
+        return rule, usual_drafts(self.drafter) if length is None else min(length, bound or length)
 
 
 @dataclass(frozen=True)
@@ -121,17 +112,17 @@ class Run:
     Attributes:
         ids: New ids of each sequence.
         calls: Calls of the backbone that served each sequence, that of the prompt included.
-        forwards: Calls of the backbone in all.
+        forwards: Calls of the backbone in total.
         seconds: Wall-clock seconds.
         prompt_seconds: Those of the prompt's own call.
-        draft_seconds: Those of drafting; None where nobody took them.
+        draft_seconds: Those of drafting; None where they were not measured.
         processor_seconds: Of all threads.
         cache_bytes: Of the cache at the end.
-        accepted: Accepted drafts of every verification of each sequence; empty where nobody counted.
+        accepted: Accepted drafts of every verification of each sequence; empty where they were not counted.
         drafted: Drafted tokens of each of them.
-        differences: Of greedy texts: what is different from plain decoding's in each, None where nothing is.
-        expected: Of texts: what `ExpectedCalls` holds, as lists.
-        error: Why there is nothing else.
+        differences: Of greedy outputs: the difference from plain decoding's in each, None where they are equal.
+        expected: Expected calls along the outputs (`ExpectedCalls`), as lists.
+        error: Why there is no output.
     """
 
     ids: list[list[int]] = field(default_factory=list)
@@ -148,10 +139,6 @@ class Run:
     expected: dict[str, Any] | None = None
     error: str | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a line of JSON."""
-        return asdict(self)
-
     @property
     def new_tokens(self) -> int:
         """New tokens of all sequences."""
@@ -159,42 +146,43 @@ class Run:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second behind the prompt's own call, which adds one to each sequence; None if there are none."""
+        """Tokens per second after the prompt's own call, which adds one to each sequence; None if there are none."""
         later, seconds = self.new_tokens - len(self.ids), self.seconds - self.prompt_seconds
         return later / seconds if later > 0 and seconds > 0 else None
 
     @cached_property
     def repeated_share(self) -> float:
-        """Mean share of the texts that repeats itself."""
+        """Mean share of the outputs that repeats itself."""
         return sum(map(repeated_share, self.ids)) / max(1, len(self.ids))
 
 
 def decode(
     method: Method, batch: dict[str, torch.Tensor], mode: DecodingMode, new_tokens: int, seed: int | None = None
 ) -> Run:
-    """Return what a method writes after a batch of prompts, and what it takes; None leaves the generator as it is."""
+    """Return the output of a method after a batch of prompts, and its cost; `seed=None` keeps the generator's state."""
     if seed is not None:
         torch.manual_seed(seed)
     with _Clock(method.model) as clock:
         output = method.generate(**batch, **mode.options, max_new_tokens=new_tokens)
-    texts = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
-    ids = [_until_end(text, method.model.generation_config) for text in texts]
-    told = getattr(output, "speculation", None)
+    ends = eos_ids(method.model)
+    ids = [until_end(new, ends) for new in output.sequences[:, batch["input_ids"].shape[1] :].tolist()]
+    speculation = getattr(output, "speculation", None)
     longest = max(map(len, ids))
     run = {
         "ids": ids,
-        "forwards": clock.calls if told is None else told.backbone_calls,
-        "calls": [clock.calls if clock.calls < longest else len(text) for text in ids],
+        "forwards": clock.calls if speculation is None else speculation.backbone_calls,
+        "calls": [clock.calls if clock.calls < longest else len(each) for each in ids],
         "seconds": clock.seconds,
         "prompt_seconds": clock.prompt_seconds,
         "processor_seconds": clock.processor_seconds,
         "cache_bytes": cache_bytes(output.past_key_values),
     }
-    if told is not None:
-        # alone, the loop's own count of calls, which plain steps between drafts are in, too
-        calls = [told.backbone_calls] if len(ids) == 1 else [1 + len(row) for row in told.rows_accepted]
-        drafted = [list(map(len, row)) for row in told.rows_drafts]
-        run |= {"calls": calls, "accepted": told.rows_accepted, "drafted": drafted, "draft_seconds": told.draft_seconds}
+    if speculation is not None:
+        # of a single sequence the loop's own count of calls, which includes plain steps between drafts
+        accepted = speculation.rows_accepted
+        calls = [speculation.backbone_calls] if len(ids) == 1 else [1 + len(each) for each in accepted]
+        drafted = [list(map(len, drafts)) for drafts in speculation.rows_drafts]
+        run |= {"calls": calls, "accepted": accepted, "drafted": drafted, "draft_seconds": speculation.draft_seconds}
     return Run(**run)
 
 
@@ -239,13 +227,6 @@ def cache_bytes(cache: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _until_end(ids: list[int], config: Any) -> list[int]:
-    """Return a sequence's new ids without the padding after its end."""
-    ends = config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
-
-
 def drafted_flags(accepted: list[int], count: int) -> list[bool]:
     """Return which of `count` new tokens were drafted and accepted.
 
@@ -268,15 +249,15 @@ def acceptance_by_position(accepted: Sequence[int], length: int) -> list[float]:
 
 
 def repeated_share(ids: Sequence[int], gram: int = REPEATED_GRAM) -> float:
-    """Return the share of a text that passages of `gram` ids cover which occur in it more than once, and short loops.
+    """Return the share of a sequence that repeated passages of `gram` ids and short loops cover.
 
     A loop is a passage of less than `gram` ids that is followed by itself, so often that it fills a passage, or all of
-    a text that is shorter.
+    a sequence that is shorter.
     """
-    found: dict[tuple[int, ...], list[int]] = {}
+    starts_of: dict[tuple[int, ...], list[int]] = {}
     for start in range(len(ids) - gram + 1):
-        found.setdefault(tuple(ids[start : start + gram]), []).append(start)
-    covered = {start + i for starts in found.values() if len(starts) > 1 for start in starts for i in range(gram)}
+        starts_of.setdefault(tuple(ids[start : start + gram]), []).append(start)
+    covered = {start + i for starts in starts_of.values() if len(starts) > 1 for start in starts for i in range(gram)}
     for period in range(1, gram):
         least = max(min(gram, len(ids)), 2 * period)
         for is_same, group in groupby(range(len(ids) - period), lambda i: ids[i] == ids[i + period]):  # noqa: B023

@@ -1,4 +1,4 @@
-"""Distributions of drafts and of the backbone along known text, and what is measured of them.
+"""Distributions of drafts and of the backbone along known sequences, and measures of them.
 
 The verifier's distribution of the token at depth j is the backbone's own, j - 1 positions further on: one forward gives
 it for every depth. The drafter's is conditioned on the true tokens before it. Nothing is drawn; `expected` makes calls
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import DynamicCache
 
@@ -32,11 +33,11 @@ _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 @dataclass(frozen=True)
 class DraftedProbs:
-    """Some positions of a text, and the distributions of the tokens that are drafted after them.
+    """Some positions of a batch, and the distributions of the tokens that are drafted after them.
 
     Attributes:
-        rows: [N] int64, where the positions stand in the batch.
-        columns: [N] int64, the same.
+        rows: [N] int64, index of the sequence of each position.
+        columns: [N] int64, its index in the sequence.
         draft: [N, m, v], log-probabilities of the drafter for drafts 1 to m, given the true tokens before each.
         target: [N, m, v], the backbone's logits for the same tokens.
         tokens: [N, m] int64, the tokens that follow.
@@ -57,12 +58,12 @@ def has_probs(model: object) -> bool:
 
 
 def usual_drafts(model: Any) -> int:
-    """Return how many tokens a model drafts where nobody says otherwise, or 1 for modules that draft none."""
+    """Return the default length of a model's drafts; 1 for modules that draft none."""
     return model.window - 1 if isinstance(model, EvaByteForMTPC) else max(1, model.default_draft())
 
 
 def drafted_probs(model: Any, batch: Batch, length: int | None = None) -> Iterator[DraftedProbs]:
-    """Yield the distributions of all drafts along a batch of texts, some positions at a time.
+    """Yield the distributions of all drafts along a batch of sequences, some positions at a time.
 
     The first drafted token is two tokens ahead of a position: the next one is the verifier's own.
 
@@ -84,7 +85,7 @@ def drafted_probs(model: Any, batch: Batch, length: int | None = None) -> Iterat
     return (_of_modules if isinstance(model, DeepSeekMTP) else _of_heads)(model, batch, length)
 
 
-def _given(batch: Batch) -> dict[str, torch.Tensor]:
+def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
     return {name: batch[name] for name in _INPUTS if batch.get(name) is not None}
 
 
@@ -93,13 +94,13 @@ def _targets(batch: Batch, window: int) -> torch.Tensor:
 
 
 def _of_heads(model: Any, batch: Batch, length: int) -> Iterator[DraftedProbs]:
-    given, backbone = _given(batch), model.backbone if isinstance(model, MTPHeads) else model
-    padding = given.get("attention_mask"), given.get("position_ids")
+    inputs, backbone = _inputs(batch), model.backbone if isinstance(model, MTPHeads) else model
+    padding = inputs.get("attention_mask"), inputs.get("position_ids")
     if backbone is model:
-        wanted = {"output_hidden_states": model.hidden_layers, "logits_to_keep": 1}
-        states = model(**given, use_cache=False, **wanted).hidden_states
+        options = {"output_hidden_states": model.hidden_layers, "logits_to_keep": 1}
+        states = model(**inputs, use_cache=False, **options).hidden_states
     else:
-        states = model._run_backbone(given["input_ids"], *padding).hidden_states
+        states = model._run_backbone(inputs["input_ids"], *padding).hidden_states
     features, unembed = model.features(states, *padding), BackboneParts(backbone).unembed
     targets = _targets(batch, length + 1)
     tokens = torch.where(targets == IGNORE, tokens_ahead(batch["input_ids"], length + 1, 0), targets)
@@ -121,15 +122,10 @@ def _chunks(
     tokens: torch.Tensor,
     vocab_size: int,
 ) -> Iterator[DraftedProbs]:
-    """Yield the positions with a target at depth 2, in chunks whose logits are small.
+    """Yield the positions with a target at depth 2, in chunks whose logits [N, m, vocab_size] are small.
 
-    Args:
-        probs: From indices of rows and columns [N] to the drafter's log-probabilities [N, m, v].
-        unembed: From the backbone's last states to its logits.
-        states: [B, L, d], the backbone's last states.
-        targets: [B, L, m + 1], -100 where nothing is scored.
-        tokens: [B, L, m + 1], the tokens that follow.
-        vocab_size: v.
+    `probs` maps indices of rows and columns [N] to the drafter's log-probabilities [N, m, v]; `unembed` the backbone's
+    last states [B, L, d] to its logits. Targets (-100 where nothing is scored) and tokens have shape [B, L, m + 1].
     """
     drafts, last = targets.shape[-1] - 1, states.shape[1] - 1
     scored = (targets != IGNORE).long().cumprod(-1).bool()[..., 1:]
@@ -151,11 +147,12 @@ def _chunks(
 
 
 def _of_modules(model: DeepSeekMTP, batch: Batch, length: int) -> Iterator[DraftedProbs]:
-    others = {name: value for name, value in _given(batch).items() if name not in ("input_ids", "position_ids")}
-    found = run_main(model.main, batch["input_ids"], None, batch.get("position_ids"), others | {"use_cache": False})
-    hidden = found.outputs.last_hidden_state
-    embeds = model.module_inputs(found, batch["input_ids"])
-    chain = model.chain(found.state, embeds, batch.get("attention_mask"), found.position_ids, length)[1:]
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    options = {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
+    main = run_main(model.main, batch["input_ids"], None, positions, options)
+    hidden = main.outputs.last_hidden_state
+    embeds = model.module_inputs(main, batch["input_ids"])
+    chain = model.chain(main.state, embeds, mask, main.position_ids, length)[1:]
     states = _stacked(chain, hidden.shape[1])
     targets = _targets(batch, length + 1)
 
@@ -175,13 +172,13 @@ def _stacked(steps: list[torch.Tensor], length: int) -> torch.Tensor:
 
 def _of_eagle(head: EagleHead, batch: Batch, length: int) -> Iterator[DraftedProbs]:
     """Yield for an EAGLE head: row t of step i - 1 drafts token t + 1 + i, from the head's outputs as in decoding."""
-    given = _given(batch)
+    inputs = _inputs(batch)
     outputs = head.backbone(
-        **given, use_cache=False, logits_to_keep=1, output_hidden_states=head.learning_layers, return_dict=True
+        **inputs, use_cache=False, logits_to_keep=1, output_hidden_states=head.learning_layers, return_dict=True
     )
     states, features = outputs.hidden_states[-1], head.fuse(outputs.hidden_states)
-    mask = given.get("attention_mask")
-    whole = TrainingBatch.of(given["input_ids"], batch["labels"], mask, given.get("position_ids"), states)
+    mask = inputs.get("attention_mask")
+    whole = TrainingBatch.of(inputs["input_ids"], batch["labels"], mask, inputs.get("position_ids"), states)
     targets = _targets(batch, length + 1)
     unrolled = _stacked(_unrolled(head, features, whole, length), states.shape[1])
     ids = head.draft_ids
@@ -216,7 +213,7 @@ TOP_K = (1, 5)
 
 @dataclass
 class DraftMeasures:
-    """What is measured along texts: sums by draft position (the j-th draft is j + 1 tokens ahead), and expected calls.
+    """Measures along sequences: sums by draft position (the j-th draft is j + 1 tokens ahead), and expected calls.
 
     Attributes:
         temperature: Of the target and the drafter; 0: greedy.
@@ -234,24 +231,25 @@ class DraftMeasures:
 
     @torch.no_grad()
     def add(self, model: Any, batch: Batch) -> DraftMeasures:
-        """Add a batch of texts, in evaluation mode; arguments as for `drafted_probs`. Returns itself."""
+        """Add a batch of sequences, in evaluation mode; arguments as for `drafted_probs`. Return the measures."""
         rules, was_training = SAMPLED if self.temperature else GREEDY_RULE, model.training
-        places = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
+        positions = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
         accepted: dict[str, torch.Tensor] = {}
         model.eval()
         try:
             for probs in drafted_probs(model, batch, self.length):
                 self._add_positions(probs)
                 at = probs.rows.cpu(), probs.columns.cpu()
-                places[at] = True
+                positions[at] = True
                 for rule in rules:
                     drafted = probs.draft, probs.target, probs.tokens
-                    found = acceptance_along(*drafted, self.temperature, rule).cpu()
-                    whole = accepted.setdefault(rule, found.new_zeros(*places.shape, found.shape[-1]))
-                    whole[at] = found
+                    shares = acceptance_along(*drafted, self.temperature, rule).cpu()
+                    whole = accepted.setdefault(rule, shares.new_zeros(*positions.shape, shares.shape[-1]))
+                    whole[at] = shares
         finally:
             model.train(was_training)
-        self._add_calls({rule: ExpectedCalls.along(whole, places) for rule, whole in accepted.items()})
+        calls = {rule: ExpectedCalls.along(whole, positions) for rule, whole in accepted.items()}
+        self._merge(DraftMeasures(calls=calls))
         return self
 
     def _add_positions(self, probs: DraftedProbs) -> None:
@@ -263,28 +261,21 @@ class DraftMeasures:
             "backbone_loss": -probs.target.log_softmax(-1).gather(-1, token)[..., 0],
             **{f"top_{k}": (rank < k).float() for k in TOP_K},
         }
-        for name, values in terms.items():
-            total = torch.where(probs.scored, values.double(), 0.0).sum(0).cpu()
-            self.sums[name] = self.sums.get(name, 0.0) + total
-        counts = probs.scored.sum(0).double().cpu()
-        self.counts = counts if self.counts is None else self.counts + counts
+        sums = {name: torch.where(probs.scored, values.double(), 0.0).sum(0).cpu() for name, values in terms.items()}
+        self._merge(DraftMeasures(sums=sums, counts=probs.scored.sum(0).double().cpu()))
 
-    def _add_calls(self, calls: Mapping[str, ExpectedCalls]) -> None:
-        for rule, found in calls.items():
-            self.calls[rule] = self.calls[rule] + found if rule in self.calls else found
+    def _merge(self, other: DraftMeasures) -> None:
+        if other.counts is not None:
+            self.counts = other.counts if self.counts is None else self.counts + other.counts
+        for mine, theirs in ((self.sums, other.sums), (self.calls, other.calls)):
+            for name, values in theirs.items():
+                mine[name] = mine[name] + values if name in mine else values
 
-    def reduced(self, accelerator: Any) -> DraftMeasures:
+    def reduced(self) -> DraftMeasures:
         """Return the measures of all processes; every one of them calls this."""
-        if accelerator.num_processes == 1:
-            return self
-        everyone: list[Any] = [None] * accelerator.num_processes
-        torch.distributed.all_gather_object(everyone, (self.sums, self.counts, self.calls))
         total = DraftMeasures(self.temperature, self.length)
-        for sums, counts, calls in everyone:
-            if counts is not None:
-                total.counts = counts if total.counts is None else total.counts + counts
-                total.sums = {name: total.sums.get(name, 0.0) + values for name, values in sums.items()}
-                total._add_calls(calls)
+        for part in gather_object([self]):
+            total._merge(part)
         return total
 
     def means(self) -> dict[str, list[float]]:
@@ -296,7 +287,7 @@ class DraftMeasures:
 
 
 def text_of(prompts: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return prompts [B, P] and what was written after them [B, T + 1] as a batch that scores the latter."""
+    """Return prompts [B, P] and outputs after them [B, T + 1] as a batch that scores the outputs."""
     return {"input_ids": torch.cat([prompts, new], 1), "labels": torch.cat([torch.full_like(prompts, IGNORE), new], 1)}
 
 
@@ -310,7 +301,7 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
         >>> out = backbone.generate(**inputs, assistant_model=heads, draft_tree=choices)
 
     Args:
-        model: A drafter, see `drafted_probs`; text that its backbone wrote measures what it will draft.
+        model: A drafter, see `drafted_probs`; outputs of its backbone measure future drafts.
         batches: `input_ids` and `labels` [B, L] and, optionally, `attention_mask` and `position_ids`.
         ranks: R, proposals per depth; at most the size of the vocabulary.
         temperature: Temperature of the target. 0: whether its likeliest token is proposed. Else: the probability that
@@ -331,10 +322,10 @@ def rank_accuracies(model: Any, batches: Iterable[Batch], ranks: int = 10, tempe
         for probs in drafted_probs(model, batch):
             proposed = probs.draft.topk(min(ranks, probs.draft.shape[-1])).indices
             if temperature:
-                found = (probs.target / temperature).softmax(-1).gather(-1, proposed).double()
+                shares = (probs.target / temperature).softmax(-1).gather(-1, proposed).double()
             else:
-                found = (probs.target.argmax(-1, keepdim=True) == proposed).double()
-            hits = hits + (found * probs.scored[..., None]).sum(0).cpu()
+                shares = (probs.target.argmax(-1, keepdim=True) == proposed).double()
+            hits = hits + (shares * probs.scored[..., None]).sum(0).cpu()
             counts = counts + probs.scored.sum(0).double().cpu()
     model.train(was_training)
     if not hits.dim():

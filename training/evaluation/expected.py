@@ -1,23 +1,24 @@
-"""Expected calls along a text: how many verifications speculative decoding would take to write it, without drawing.
+"""Expected calls along a sequence: how many verifications speculative decoding would take to write it, without drawing.
 
-Let x_0 .. x_T be a text that follows the target's distributions p, and q the drafter's, both conditioned on the tokens
-of x before each. Of a cycle that begins with x_t, the first k drafts are accepted, and the text goes on as x does, with
-the probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over x_{t+1} .. x_{t+j}
+Let x_0 .. x_T be a sequence that follows the target's distributions p, and q the drafter's, both conditioned on the
+tokens of x before each. Of a cycle that begins with x_t, the first k drafts are accepted, and the sequence continues as
+x does, with the probability p(x_{t+1}) .. p(x_{t+k}) m_k(t), where with P_j and Q_j the products of p and q over
+x_{t+1} .. x_{t+j}
 
     block (Sun et al. 2024)         m_k = min over j <= k of min(1, Q_j / P_j)
     token (Leviathan et al. 2023)   m_k = product over j <= k of min(1, q_j / p_j)
     greedy                          m_k = 1 while argmax q = argmax p
 
-Verification is lossless, so that what follows the accepted drafts has the distribution of the text whatever was
+Verification is lossless, so that what follows the accepted drafts has the distribution of the sequence whatever was
 accepted: P(at least k accepted, x_{t+1} .. x_{t+k+1}) = P(at least k accepted, x_{t+1} .. x_{t+k}) p(x_{t+k+1}). So
 m_k(t) is the probability that at least k drafts are accepted given that x is what is written, and the probability w_t
-that a cycle begins with x_t follows from one pass over the text:
+that a cycle begins with x_t follows from one pass over the sequence:
 
     w_0 = 1,    w_{t+k+1} += w_t (m_k(t) - m_{k+1}(t))    for k = 0 .. m,    m_0 = 1, m_{m+1} = 0
 
-The sum of w is the expected number of verifications of this very text, and T over it the tokens per call. Exact for
-chains of a constant length m along text of the target's own distribution, from drafters whose state depends on verified
-tokens alone. Near its end, drafts are cut to what is left.
+The sum of w is the expected number of verifications of this very sequence, and T over it the tokens per call. Exact for
+chains of a constant length m along sequences of the target's own distribution, from drafters whose state depends on
+verified tokens alone. Near its end, drafts are cut to what is left.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ SAMPLED, GREEDY_RULE = ("block", "token"), ("greedy",)
 def acceptance_along(
     draft: torch.Tensor, target: torch.Tensor, tokens: torch.Tensor, temperature: float, rule: str
 ) -> torch.Tensor:
-    """Return m_k, the probability that at least k drafts are accepted given the text, for k = 1 .. m.
+    """Return m_k, the probability that at least k drafts are accepted given the tokens, for k = 1 .. m.
 
     Args:
-        draft: [..., m, V], log-probabilities of the drafter, each conditioned on the text before it.
+        draft: [..., m, V], log-probabilities of the drafter, each conditioned on the tokens before it.
         target: [..., m, V], logits of the target for the same tokens.
-        tokens: [..., m] int64, the text.
+        tokens: [..., m] int64.
         temperature: Applied to both.
         rule: `"block"`, `"token"` or `"greedy"`.
 
@@ -59,7 +60,7 @@ def acceptance_along(
 
 
 def ratio_of_sums(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, float | None]:
-    """Return the tokens per call of texts [N], as a ratio of sums, and its standard error over texts; None of one."""
+    """Return the tokens per call of N sequences, as a ratio of sums, and its standard error over them; None of one."""
     tokens, calls = tokens.double(), calls.double()
     ratio, count = float(tokens.sum() / calls.sum()), len(tokens)
     if count == 1:
@@ -70,11 +71,11 @@ def ratio_of_sums(tokens: torch.Tensor, calls: torch.Tensor) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class ExpectedCalls:
-    """What decoding of texts is expected to take.
+    """Expected calls of decoding.
 
     Attributes:
-        tokens: [N], tokens of each text after its first: T.
-        calls: [N] float64, expected verifications of each text.
+        tokens: [N], tokens of each sequence after its first: T.
+        calls: [N] float64, expected verifications of each sequence.
         accepted: [N, m] float64, how many of them are expected to accept at least 1 .. m drafts.
     """
 
@@ -83,27 +84,22 @@ class ExpectedCalls:
     accepted: torch.Tensor
 
     @classmethod
-    def along(cls, accepted: torch.Tensor, places: torch.Tensor) -> ExpectedCalls:
-        """Return what the texts of a batch take; rows without a place are left out.
+    def along(cls, accepted: torch.Tensor, positions: torch.Tensor) -> ExpectedCalls:
+        """Return the expected calls of the sequences of a batch; those without a position are left out.
 
         Args:
-            accepted: [B, L, m], m_k of the drafts after each position, whatever it is beyond the end of a text.
-            places: [B, L] bool, see `cycle_starts`.
+            accepted: [B, L, m], m_k of the drafts after each position; beyond the end of a sequence it is not read.
+            positions: [B, L] bool, see `cycle_starts`.
         """
-        accepted, places = accepted.cpu(), places.cpu()
-        is_left = places[..., None] & tokens_ahead(places, accepted.shape[-1], False).cumprod(-1).bool()
+        accepted, positions = accepted.cpu(), positions.cpu()
+        is_left = positions[..., None] & tokens_ahead(positions, accepted.shape[-1], False).cumprod(-1).bool()
         accepted = torch.where(is_left, accepted, 0.0)
-        starts, has_text = cycle_starts(accepted, places), places.any(1)
-        found = places.sum(1), starts.sum(1), (starts[..., None] * accepted).sum(1)
-        return cls(*(each[has_text] for each in found))
+        starts, is_scored = cycle_starts(accepted, positions), positions.any(1)
+        totals = positions.sum(1), starts.sum(1), (starts[..., None] * accepted).sum(1)
+        return cls(*(each[is_scored] for each in totals))
 
     def __add__(self, other: ExpectedCalls) -> ExpectedCalls:
         return ExpectedCalls(*(torch.cat(pair) for pair in zip(vars(self).values(), vars(other).values())))
-
-    @property
-    def drafts(self) -> int:
-        """m, the length of a draft."""
-        return self.accepted.shape[-1]
 
     @property
     def tokens_per_call(self) -> float:
@@ -112,7 +108,7 @@ class ExpectedCalls:
 
     @property
     def standard_error(self) -> float | None:
-        """Standard error of `tokens_per_call`, from the spread between texts; None of one."""
+        """Standard error of `tokens_per_call`, from the spread between sequences; None of one."""
         return ratio_of_sums(self.tokens, self.calls)[1]
 
     @property
@@ -120,15 +116,15 @@ class ExpectedCalls:
         """For draft positions 1, 2, ...: the share of verifications that accept so many; 1 + its sum is the above."""
         return (self.accepted.sum(0) / self.calls.sum()).clamp(0, 1).tolist()
 
-    def as_lists(self) -> dict[str, Any]:
+    def as_lists(self) -> dict[str, list]:
         """Return the fields for JSON."""
         return {name: values.tolist() for name, values in vars(self).items()}
 
     @classmethod
-    def from_lists(cls, found: dict[str, Any]) -> ExpectedCalls:
-        """Return what `as_lists` gave."""
-        accepted = torch.tensor(found["accepted"], dtype=torch.float64)
-        return cls(torch.tensor(found["tokens"]), torch.tensor(found["calls"], dtype=torch.float64), accepted)
+    def from_lists(cls, lists: dict[str, list]) -> ExpectedCalls:
+        """Return the inverse of `as_lists`."""
+        calls, accepted = (torch.tensor(lists[name], dtype=torch.float64) for name in ("calls", "accepted"))
+        return cls(torch.tensor(lists["tokens"]), calls, accepted)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a `DecodingResult`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user says, turn by turn; the answers between the turns are the model's own.
+    """The turns of a user; the answers between the turns are the model's own.
 
     Attributes:
         name: The file's `question_id`, or the number of the line.
-        turns: What the user says.
-        category: The file's, or what the prompts are called where it has none.
+        turns: The user's messages.
+        category: The file's, or `"prompts"`.
         before: Messages before the first turn, such as that of the system.
     """
 
@@ -39,7 +39,7 @@ def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], l
         skip_broken: Leave out lines that hold no prompt.
 
     Returns:
-        The prompts, and what is wrong with the lines that were left out.
+        The prompts, and the errors of the lines that were left out.
 
     Raises:
         FileNotFoundError: No such file.
@@ -62,7 +62,7 @@ def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], l
         raise ValueError(f"{path}, {broken[0]}")
     names = [prompt.name for prompt in prompts]
     if double := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{path}: question_id {double[0]} stands there twice; number the lines apart")
+        raise ValueError(f"{path}: question_id {double[0]} occurs twice; number the lines apart")
     if not prompts:
         raise ValueError(f"{path}: no prompt in it; write one per line")
     return prompts, broken
@@ -70,17 +70,18 @@ def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], l
 
 def _of_json(number: int, line: str) -> Prompt:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError as error:
         raise ValueError(f"no JSON ({error})") from error
-    entry = found if isinstance(found, dict) else {"prompt": found}
+    entry = value if isinstance(value, dict) else {"prompt": value}
     messages = next((entry[name] for name in ("messages", "prompt") if isinstance(entry.get(name), list)), None)
     before: tuple[dict[str, Any], ...] = ()
     turns: list[Any] = []
     if messages is not None:
-        asked = [index for index, said in enumerate(messages) if isinstance(said, dict) and said.get("role") == "user"]
-        if asked:
-            turns, before = [messages[asked[-1]].get("content")], tuple(messages[: asked[-1]])
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        if "user" in roles:
+            last = len(roles) - 1 - roles[::-1].index("user")
+            turns, before = [messages[last].get("content")], tuple(messages[:last])
     elif "turns" in entry:
         turns = entry["turns"] if isinstance(entry["turns"], list) else []
     else:
@@ -112,18 +113,13 @@ def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | No
 
 def category_of(group: Sequence[Prompt]) -> str:
     """Return the category of a group, or `"mixed"`."""
-    found = {prompt.category for prompt in group}
-    return found.pop() if len(found) == 1 else "mixed"
+    categories = {prompt.category for prompt in group}
+    return categories.pop() if len(categories) == 1 else "mixed"
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Makes ids of what was said.
-
-    Attributes:
-        tokenizer: The model's.
-        chats: Whether its chat template is used, if it has one; else texts are joined as they are.
-    """
+    """Makes ids of dialogues, by the tokenizer's chat template if `chats` and it has one; else turns are joined."""
 
     tokenizer: PreTrainedTokenizerBase
     chats: bool = True
@@ -137,39 +133,27 @@ class Writer:
     def _uses_template(self) -> bool:
         return self.chats and self.tokenizer.chat_template is not None
 
-    def batch(self, group: Sequence[Prompt], answers: Sequence[Sequence[str]], device: Any) -> dict[str, torch.Tensor]:
-        """Return the padded ids and the mask of a group.
-
-        Args:
-            group: The prompts.
-            answers: What the model has answered to the turns of each so far.
-            device: Where to.
-        """
-        rows = [self._text(prompt, said) for prompt, said in zip(group, answers)]
-        options: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(rows) > 1 else {}
+    def batch(
+        self, group: Sequence[Prompt], answers: Sequence[Sequence[str]], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Return the padded ids and the mask of a group, with the model's answers to the turns of each so far."""
+        texts = [self._text(prompt, earlier) for prompt, earlier in zip(group, answers)]
+        options: dict[str, Any] = {"padding": True, "padding_side": "left"} if len(texts) > 1 else {}
         options |= {"add_special_tokens": False} if self._uses_template else {}
-        if len(rows) > 1 and self.tokenizer.pad_token is None:
+        if len(texts) > 1 and self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        found = self.tokenizer(rows, return_tensors="pt", **options).to(device)
-        return {name: found[name] for name in ("input_ids", "attention_mask")}
+        encoded = self.tokenizer(texts, return_tensors="pt", **options).to(device)
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
     def _text(self, prompt: Prompt, answers: Sequence[str]) -> str:
-        said = list(_interleaved(prompt.turns, answers))
+        contents = [each for turn in zip(prompt.turns, answers) for each in turn] + [prompt.turns[len(answers)]]
         if not self._uses_template:
-            return "\n".join([*(str(message.get("content", "")) for message in prompt.before), *said])
+            return "\n".join([*(str(message.get("content", "")) for message in prompt.before), *contents])
         roles = ("user", "assistant")
-        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
-        rendered = self.tokenizer.apply_chat_template(
-            [*prompt.before, *messages], tokenize=False, add_generation_prompt=True
-        )
-        return str(rendered)
+        messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+        chat = [*prompt.before, *messages]
+        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
     def answer(self, ids: Sequence[int]) -> str:
         """Return the text of new ids, for the history of the next turn."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-
-def _interleaved(turns: Sequence[str], answers: Sequence[str]) -> Iterator[str]:
-    for turn, answer in zip(turns, answers):
-        yield from (turn, answer)
-    yield turns[len(answers)]

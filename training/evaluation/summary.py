@@ -1,4 +1,4 @@
-"""What lines of a bench come to: a `DecodingResult` for every method, way of decoding and batch size."""
+"""Results of a bench: a `DecodingResult` for every method, way of decoding and batch size."""
 
 from __future__ import annotations
 
@@ -13,32 +13,27 @@ import torch
 from ... import __version__
 from ..loading import unit_of
 from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environment, hardware
-from .bench import Bench, Line
+from .bench import Bench, Line, is_near_tie
 from .decoding import DecodingMode, Run, acceptance_by_position, drafted_flags
 from .expected import ExpectedCalls, ratio_of_sums
-from .near_ties import is_near_tie
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A line of a method, and that of plain decoding in the same turn of the same prompts."""
+    """A run of a method, its category, and the run of plain decoding in the same turn of the same prompts."""
 
-    line: Line
+    category: str
+    run: Run
     plain: Run
 
     @property
-    def run(self) -> Run:
-        """What the method did."""
-        return self.line.run
-
-    @property
     def loops(self) -> bool:
-        """Whether more than half of either text repeats itself, so that its speed says nothing."""
+        """Whether more than half of either output repeats itself, which makes its speed meaningless."""
         return max(self.run.repeated_share, self.plain.repeated_share) > DEGENERATE_SHARE
 
     @property
     def ratio(self) -> float | None:
-        """Speed over that of plain decoding, behind the prompt's own call; None of loops and single tokens."""
+        """Speed over that of plain decoding, after the prompt's own call; None of loops and single tokens."""
         speeds = self.run.speed, self.plain.speed
         return None if self.loops or speeds[0] is None or speeds[1] is None else speeds[0] / speeds[1]
 
@@ -50,24 +45,23 @@ def pairs_of(bench: Bench) -> Iterator[tuple[str, DecodingMode, int, list[Pair]]
     for batch_size in bench.protocol.batch_sizes:
         for mode in bench.protocol.modes:
             for method in bench.methods:
-                asked = method.name, mode.name, batch_size
-                lines = [each for each in bench.lines if (each.method, each.mode, each.batch_size) == asked]
-                whole = [line for line in lines if line.run.error is None]
-                pairs = [Pair(line, plain[(*line.unit, line.turn)]) for line in whole]
-                if pairs := [pair for pair in pairs if pair.plain.error is None]:
+                setting = method.name, mode.name, batch_size
+                lines = [each for each in bench.lines if (each.method, each.mode, each.batch_size) == setting]
+                pairs = [Pair(line.category, line.run, plain[(*line.unit, line.turn)]) for line in lines]
+                if pairs := [pair for pair in pairs if pair.run.error is None and pair.plain.error is None]:
                     yield method.name, mode, batch_size, pairs
 
 
 def results_of(bench: Bench) -> list[DecodingResult]:
-    """Return the results of all that was measured; the error of logits is the largest that was found."""
+    """Return all results; the error of logits is the largest that was measured."""
     error = largest_error(bench.lines)
-    return [result_of(*found, error) for found in pairs_of(bench)]
+    return [result_of(*pairs, error) for pairs in pairs_of(bench)]
 
 
 def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
     """Return the results of a bench with its machine and dtype, and further fields of `MeasuredResults`."""
     model = bench.methods[0].model
-    given = {
+    fields = {
         "hardware": hardware() if model.device.type == "cpu" else torch.cuda.get_device_name(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "library_version": __version__,
@@ -75,7 +69,7 @@ def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
         "results": results_of(bench),
         "environment": environment(),
     }
-    return MeasuredResults(**given | facts)
+    return MeasuredResults(**fields | facts)
 
 
 def largest_error(lines: Sequence[Line]) -> float:
@@ -84,7 +78,7 @@ def largest_error(lines: Sequence[Line]) -> float:
 
 
 def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[Pair], error: float) -> DecodingResult:
-    """Return what the pairs of a method come to."""
+    """Return the result of a method's pairs."""
     runs, plain = [pair.run for pair in pairs], [pair.plain for pair in pairs]
     return DecodingResult(
         name=f"{method}, {mode.name}{f', batch {batch_size}' * (batch_size > 1)}",
@@ -110,9 +104,9 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
 
 
 def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what was accepted, as decoded and as expected."""
-    accepted = [count for run in runs for row in run.accepted for count in row]
-    length = max((count for run in runs for row in run.drafted for count in row), default=0)
+    """Return the accepted drafts, as decoded and as expected."""
+    accepted = [count for run in runs for counts in run.accepted for count in counts]
+    length = max((count for run in runs for counts in run.drafted for count in counts), default=0)
     ratio, error = _per_verification(runs)
     fields: dict[str, Any] = {
         "accepted_by_position": acceptance_by_position(accepted, length) if accepted else [],
@@ -125,16 +119,16 @@ def _drafts(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _per_verification(runs: Sequence[Run]) -> tuple[float | None, float | None]:
-    """Return the tokens of a verification, as a ratio of sums, and its standard error over texts."""
+    """Return the tokens of a verification, as a ratio of sums, and its standard error over outputs."""
     counted = []
     for run in runs:
-        verified = [len(row) for row in run.accepted] or [calls - 1 for calls in run.calls]
+        verified = [len(counts) for counts in run.accepted] or [calls - 1 for calls in run.calls]
         counted += [(len(ids) - 1.0, float(calls)) for ids, calls in zip(run.ids, verified) if calls]
     return ratio_of_sums(*torch.tensor(counted, dtype=torch.float64).T) if counted else (None, None)
 
 
 def _times(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return medians: of a call behind the prompt's, of its drafting, and of the prompt's."""
+    """Return medians: of a call after the prompt's, of its drafting, and of the prompt's."""
     long = [run for run in runs if run.forwards > 1]
     drafting = [1000 * run.draft_seconds / (run.forwards - 1) for run in long if run.draft_seconds is not None]
     calls = [1000 * (run.seconds - run.prompt_seconds) / (run.forwards - 1) for run in long]
@@ -149,29 +143,28 @@ def _speeds(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Return quartiles of ratios, the ratio of sums, and medians by category; loops are counted and left out."""
     steady = [pair for pair in pairs if pair.ratio is not None]
     ratios = [pair.ratio for pair in steady if pair.ratio is not None]
-    categories = dict.fromkeys(pair.line.category for pair in pairs)
-    by_category = {each: [pair for pair in pairs if pair.line.category == each] for each in categories}
-    speeds = {name: [pair.ratio for pair in rows if pair.ratio is not None] for name, rows in by_category.items()}
-    calls = {name: _per_verification([pair.run for pair in rows])[0] for name, rows in by_category.items()}
+    micro = [_micro([getattr(pair, name) for pair in steady]) for name in ("run", "plain") if steady]
+    categories = dict.fromkeys(pair.category for pair in pairs)
+    by_category = {each: [pair for pair in pairs if pair.category == each] for each in categories}
+    speeds = {name: [pair.ratio for pair in part if pair.ratio is not None] for name, part in by_category.items()}
+    calls = {name: _per_verification([pair.run for pair in part])[0] for name, part in by_category.items()}
     return {
-        "speed_ups": (quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3),
-        "micro_speed_up": _micro([pair.run for pair in steady]) / _micro([pair.plain for pair in steady])
-        if steady
-        else None,
+        "speed_ups": quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3,
+        "micro_speed_up": micro[0] / micro[1] if steady else None,
         "looping": sum(pair.loops for pair in pairs),
-        "category_speed_ups": {name: median(found) for name, found in speeds.items() if found},
-        "category_tokens_per_call": {name: found for name, found in calls.items() if found},
+        "category_speed_ups": {name: median(values) for name, values in speeds.items() if values},
+        "category_tokens_per_call": {name: count for name, count in calls.items() if count},
     }
 
 
 def _micro(runs: Sequence[Run]) -> float:
-    """Return tokens per second behind the prompts' own calls, as a ratio of sums."""
+    """Return tokens per second after the prompts' own calls, as a ratio of sums."""
     later = sum(run.new_tokens - len(run.ids) for run in runs)
     return later / sum(run.seconds - run.prompt_seconds for run in runs)
 
 
 def _differences(runs: Sequence[Run], error: float) -> dict[str, Any]:
-    """Return how many texts differ from plain decoding's, and how many of these are near-ties."""
+    """Return how many outputs differ from plain decoding's, and how many of these are near-ties."""
     compared = [each for run in runs for each in run.differences]
     different = [each for each in compared if each is not None]
     if not compared:
@@ -186,13 +179,7 @@ def _differences(runs: Sequence[Run], error: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Completion:
-    """The text that a model wrote after a prompt.
-
-    Attributes:
-        prompt: The prompt.
-        ids: New ids.
-        drafted: For each new id, whether it was drafted and accepted; else the verifier added it.
-    """
+    """New ids after a prompt; `drafted`: whether each was drafted and accepted, or else added by the verifier."""
 
     prompt: str
     ids: list[int]
@@ -200,7 +187,7 @@ class Completion:
 
 
 def completions_of(bench: Bench, method: str, mode: DecodingMode) -> Iterator[Completion]:
-    """Yield what a method wrote."""
+    """Yield the completions of a method."""
     for line in bench.lines:
         if (line.method, line.mode) == (method, mode.name) and line.run.error is None:
             accepted = line.run.accepted or [[]] * len(line.run.ids)

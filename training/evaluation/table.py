@@ -1,6 +1,6 @@
-"""What a bench says: its table, a part per way of decoding and batch size and a row per method, and what pays here.
+"""The tables of a bench, one per way of decoding and batch size with a row per method, and the recommended drafts.
 
-The latter is the cost of a block by its length on this machine, beside the drafts accepted by position.
+A recommendation weighs the cost of a block by its length on this machine against the drafts accepted by position.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ _DETAILS: dict[str, _Cell] = {
 
 
 def explanation(measured: MeasuredResults) -> Iterator[str]:
-    """Say what the columns mean, and what is left out."""
+    """Yield what the columns mean, and what is left out."""
     rows, unit = measured.results, measured.unit
     yield (
         f"{unit}s per call: of verifications, without the prompt's own call; expected: the same along the plain texts, "
-        "for drafts of the length beside it. Speed-ups: ratios to plain decoding by turns, without the prompts' own "
+        "for drafts of the length in brackets. Speed-ups: ratios to plain decoding by turns, without the prompts' own "
         "calls; micro: of the sums, macro: the mean over categories. Same texts: greedy ones; those that differ "
         "by rounding alone are ties."
     )
@@ -116,32 +116,24 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
 
 @torch.no_grad()
 def block_costs(model: Any, lengths: Sequence[int], batch_size: int = 1) -> dict[int, float]:
-    """Return the time of a block of so many tokens over that of one token, behind 200 tokens; medians by turns."""
+    """Return the time of a block of so many tokens over that of one token, after 200 tokens; medians by turns."""
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.arange(_CONTEXT + max(lengths), device=model.device).remainder(vocab_size).expand(batch_size, -1)
     start = model(ids[:, :_CONTEXT], use_cache=True).past_key_values
     times: dict[int, list[float]] = {length: [] for length in (1, *lengths)}
     for number in range(1 + _REPEATS):  # the first time sets things up
-        for length, found in times.items():
+        for length, seconds in times.items():
             cache, block = copy.deepcopy(start), ids[:, _CONTEXT : _CONTEXT + length]
             began = time.perf_counter()
             model(block, past_key_values=cache, use_cache=True).logits[0, 0, 0].item()
             if number:
-                found.append(time.perf_counter() - began)
-    return {length: median(found) / median(times[1]) for length, found in times.items()}
+                seconds.append(time.perf_counter() - began)
+    return {length: median(seconds) / median(times[1]) for length, seconds in times.items()}
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What is expected of a method with drafts of a length.
-
-    Attributes:
-        method: Its name.
-        length: Tokens per draft.
-        tokens_per_call: Of a verification.
-        speed_up: Over plain decoding.
-        measured: The median speed-up that the bench found, with drafts as long as they were there.
-    """
+    """Expected tokens of a verification and speed-up of a method with drafts of a length, beside the measured one."""
 
     method: str
     length: int
@@ -151,28 +143,23 @@ class Advice:
 
 
 def advice_of(row: DecodingResult, plain_ms: float, costs: dict[int, float]) -> Advice | None:
-    """Return the length of drafts that pays most for a method; None where nobody counted its drafts.
+    """Return the best length of drafts for a method; None where its drafts were not counted.
 
     A draft of k tokens is expected to yield 1 + the shares accepted up to k, for a block of k + 1 tokens and k parts of
     the time that its drafts took.
     """
     if not row.draft_length or not row.accepted_by_position or row.is_degenerate:
         return None
-    found = []
+    advice = []
     for length in range(1, row.draft_length + 1):
         tokens = 1 + sum(row.accepted_by_position[:length])
         cost = costs[length + 1] + (row.draft_ms or 0.0) / plain_ms * length / row.draft_length
-        found.append(Advice(str(row.method), length, tokens, tokens / cost, row.speed_up))
-    return max(found, key=lambda each: each.speed_up)
+        advice.append(Advice(str(row.method), length, tokens, tokens / cost, row.speed_up))
+    return max(advice, key=lambda each: each.speed_up)
 
 
 def recommendation(model: Any, rows: Sequence[DecodingResult]) -> Iterator[str]:
-    """Say for every way of decoding and batch size what pays, after blocks were timed.
-
-    Args:
-        model: The backbone.
-        rows: Of a bench of this model on this machine.
-    """
+    """Time blocks of the backbone, and yield what pays for every way of decoding and batch size of a bench here."""
     lengths = range(1, 2 + max((row.draft_length or 0 for row in rows), default=0))
     for batch_size in dict.fromkeys(row.batch_size for row in rows):
         costs = block_costs(model, lengths, batch_size)
@@ -186,8 +173,8 @@ def recommendation(model: Any, rows: Sequence[DecodingResult]) -> Iterator[str]:
 
 def _best(rows: dict[str | None, DecodingResult], costs: dict[int, float]) -> str:
     plain_ms = rows[PLAIN].call_ms or 1.0
-    found = [advice_of(row, plain_ms, costs) for name, row in rows.items() if name not in (PLAIN, CONTROL)]
-    best = max((each for each in found if each is not None), key=lambda each: each.speed_up, default=None)
+    advice = [advice_of(row, plain_ms, costs) for name, row in rows.items() if name not in (PLAIN, CONTROL)]
+    best = max((each for each in advice if each is not None), key=lambda each: each.speed_up, default=None)
     if best is None:
         return "nothing can be said: no drafts were counted, or texts loop."
     words = f"{best.method} with num_assistant_tokens={best.length}: {best.tokens_per_call:.2f} per call"

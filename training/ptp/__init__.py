@@ -1,1 +1,1 @@
-"""Training of parallel token prediction: sequences, rows, teacher, losses, trainer."""
+"""Training of parallel token prediction: completions, teacher, losses, trainer."""

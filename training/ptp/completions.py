@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +26,15 @@ _SILVER = 0.7548776662466927  # the plastic number's inverse: a second sequence,
 
 def at_columns(values: Tensor, columns: Tensor) -> Tensor:
     """Return `values[b, columns[b]]` for values [B, T, ...] and columns [B, ...]."""
-    rows = torch.arange(len(values), device=values.device).view(-1, *[1] * (columns.dim() - 1))
-    return values[rows, columns]
+    index = torch.arange(len(values), device=values.device).view(-1, *[1] * (columns.dim() - 1))
+    return values[index, columns]
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Logits that are computed when they are used, a few rows at a time: a large vocabulary never takes memory at once.
+    """Logits that are computed when they are used, in chunks, so that a large vocabulary never takes memory at once.
 
-    Attributes:
-        states: [B, ..., D], what the head reads; the logits themselves if there is no head.
-        head: A module from [..., D] to [..., v], or None.
-        size: v.
+    `states` [B, ..., D] are the input of the head, or the logits themselves where there is no head; `size` is v.
     """
 
     states: Tensor
@@ -51,15 +47,15 @@ class Scores:
         return cls(logits, None, logits.shape[-1])
 
     def at(self, columns: Tensor) -> Scores:
-        """Return the rows of columns [B, ...] of scores [B, T]."""
+        """Return the scores at columns [B, ...] of scores [B, T]."""
         return Scores(at_columns(self.states, columns), self.head, self.size)
 
-    def __getitem__(self, index: Any) -> Scores:
-        """Return the rows of an index that does not touch the last axis."""
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Scores:
+        """Return the scores at an index that does not touch the last axis."""
         return Scores(self.states[index], self.head, self.size)
 
     def replaced(self, indices: Tensor, other: Scores) -> Scores:
-        """Return a copy with another's rows at indices [G] of axis 1; as logits, if the heads differ."""
+        """Return a copy with other scores at indices [G] of axis 1; as logits, if the heads differ."""
         if self.head is other.head:
             return Scores(self.states.index_copy(1, indices, other.states), self.head, self.size)
         mine, others = (part.logits(part.states) for part in (self, other))
@@ -70,20 +66,12 @@ class Scores:
         return states if self.head is None else self.head(states)
 
     @torch.no_grad()
-    def mapped(self, function: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> list[Tensor]:
-        """Return what a function computes of all rows, piece by piece.
-
-        Args:
-            function: From logits [n, v] and pieces [n] of `given` to several tensors [n, ...].
-            *given: [B, ...] each, one number per row.
-
-        Returns:
-            [B, ...] each.
-        """
-        shape, rows = self.states.shape[:-1], max(1, LOGITS_PER_CHUNK // self.size)
-        pieces = zip(self.states.flatten(0, -2).split(rows), *(part.flatten().split(rows) for part in given))
-        found = [function(self.logits(states), *parts) for states, *parts in pieces]
-        return [torch.cat(parts).unflatten(0, shape) for parts in zip(*found)]
+    def mapped(self, function: Callable[..., tuple[Tensor, ...]], *values: Tensor) -> list[Tensor]:
+        """Return the tensors [B, ...] of a function of logits [n, v] and of chunks [n] of values [B, ...]."""
+        shape, size = self.states.shape[:-1], max(1, LOGITS_PER_CHUNK // self.size)
+        chunks = zip(self.states.flatten(0, -2).split(size), *(each.flatten().split(size) for each in values))
+        results = [function(self.logits(states), *parts) for states, *parts in chunks]
+        return [torch.cat(parts).unflatten(0, shape) for parts in zip(*results)]
 
 
 @dataclass(frozen=True)
@@ -94,17 +82,17 @@ class Sequences:
         tokens: [B, T] int64.
         documents: [B, T] int64, 0 for padding, else the number of the document that a token belongs to.
         scored: [B, T] bool, tokens that may be targets.
-        given: [B, T] int64, their position ids; None: counted within their documents.
+        position_ids: [B, T] int64; None: counted within their documents.
     """
 
     tokens: Tensor
     documents: Tensor
     scored: Tensor
-    given: Tensor | None = None
+    position_ids: Tensor | None = None
 
     @classmethod
     def of(cls, inputs: Mapping[str, Tensor]) -> Sequences:
-        """Read `input_ids` and, if given, `attention_mask`, `labels` (-100: no target) and `position_ids`.
+        """Read `input_ids` and, optionally, `attention_mask`, `labels` (-100: no target) and `position_ids`.
 
         A packed document begins where position ids do not grow by one, or where the number in the attention mask
         changes; it may begin at any position.
@@ -117,18 +105,18 @@ class Sequences:
             raise ValueError(f"input_ids has {tokens.shape[1]} column; give at least 2: a context and a target")
         documents = inputs.get("attention_mask")
         documents = torch.ones_like(tokens) if documents is None else documents.long()
-        given = inputs.get("position_ids")
-        if given is not None:
-            given = given.expand_as(tokens)
-            documents = _documents_of(given, documents > 0)
+        positions = inputs.get("position_ids")
+        if positions is not None:
+            positions = positions.expand_as(tokens)
+            documents = _documents_of(positions, documents > 0)
         labels = inputs.get("labels")
         scored = documents > 0
-        return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE), given)
+        return cls(tokens, documents, scored if labels is None else scored & (labels != IGNORE), positions)
 
     @property
     def positions(self) -> Tensor:
         """Position ids of the tokens, [B, T] int64."""
-        return token_positions(self.documents) if self.given is None else self.given.clamp(min=0)
+        return token_positions(self.documents) if self.position_ids is None else self.position_ids.clamp(min=0)
 
     @property
     def startable(self) -> Tensor:
@@ -139,8 +127,8 @@ class Sequences:
 
 def _documents_of(positions: Tensor, real: Tensor) -> Tensor:
     """Return the numbers of documents [B, T], 0 for padding; they begin after padding, or where positions jump."""
-    goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
-    begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True) & real
+    continues = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, :-1]
+    begins = torch.nn.functional.pad(~continues, (1, 0), value=True) & real
     return begins.long().cumsum(1) * real
 
 
@@ -168,29 +156,20 @@ class Completions:
     scores: Scores | None = None
 
     def place(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Return uniforms that pick the tokens, and how far they reach.
+        """Return uniforms [B, C, K] float32 that pick the tokens, by positions in the intervals, and which are valid.
 
-        Args:
-            shares: [B, C, K], positions in the intervals.
-
-        Returns:
-            u [B, C, K] float32, and reached [B, C, K] bool: False from the first token on that does not exist or that
-            no uniform picks, because later uniforms would belong to another sequence.
+        None is valid from the first token on that does not exist or that no uniform picks: later uniforms would belong
+        to another sequence.
         """
         u, valid = uniform_between(self.low, self.high, shares)
         return u, (valid & self.known).long().cumprod(-1).bool()
 
 
 def draw_starts(startable: Tensor, count: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the starts with the largest keys, without repetition.
-
-    Args:
-        startable: [B, T] bool, columns to choose from.
-        count: C.
-        keys: [B, T] in [0, 1).
+    """Return the startable columns with the largest keys [B, T], without repetition.
 
     Returns:
-        starts [B, min(C, T)] int64, and exists, bool: False if a sequence has no further column to start at.
+        starts [B, min(count, T)] int64, and exists, bool: False if a sequence has no further column to start at.
     """
     keys = keys.masked_fill(~startable, -1.0)
     values, starts = keys.topk(min(count, startable.shape[1]), dim=1)
@@ -201,17 +180,7 @@ def draw_starts(startable: Tensor, count: int, keys: Tensor) -> tuple[Tensor, Te
 def completion_tokens(
     sequences: Sequences, starts: Tensor, exists: Tensor, length: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the pieces of sequences from `starts` on.
-
-    Args:
-        sequences: The batch.
-        starts: [B, C] int64.
-        exists: [B, C] bool.
-        length: K.
-
-    Returns:
-        columns, tokens [B, C, K] int64, known and scored [B, C, K] bool.
-    """
+    """Return the tokens of sequences from starts [B, C] on: columns, tokens, known and scored [B, C, length]."""
     columns = starts[..., None] + torch.arange(length, device=starts.device)
     inside = columns < sequences.tokens.shape[1]
     columns = columns.clamp(max=sequences.tokens.shape[1] - 1)
@@ -221,32 +190,19 @@ def completion_tokens(
 
 
 def token_intervals(scores: Scores, tokens: Tensor, sampling: dict) -> tuple[Tensor, Tensor]:
-    """Return the intervals of tokens under the verified distribution.
-
-    Args:
-        scores: [B, ...], what predicts each token.
-        tokens: [B, ...] int64.
-        sampling: Arguments of `target_probs`.
-
-    Returns:
-        low and high, [B, ...] float64.
-    """
+    """Return the intervals (low and high, float64) of tokens [B, ...] under the verified distribution."""
     low, high = scores.mapped(lambda logits, own: interval(own, target_probs(logits, **sampling)), tokens)
     return low, high
 
 
 def before_eos(tokens: Tensor, eos: list[int]) -> Tensor:
-    """Return which tokens [..., K] of a drafted text come no later than the first end-of-text token, [..., K] bool."""
+    """Return which tokens [..., K] of a draft come no later than the first end-of-text token, [..., K] bool."""
     ended = torch.isin(tokens, torch.tensor(eos, device=tokens.device, dtype=tokens.dtype)).long().cumsum(-1)
     return torch.nn.functional.pad(ended[..., :-1], (1, 0)) == 0
 
 
 class RandomDraws:
-    """Draws from torch's global generator.
-
-    Args:
-        concentration: b of the shares z ~ Beta(b, b).
-    """
+    """Draws from torch's global generator; shares are Beta(b, b), with b the concentration."""
 
     def __init__(self, concentration: float) -> None:
         self.concentration = concentration
@@ -265,11 +221,7 @@ class RandomDraws:
 
 
 class FixedDraws:
-    """Draws that depend on a token's position in its sequence alone; shares are uniform.
-
-    Args:
-        documents: [B, T] int64, 0 for padding.
-    """
+    """Draws that depend on a token's position in its sequence alone; shares are uniform."""
 
     def __init__(self, documents: Tensor) -> None:
         self.order = (documents > 0).long().cumsum(1)

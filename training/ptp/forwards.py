@@ -8,31 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ...configuration.ptp import PTPConfig
 from ...modeling.masks import additive_mask
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
 from ...modeling.sampling import pick
 from ...modeling.uniforms import uniform_for
+from ..utils import eos_ids
 from .completions import Completions, Scores, Sequences, at_columns, before_eos, completion_tokens, token_intervals
 from .losses import target_probs
 
-Read = Callable[[Tensor, nn.Module], Any]
-"""What is computed from last hidden states and the head; see `PTPForCausalLM.forward`."""
+_T = TypeVar("_T")
+Read = Callable[[Tensor, nn.Module], _T]
+"""From last hidden states and the head to a result; see `PTPForCausalLM.forward`."""
 
 
 @dataclass(frozen=True)
 class SlotInputs:
-    """What the slots of C completions read.
-
-    Attributes:
-        uniforms: [B, C, L] float32.
-        are_masks: Whether slots read the masks of their positions, and no uniforms.
-    """
+    """The inputs of the slots of C completions: uniforms [B, C, L], or in their stead masks by position."""
 
     uniforms: Tensor
     are_masks: bool = False
@@ -45,20 +43,16 @@ class SlotInputs:
         return {"uniforms": self.uniforms.flatten(1)}
 
 
-class PackedRows:
-    """A batch in a model: its tokens are read once, then the slots of all completions in one forward.
+class PackedBatch:
+    """A batch in a `PTPForCausalLM`: its tokens are read once, then the slots of all completions in one forward.
 
-    Args:
-        model: A `PTPForCausalLM`, perhaps wrapped for distribution.
-        sequences: The batch.
-        starts: [B, C] int64.
-        is_one_hot: Whether slots are one-hot, which decides their positions.
+    Completions start at columns [B, C]. One-hot slots have other positions than categorical ones.
     """
 
     def __init__(self, model: nn.Module, sequences: Sequences, starts: Tensor, is_one_hot: bool) -> None:
         self.model, self.sequences, self.starts = model, sequences, starts
         self.offset = -int(is_one_hot)
-        self.cache: Any = None
+        self.cache: Cache | None = None
 
     @torch.no_grad()
     def read(self) -> Scores:
@@ -66,21 +60,16 @@ class PackedRows:
         mask = token_mask(self.sequences.documents)
         return self._run(self.sequences.tokens, mask, self.sequences.positions, _scores)
 
-    def slots(self, inputs: SlotInputs, read: Read) -> Any:
-        """Return what a function computes of the slots after the cached tokens: hidden states [B, C L, D], the head."""
+    def slots(self, inputs: SlotInputs, read: Read[_T]) -> _T:
+        """Return `read` of the slots' hidden states [B, C L, D] after the cached tokens, and of the head."""
         mask, positions = self._layout(inputs.uniforms.shape[2])
         length = self.sequences.tokens.shape[1]
-        found = self._run(None, mask[:, :, length:], positions[:, length:], read, inputs)
-        self.cache.crop(length - positions.shape[1])
-        return found
+        result = self._run(None, mask[:, :, length:], positions[:, length:], read, inputs)
+        self._crop(positions.shape[1] - length)
+        return result
 
-    def everything(self, inputs: SlotInputs, read: Read) -> Any:
-        """Run tokens and slots in one forward without a cache, for a backbone that learns too.
-
-        Args:
-            inputs: Inputs of the slots.
-            read: Takes hidden states [B, T + C L, D] and the head.
-        """
+    def everything(self, inputs: SlotInputs, read: Read[_T]) -> _T:
+        """Return `read` of the hidden states [B, T + C L, D] of tokens and slots, for a backbone that learns too."""
         return self._run(self.sequences.tokens, *self._layout(inputs.uniforms.shape[2]), read, inputs, use_cache=False)
 
     def _run(
@@ -88,11 +77,11 @@ class PackedRows:
         tokens: Tensor | None,
         mask: Tensor,
         positions: Tensor,
-        read: Read,
+        read: Read[_T],
         slots: SlotInputs | None = None,
         use_cache: bool = True,
-    ) -> Any:
-        """Return what `read` computes of new rows; with a cache, they stay in it."""
+    ) -> _T:
+        """Return `read` of the hidden states of new tokens and slots; with a cache, they stay in it."""
         outputs = self.model(
             input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
             attention_mask=mask,
@@ -110,48 +99,34 @@ class PackedRows:
         """Return uniforms with which the student itself writes the completions (PTP paper, Algorithm 3).
 
         u_k lies in the interval of token k under the student's distribution given u_0..u_{k-1}: one forward per token,
-        with one new slot for every completion at once.
-
-        Args:
-            first: [B, C], of the completions' first tokens, from `read`.
-            tokens: [B, C, K] int64.
-            known: [B, C, K] bool.
-            shares: [B, C, K], positions in the intervals.
-
-        Returns:
-            u [B, C, K] float32, and reached [B, C, K] bool, as `Completions.place`.
+        with one new slot for every completion at once. `first` [B, C] are the scores of the first tokens, from `read`.
+        Returns as `Completions.place`.
         """
 
         def placed(logits: Tensor, own: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
             return uniform_for(own, logits.double().softmax(-1), share)
 
-        found, scores, count = [], first, tokens.shape[2]
+        uniforms, scores, count = [], first, tokens.shape[2]
         for step in range(count):
-            found.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
+            uniforms.append(scores.mapped(placed, tokens[..., step], shares[..., step]))
             if step < count - 1:
-                scores = self._next(step, self.starts, slots=SlotInputs(found[-1][0][..., None]))
-        self.cache.crop(-(count - 1) * self.starts.shape[1])
-        u, valid = (torch.stack(parts, dim=-1) for parts in zip(*found))
+                scores = self._next(step, self.starts, slots=SlotInputs(uniforms[-1][0][..., None]))
+        self._crop((count - 1) * self.starts.shape[1])
+        u, valid = (torch.stack(parts, dim=-1) for parts in zip(*uniforms))
         return u, (valid & known).long().cumprod(-1).bool()
 
     @torch.no_grad()
     def most_likely(self, first: Scores, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
-        """Return the backbone's own greedy completions, computed token by token with the cache.
+        """Return the backbone's own greedy completions [B, C, K] and their scores, token by token with the cache.
 
-        Args:
-            first: [B, C], of the completions' first tokens, from `read`.
-            starts: [B, C] int64.
-            length: K.
-
-        Returns:
-            tokens [B, C, K] int64, and their scores [B, C, K].
+        `first` [B, C] are the scores of the first tokens, from `read`.
         """
         scores, tokens = [first], []
         for step in range(length):
             tokens.append(scores[-1].mapped(lambda logits: (logits.argmax(-1),))[0])
             if step < length - 1:
                 scores.append(self._next(step, starts, tokens=tokens[-1]))
-        self.cache.crop(-(length - 1) * starts.shape[1])
+        self._crop((length - 1) * starts.shape[1])
         stacked = torch.stack([part.states for part in scores], dim=2)
         return torch.stack(tokens, dim=-1), Scores(stacked, first.head, first.size)
 
@@ -160,25 +135,25 @@ class PackedRows:
         mask = stepwise_mask(self.sequences.documents, starts, step)
         return self._run(tokens, mask, at_columns(self.sequences.positions, starts) + step, _scores, slots)
 
+    def _crop(self, count: int) -> None:
+        """Remove the last columns of the cache."""
+        assert self.cache is not None
+        self.cache.crop(-count)
+
     def _layout(self, slots: int) -> tuple[Tensor, Tensor]:
         documents = self.sequences.documents
         positions = packed_positions(documents, self.starts, slots, self.offset, self.sequences.positions)
         return packed_mask(documents, self.starts, slots), positions
 
 
-def _scores(hidden: Tensor, head: Any) -> Scores:
-    return Scores(hidden, head, head.weight.shape[0])
+def _scores(hidden: Tensor, head: nn.Module) -> Scores:
+    return Scores(hidden, head, head.get_parameter("weight").shape[0])
 
 
 class Teacher:
-    """Distributions of a model.
+    """Distributions of a model; `sampling`: `temperature`, `top_k` and `top_p` of those that decoding verifies."""
 
-    Args:
-        model: The teacher.
-        sampling: `temperature`, `top_k` and `top_p` of the distribution that decoding verifies.
-    """
-
-    def __init__(self, model: Any, sampling: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, sampling: dict[str, Any]) -> None:
         self.model, self.sampling = model, sampling
 
     @torch.no_grad()
@@ -203,7 +178,7 @@ class Teacher:
         return Completions(starts, tokens, known, scored, low, high, scores.at(columns - 1))
 
     def drafts(self, sequences: Sequences, starts: Tensor, exists: Tensor, tokens: Tensor) -> Completions:
-        """Return given completions [B, C, K], verified in one forward with all of them packed."""
+        """Return completions of tokens [B, C, K], verified in one forward with all of them packed."""
         scores = self._of_completions(sequences, starts, tokens)
         low, high = token_intervals(scores, tokens, self.sampling)
         known = exists[..., None] & self.belong(tokens)
@@ -223,7 +198,7 @@ class Teacher:
         return Scores.of_logits(torch.cat([at_columns(logits, starts - 1)[:, :, None], own[:, :, :-1]], dim=2))
 
     def most_likely(self, sequences: Sequences, starts: Tensor, length: int) -> tuple[Tensor, Scores]:
-        """Return greedy completions [B, C, K] and their scores, a forward per token; `PackedRows` has a cache."""
+        """Return greedy completions [B, C, K] and their scores, a forward per token; `PackedBatch` has a cache."""
         tokens = torch.zeros(*starts.shape, length, dtype=torch.long, device=starts.device)
         scores = self._of_completions(sequences, starts, tokens)
         for step in range(length):
@@ -232,27 +207,15 @@ class Teacher:
         return tokens, scores
 
 
-def eos_ids(model: Any) -> list[int]:
-    """Return the end-of-text ids of a model's generation config; none if it has none."""
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
 @torch.no_grad()
-def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
-    """Return the completions that the student writes from uniform noise, in one forward.
+def student_drafts(packed: PackedBatch, scores: Scores, config: PTPConfig, inputs: SlotInputs) -> Tensor:
+    """Return the completions [B, C, L] that the student writes from uniform noise [B, C, L + 1], in one forward.
 
-    Args:
-        rows: The batch, after `read`.
-        scores: [B, T] of its tokens.
-        config: The student's. One-hot slots write L tokens; categorical ones L, after the backbone's own.
-        inputs: Inputs of the slots; the first of the uniforms [B, C, L + 1] is for the backbone's own token.
-
-    Returns:
-        [B, C, L] int64 (L + 1 for categorical slots).
+    Scores [B, T] are those of `packed.read()`. Categorical slots write L tokens after the backbone's own, whose uniform
+    is the first.
     """
     uniforms = inputs.uniforms
-    flat = rows.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)
+    flat = packed.slots(replace(inputs, uniforms=uniforms[..., :-1]), _scores)
     drafted = Scores(flat.states.unflatten(1, (uniforms.shape[1], -1)), flat.head, flat.size)
     if config.predicts_tokens:
         return drafted.mapped(lambda logits: (logits.argmax(-1),))[0]
@@ -262,6 +225,6 @@ def student_drafts(rows: PackedRows, scores: Scores, config: PTPConfig, inputs: 
 
     if config.variant == "one_hot":
         return drafted.mapped(picked, uniforms[..., :-1])[0]
-    first = scores.at(rows.starts - 1)
+    first = scores.at(packed.starts - 1)
     own = first.mapped(lambda logits, u: (pick(u, target_probs(logits, **config.sampling or {})),), uniforms[..., 0])[0]
     return torch.cat([own[..., None], drafted.mapped(picked, uniforms[..., 1:])[0]], dim=-1)

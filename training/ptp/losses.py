@@ -1,4 +1,4 @@
-"""The losses of slots, and whether their drafts are right: computed from hidden states, a few rows at a time."""
+"""The losses of slots, and whether their drafts are right: computed from hidden states in chunks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from ...modeling.heads.losses import IGNORE
 from ...modeling.loss_options import check_values
 from ...modeling.sampling import pick
 
-METHODS = ("distil", "inverse")
-"""Where uniforms come from: a teacher's distribution, or the student's own (inverse autoregressive training)."""
-LOSSES = ("ce", "kl", "reverse_kl", "bce")
-"""How a slot's distribution is compared with its target."""
-SEQUENCES = ("dataset", "student")
-"""Who writes the tokens that completions consist of."""
+METHODS, LOSSES, SEQUENCES = ("distil", "inverse"), ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
+"""Values of fields of `PTPOptions`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,7 @@ class PTPOptions:
 
     Args:
         method: `"distil"`: uniforms lie in the intervals of a teacher's distribution (PTP paper, Algorithm 2);
-            `"inverse"`: in those of the student's own, found one after the other (Algorithm 3, categorical slots, no
+            `"inverse"`: in those of the student's own, computed one after the other (Algorithm 3, categorical slots, no
                 teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
             target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
@@ -42,7 +38,7 @@ class PTPOptions:
             b. 1 makes all positions equally likely, as they are in decoding, and evaluation always takes 1. The
             public code trains with 0.3, which prefers the ends of intervals; on the benchmark's chain 1 is better.
         gamma: Slot k weighs gamma^k.
-        greedy_share: How many of the completions are the teacher's most likely continuations, which slots are asked for
+        greedy_share: Share of the completions that are the teacher's most likely continuations, which slots learn
             without uniforms; for students with `config.greedy`. 0 leaves greedy decoding unlearned.
         base_weight: Weight of the backbone's own next-token loss on the data, for backbones that are trained too.
 
@@ -85,8 +81,8 @@ def target_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p
     Args:
         logits: [..., v].
         temperature: Above 0.
-        top_k: Tokens to keep (and those that tie with the last); 0 keeps all.
-        top_p: Mass to keep; 1 keeps all.
+        top_k: Tokens to retain (and those that tie with the last); 0 retains all.
+        top_p: Mass to retain; 1 retains all.
 
     Returns:
         [..., v] float64 probabilities.
@@ -108,8 +104,8 @@ def _nucleus(distribution: Tensor, top_p: float) -> Tensor:
         if count == distribution.shape[-1] or bool((before[..., -1] >= top_p).all()):
             break
         count = min(8 * count, distribution.shape[-1])
-    kept = values.masked_fill(before >= top_p, 0.0)
-    return torch.zeros_like(distribution).scatter_(-1, tokens, kept / kept.sum(-1, keepdim=True))
+    retained = values.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(distribution).scatter_(-1, tokens, retained / retained.sum(-1, keepdim=True))
 
 
 def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = None, kind: str = "ce") -> Tensor:
@@ -125,12 +121,7 @@ def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = No
 
     Returns:
         [...] float32 (float64 for float64 logits), in nats.
-
-    Raises:
-        ValueError: An unknown kind.
     """
-    if kind not in LOSSES:
-        raise ValueError(f"loss={kind!r} is unknown; choose one of {', '.join(LOSSES)}")
     log_q = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     if kind == "ce":
         return -log_q.gather(-1, tokens[..., None])[..., 0]
@@ -200,19 +191,15 @@ class SlotReader:
         return self._compared(head, slots, total, drafts=True)
 
     def _compared(self, head: nn.Module, states: Tensor, total: Tensor, drafts: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the loss of rows [B, C, L, D] that predict the slots' tokens, and its sum [1].
+        """Return the loss of states [B, C, L, D] that predict the slots' tokens, divided by `total` [1], and its sum.
 
-        Args:
-            head: From states to logits.
-            states: [B, C, L, D].
-            total: [1], divides the sum.
-            drafts: Whether these rows draft, so that hits are counted.
+        `drafts`: these states draft, so that hits are counted.
         """
         task = self.task
         weights, scores = slot_weights(task.valid, self.options.gamma), task.scores
-        given = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
+        values = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
         terms = partial(self._terms, head=head, drafts=drafts)
-        loss, (summed,) = chunked_sums(terms, head, [Part(states, given, 1 / total)], self.config.vocab_size)
+        loss, (summed,) = chunked_sums(terms, head, [Part(states, values, 1 / total)], self.config.vocab_size)
         return loss, summed
 
     def _terms(
@@ -252,12 +239,8 @@ def _next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 class MaskReader(SlotReader):
     """The loss of mask slots (Samragh et al. 2025, arXiv 2507.11851): backbone's head, sampler head, and LCM.
 
-    The sampler head learns from ordinary rows, too: those that predict the same tokens as the masks. Latent consistency
-    matching (LCM) is the mean of |z_mask - z_token|^2 over masks, z_token being the detached state of such a row.
-
-    Args:
-        model: The `PTPForCausalLM`, whose sampler head and embeddings are read.
-        *args: As for `SlotReader`.
+    The sampler head learns from ordinary tokens, too: those whose states predict the same tokens as the masks. Latent
+    consistency matching (LCM) is the mean of |z_mask - z_token|^2 over masks, z_token being such a detached state.
     """
 
     def __init__(self, model: PTPForCausalLM, *args: Any) -> None:
@@ -267,7 +250,7 @@ class MaskReader(SlotReader):
     def _of_slots(self, head: nn.Module, slots: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         anchors = self.task.anchors
         assert anchors is not None
-        # the sampler's rows are computed first: a loss in chunks goes backward at once, and then frees gathered shards
+        # the sampler's states come first: a loss in chunks goes backward at once, and then frees gathered shards
         sampled = self._sampled(slots, anchors.to(slots))
         parts = [self._compared(head, slots, total, drafts=not sampled), self._matched(slots, anchors, total)]
         parts += [self._compared(head, states, total, drafts=index == 0) for index, states in enumerate(sampled)]
@@ -275,7 +258,7 @@ class MaskReader(SlotReader):
         return torch.stack(losses).sum(0), torch.stack(sums).sum(0)
 
     def _sampled(self, slots: Tensor, anchors: Tensor) -> list[Tensor]:
-        """Return the sampler head's states for masks and for ordinary rows; none without such a head."""
+        """Return the sampler head's states for masks and for ordinary tokens; none without such a head."""
         if self.model.sampler is None:
             return []
         before = self.model.get_input_embeddings()(self.task.before)

@@ -41,13 +41,10 @@ class MuToROptions:
 
 @dataclass
 class Registers:
-    """A batch with its registers.
+    """A batch with R registers per sequence.
 
-    Attributes:
-        sequences: The batch.
-        offsets: [B] int64, how many tokens ahead the registers of each sequence predict.
-        starts: [B, R] int64, the column after each register.
-        targets: [B, R] int64, the tokens that they predict; -100 where a sequence has fewer registers.
+    The registers of a sequence predict `offsets` [B] tokens ahead; each is followed by the column in `starts` [B, R],
+    and predicts the token in `targets` [B, R] (-100 where a sequence has fewer registers).
     """
 
     sequences: Sequences
@@ -57,12 +54,7 @@ class Registers:
 
     @classmethod
     def of(cls, sequences: Sequences, offsets: Tensor) -> Registers:
-        """Put a register before every target that has a target d - 1 tokens further in its document.
-
-        Args:
-            sequences: The batch.
-            offsets: [B] int64, d.
-        """
+        """Put a register before every target that has a target d - 1 tokens further in its document; offsets are d."""
         tokens, documents = sequences.tokens, sequences.documents
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         seen = columns + offsets[:, None] - 1  # from column t + 1: the token t + d
@@ -121,8 +113,8 @@ class MuToRTrainer(UpdateTrainer):
 
     def _counts(self, task: Registers) -> Tensor:
         """Return the number of targets of tokens and of registers, [2]."""
-        found = next_tokens(task.sequences), task.targets
-        return torch.stack([(targets != IGNORE).sum().double() for targets in found])
+        both = next_tokens(task.sequences), task.targets
+        return torch.stack([(targets != IGNORE).sum().double() for targets in both])
 
     def _learn(
         self, model: nn.Module, task: Registers, totals: Tensor, counts: Tensor

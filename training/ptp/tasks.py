@@ -1,4 +1,4 @@
-"""What the slots of a batch are to learn: completions, uniforms that pick them, and states that they read."""
+"""The targets of a batch's slots: completions, uniforms that pick them, and states that they read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .completions import (
     completion_tokens,
     draw_starts,
 )
-from .forwards import PackedRows, SlotInputs, Teacher, student_drafts
+from .forwards import PackedBatch, SlotInputs, Teacher, student_drafts
 from .losses import PTPOptions, slot_weights
 
 
@@ -30,19 +30,18 @@ class Task:
 
     Attributes:
         sequences: The batch.
-        rows: The batch in the model; its cache may be freed.
-        inputs: What the slots read.
+        packed: The batch in the model; its cache may be freed.
+        inputs: Of the slots.
         completions: Of K tokens.
         u: [B, C, K], the uniforms that pick these tokens; `GREEDY` where they are the most likely ones.
         reached: [B, C, K] bool, tokens that uniforms determine.
         first: The token of a completion that slot 0 predicts: its own (0), or the one after it.
         with_distribution: Whether targets are distributions; else they are certain.
-        anchors: [B, C, L, D], the backbone's states of the ordinary rows that predict the same tokens as the slots; for
-            masks.
+        anchors: [B, C, L, D], the backbone's states that predict the same tokens as the slots; for masks.
     """
 
     sequences: Sequences
-    rows: PackedRows
+    packed: PackedBatch
     inputs: SlotInputs
     completions: Completions
     u: Tensor
@@ -53,7 +52,7 @@ class Task:
 
     def release(self) -> None:
         """Free the cache, so that only one exists at a time; the context is read again."""
-        self.rows.cache = None
+        self.packed.cache = None
 
     @property
     def before(self) -> Tensor:
@@ -89,14 +88,7 @@ class Task:
 
 
 class TaskMaker:
-    """Makes tasks from batches.
-
-    Args:
-        config: The student's configuration.
-        options: What to learn.
-        teacher: The teacher, whose distribution slots learn.
-        is_own: Whether the teacher is the student's own backbone.
-    """
+    """Makes tasks from batches, for slots that learn a teacher's distribution (`is_own`: the student's backbone)."""
 
     def __init__(self, config: PTPConfig, options: PTPOptions, teacher: Teacher, is_own: bool) -> None:
         self.config, self.options, self.teacher, self.is_own = config, options, teacher, is_own
@@ -110,47 +102,53 @@ class TaskMaker:
         draws = RandomDraws(options.concentration) if is_training else FixedDraws(sequences.documents)
         keys = draws.keys(sequences.documents)
         starts, exists = draw_starts(sequences.startable, options.completions, keys)
-        rows = PackedRows(model, sequences, starts, self.is_one_hot)
+        packed = PackedBatch(model, sequences, starts, self.is_one_hot)
         needs_states = options.sequences == "student" or options.method == "inverse"
         needs_states = needs_states or not self.config.reads_uniforms
-        own = rows.read() if self.is_own or reads or needs_states else None
+        own = packed.read() if self.is_own or reads or needs_states else None
         shares = draws.shares(starts, self.length)
         if options.method == "inverse" and own is not None:
-            completions, (u, reached) = _inverse(rows, sequences, own, exists, shares)
+            completions, (u, reached) = _inverse(packed, sequences, own, exists, shares)
         else:
-            completions = self._completions(rows, own, exists)
+            completions = self._completions(packed, own, exists)
             u, reached = completions.place(shares)
-            completions, u, reached = self._with_greedy(rows, own, exists, completions, u, reached)
+            completions, u, reached = self._with_greedy(packed, own, exists, completions, u, reached)
         # a categorical slot predicts the token after its own; a one-hot one its own, for certain
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
-        read = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
-        task = Task(sequences, rows, read, completions, u, reached, int(not self.is_one_hot), with_distribution)
+        slots = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
+        task = Task(sequences, packed, slots, completions, u, reached, int(not self.is_one_hot), with_distribution)
         if not self.config.reads_uniforms and own is not None:
             columns = starts[..., None] + torch.arange(self.config.num_slots, device=starts.device)
             task.anchors = at_columns(own.states, columns.clamp(max=sequences.tokens.shape[1] - 1))
         return task
 
-    def _completions(self, rows: PackedRows, own: Scores | None, exists: Tensor) -> Completions:
-        sequences, starts = rows.sequences, rows.starts
+    def _completions(self, packed: PackedBatch, own: Scores | None, exists: Tensor) -> Completions:
+        sequences, starts = packed.sequences, packed.starts
         if self.options.sequences == "student" and own is not None:
             noise = torch.rand(*starts.shape, self.config.num_slots + 1, device=starts.device)
-            written = student_drafts(rows, own, self.config, SlotInputs(noise))
+            written = student_drafts(packed, own, self.config, SlotInputs(noise))
             return self.teacher.drafts(sequences, starts, exists, written)
         scores = own if self.is_own and own is not None else self.teacher.of_sequences(sequences)
         return self.teacher.pieces(sequences, scores, starts, exists, self.length)
 
     def _with_greedy(
-        self, rows: PackedRows, own: Scores | None, exists: Tensor, completions: Completions, u: Tensor, reached: Tensor
+        self,
+        packed: PackedBatch,
+        own: Scores | None,
+        exists: Tensor,
+        completions: Completions,
+        u: Tensor,
+        reached: Tensor,
     ) -> tuple[Completions, Tensor, Tensor]:
         """Replace some completions by the most likely continuations."""
-        chosen = self._greedy_indices(rows.starts)
+        chosen = self._greedy_indices(packed.starts)
         if chosen is None:
             return completions, u, reached
-        starts = rows.starts[:, chosen]
+        starts = packed.starts[:, chosen]
         if self.is_own and own is not None:
-            tokens, scores = rows.most_likely(own.at(starts - 1), starts, self.length)
+            tokens, scores = packed.most_likely(own.at(starts - 1), starts, self.length)
         else:
-            tokens, scores = self.teacher.most_likely(rows.sequences, starts, self.length)
+            tokens, scores = self.teacher.most_likely(packed.sequences, starts, self.length)
         known = exists[:, chosen, None] & self.teacher.belong(tokens)
         joined = replace(
             completions,
@@ -168,9 +166,9 @@ class TaskMaker:
 
 
 def _inverse(
-    rows: PackedRows, sequences: Sequences, own: Scores, exists: Tensor, shares: Tensor
+    packed: PackedBatch, sequences: Sequences, own: Scores, exists: Tensor, shares: Tensor
 ) -> tuple[Completions, tuple[Tensor, Tensor]]:
-    _, tokens, known, scored = completion_tokens(sequences, rows.starts, exists, shares.shape[-1])
-    placed = rows.invert(own.at(rows.starts - 1), tokens, known, shares)
+    _, tokens, known, scored = completion_tokens(sequences, packed.starts, exists, shares.shape[-1])
+    placed = packed.invert(own.at(packed.starts - 1), tokens, known, shares)
     nowhere = torch.zeros_like(shares)
-    return Completions(rows.starts, tokens, known, scored, nowhere, nowhere), placed
+    return Completions(packed.starts, tokens, known, scored, nowhere, nowhere), placed

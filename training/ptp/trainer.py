@@ -28,7 +28,7 @@ TASK = "ptp_task"
 
 
 class UpdateTrainer(BaseTrainer):
-    """What the trainers of slots and registers, rows after the tokens of a batch, share.
+    """The base of trainers of slots and registers, which follow the tokens of a batch.
 
     Gradients are exact under accumulation and on several ranks: sums are divided by the counts of the whole update.
     `eval_loss` is the same every time, whatever the size of batches, and an evaluation advances no generator. What a
@@ -45,7 +45,7 @@ class UpdateTrainer(BaseTrainer):
         super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
             shown = ", ".join(f"eval_{name}" for name in self._mean_names())
-            raise ValueError(f"compute_metrics= needs logits of the text; leave it out: evaluate(...) has {shown}")
+            raise ValueError(f"compute_metrics= needs logits of the tokens; leave it out: evaluate(...) has {shown}")
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
 
     def _own_collator(self, tokenizer: Any) -> Any:
@@ -53,28 +53,24 @@ class UpdateTrainer(BaseTrainer):
         return Collator(tokenizer)
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Any:
-        """Return what is to be learned in this batch."""
+        """Return the task of this batch."""
         raise NotImplementedError
 
     def _counts(self, task: Any) -> Tensor:
-        """Return what the sums of a task are divided by, if it is a whole update, [n] float64."""
+        """Return the divisors of a task's sums, if it is a whole update, [n] float64."""
         raise NotImplementedError
 
     def _learn(self, model: nn.Module, task: Any, totals: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the share of a task in the loss of an update, and outputs; add to the running means.
 
-        Args:
-            model: The model, perhaps wrapped.
-            task: The task of a batch.
-            totals: [n], what sums are divided by.
-            counts: [n], the counts of this task alone.
+        Sums are divided by `totals` [n]; `counts` [n] are those of this task alone.
         """
         raise NotImplementedError
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], Tensor | None]:
-        """Return the micro-batches of an update with their tasks, and what all their sums are divided by, on all ranks.
+        """Return the micro-batches of an update with their tasks, and the divisors of their sums, over all ranks.
 
         Raises:
             ValueError: Before the first step, if nothing in the training data can be learned, or ids are invalid.
@@ -85,8 +81,7 @@ class UpdateTrainer(BaseTrainer):
         if self.state.global_step == self._initial_global_step:
             check_ids(batches, self._owner.config.vocab_size)
         with self._drawing(f"{self.args.seed} {self.state.global_step} {self.args.process_index}"):
-            model: Any = self.model_wrapped
-            tasks = [self._task(model, self._prepare_inputs(batch), True) for batch in batches]
+            tasks = [self._task(self.model_wrapped, self._prepare_inputs(batch), True) for batch in batches]
         if len(tasks) > 1:
             for task in tasks:
                 task.release()
@@ -135,7 +130,7 @@ class UpdateTrainer(BaseTrainer):
     ) -> tuple[Tensor, None, None]:
         """Return the loss of an evaluation batch; its uniforms lie evenly in their intervals."""
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(self.without_repeated_rows(inputs)))
+            loss = self.compute_loss(model, self._prepare_inputs(self.without_repeats(inputs)))
         return loss.detach(), None, None
 
 
@@ -183,7 +178,7 @@ class PTPTrainer(UpdateTrainer):
     def __init__(
         self,
         model: nn.Module,
-        args: Any = None,
+        args: TrainingArguments | None = None,
         *,
         options: PTPOptions | None = None,
         teacher: nn.Module | None = None,
@@ -194,7 +189,7 @@ class PTPTrainer(UpdateTrainer):
         super().__init__(model, _with_rate(args), **kwargs)
         if self.args.neftune_noise_alpha:
             noise = self.args.neftune_noise_alpha
-            raise ValueError(f"neftune_noise_alpha={noise} would change what the teacher says; leave it out")
+            raise ValueError(f"neftune_noise_alpha={noise} would change the teacher's distribution; leave it out")
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, self._owner.config.sampling or {})
@@ -207,16 +202,16 @@ class PTPTrainer(UpdateTrainer):
     def _learn(self, model: nn.Module, task: Task, totals: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `UpdateTrainer`; the outputs are those of slots: `tokens`, `valid` and `hits` [B, C, L]."""
         targets = next_tokens(task.sequences) if self.options.base_weight else None
-        given = task, self.options, self._owner.config, totals, targets
-        reader = SlotReader(*given) if self._owner.config.reads_uniforms else MaskReader(self._owner, *given)
+        values = task, self.options, self._owner.config, totals, targets
+        reader = SlotReader(*values) if self._owner.config.reads_uniforms else MaskReader(self._owner, *values)
         if self._learns_in_one_pass:
             task.release()
-            loss, sums, hits = task.rows.everything(task.inputs, reader)
+            loss, sums, hits = task.packed.everything(task.inputs, reader)
         else:
-            if task.rows.cache is None:
+            if task.packed.cache is None:
                 with at_rest(model):
-                    task.rows.read()
-            loss, sums, hits = task.rows.slots(task.inputs, reader)
+                    task.packed.read()
+            loss, sums, hits = task.packed.slots(task.inputs, reader)
         self._note(task, sums, counts, hits, model.training)
         return loss, {"tokens": task.tokens, "valid": task.valid, "hits": hits}
 
@@ -227,7 +222,7 @@ class PTPTrainer(UpdateTrainer):
         return owner.trains_backbone or checkpoints_activations(owner) or self.options.base_weight > 0
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Task:
-        """Return what the slots are to learn in this batch."""
+        """Return the targets of the slots in this batch."""
         with at_rest(model):
             return self._maker.task(model, inputs, is_training, reads=not self._learns_in_one_pass)
 
@@ -239,10 +234,10 @@ class PTPTrainer(UpdateTrainer):
         correct, whole = hits.long().cumprod(-1).sum(-1), task.valid.all(-1)
         is_greedy = task.uniforms[..., 0] < 0
         distils = self.options.method == "distil"
-        kinds = [whole & ~is_greedy & distils, whole & is_greedy]
-        right = torch.stack([(correct * kind).sum() for kind in kinds])
+        groups = [whole & ~is_greedy & distils, whole & is_greedy]
+        right = torch.stack([(correct * group).sum() for group in groups])
         sums = torch.cat([right.double(), sums.detach().double()])
-        self._means[is_training].add(sums, torch.cat([torch.stack([k.sum() for k in kinds]).double(), counts]))
+        self._means[is_training].add(sums, torch.cat([torch.stack([g.sum() for g in groups]).double(), counts]))
 
     def _mean_names(self) -> list[str]:
         return ["num_correct", "num_correct_greedy"]
@@ -252,7 +247,7 @@ class PTPTrainer(UpdateTrainer):
         return slots + (self.options.base_weight * base if counts[3] else 0.0)
 
 
-def _with_rate(args: Any) -> Any:
+def _with_rate(args: TrainingArguments | None) -> TrainingArguments:
     """Return arguments with a learning rate for adapters, if none was set."""
     args = TrainingArguments("tmp_trainer") if args is None else args
     if args.learning_rate != type(args).learning_rate:
@@ -262,8 +257,8 @@ def _with_rate(args: Any) -> Any:
     return args
 
 
-def _checked(model: nn.Module, options: PTPOptions, teacher: Any) -> PTPForCausalLM:
-    """Return the model, or refuse what cannot be learned; the message says what to do instead."""
+def _checked(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> PTPForCausalLM:
+    """Return the model, or refuse options that it cannot learn."""
     if not isinstance(model, PTPForCausalLM):
         hint = "give it student.whole" if isinstance(model, PTPStudent) else "see PTPForCausalLM.from_backbone"
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")

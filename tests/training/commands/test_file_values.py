@@ -6,11 +6,11 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from tests.internals import _KINDS, read_settings
+from tests.internals import _CLASSES, read_settings
 
 FIELDS = {
     entry.name: (entry, str(get_type_hints(kind)[entry.name]))
-    for kind in _KINDS
+    for kind in _CLASSES
     for entry in fields(kind)
     if entry.init
 }

@@ -219,7 +219,7 @@ def test_keys_that_stand_twice_are_named(settings_of, tmp_path, capsys):
         before = file.read_text()
         file.write_text(before + twice)
         said = error_of(tmp_path, capsys)
-        assert f"'{name}' stands twice" in said and str(file) in said
+        assert f"'{name}' occurs twice" in said and str(file) in said
         file.write_text(before)
 
 

@@ -110,8 +110,3 @@ def test_no_vocabulary_is_sorted(monkeypatch):
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         PTPOptions(**options)
-
-
-def test_an_unknown_loss_is_refused():
-    with pytest.raises(ValueError, match="loss='mse'"):
-        slot_losses(torch.zeros(3), torch.tensor(0), None, "mse")

@@ -5,7 +5,7 @@ import torch
 from transformers import TrainingArguments
 
 from tests.internals import CompletionSequences as Sequences
-from tests.internals import PackedRows
+from tests.internals import PackedBatch
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import EvaByteTokenizer
 from tokenahead.training import PTPTrainer
@@ -73,7 +73,7 @@ def test_the_teacher_reads_the_positions_that_were_given():
     """A table of learned positions tells where a document begins."""
     model = student(base=backbone(CONFIGS["gpt2"]()))
     found = sequences([9, 10, 11, 12])
-    rows = PackedRows(model, found, torch.tensor([[2]]), is_one_hot=True)
+    rows = PackedBatch(model, found, torch.tensor([[2]]), is_one_hot=True)
     scores = rows.read()
     want = model(found.tokens, position_ids=found.positions, output_hidden_states=-1).hidden_states[-1]
     torch.testing.assert_close(scores.states, want)

@@ -6,7 +6,7 @@ from transformers import TrainingArguments
 
 from tests.internals import (
     SEQUENCES,
-    PackedRows,
+    PackedBatch,
     SlotInputs,
     Teacher,
     at_columns,
@@ -55,7 +55,7 @@ def task(model, tmp_path, rows, is_training=True, **options):
     batch = own.data_collator(rows)
     with torch.no_grad():
         found = own._task(model, batch, is_training)
-    return (found.sequences, found.rows, found.completions, (found.u, found.reached)), own
+    return (found.sequences, found.packed, found.completions, (found.u, found.reached)), own
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)
@@ -124,7 +124,7 @@ def test_both_ways_through_the_model_agree(variant):
     model = student(variant, backbone().double())
     batch = Sequences.of({"input_ids": ids(2, 8), "attention_mask": torch.tensor([[1] * 8, [1] * 6 + [0] * 2])})
     starts, _ = draw_starts(batch.startable, 4, torch.rand(2, 8))
-    rows = PackedRows(model, batch, starts, variant == "one_hot")
+    rows = PackedBatch(model, batch, starts, variant == "one_hot")
     inputs = SlotInputs(torch.rand(2, 4, 3))
     own = rows.read()
     cached = rows.slots(inputs, logits_of)
@@ -156,7 +156,7 @@ def test_inverse_training_finds_the_students_own_uniforms(tmp_path):
         found = own._task(model, own.data_collator(texts(backbone())), True)
         u, reached, completions = found.u, found.reached, found.completions
         # one forward confirms what was found step by step
-        distribution = found.rows.slots(found.inputs, logits_of).softmax(-1).unflatten(1, u[..., 1:].shape[1:])
+        distribution = found.packed.slots(found.inputs, logits_of).softmax(-1).unflatten(1, u[..., 1:].shape[1:])
         first = at_columns(model(found.sequences.tokens).logits, completions.starts - 1).softmax(-1)
     assert reached.sum() > 40
     picked = torch.cat([pick(u[..., 0], first)[..., None], pick(u[..., 1:], distribution)], dim=-1)
@@ -210,7 +210,7 @@ def test_drafts_are_judged_as_their_texts_are():
     model = student("categorical", backbone().double(), sampling=FOLDED)
     batch = Sequences.of({"input_ids": ids(2, 7)})
     starts, exists = draw_starts(batch.startable, 3, torch.rand(2, 7))
-    rows = PackedRows(model, batch, starts, False)
+    rows = PackedBatch(model, batch, starts, False)
     written = student_drafts(rows, rows.read(), model.config, SlotInputs(torch.rand(2, 3, 4)))
     assert written.shape == (2, 3, 4)
     judged = Teacher(model, FOLDED).drafts(batch, starts, exists, written)

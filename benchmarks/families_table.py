@@ -29,7 +29,8 @@ MODELS = {
     "dots3_note_text": "dots3-note", "exaone4_5": "EXAONE-4.5", "glm4_moe": "GLM-4.5, 4.6",
     "glm4_moe_lite": "GLM-4.7-Flash", "glm4v_moe": "GLM-4.5V, 4.6V", "glm5_next": "GLM-5.3-Flash",
     "glm_moe_dsa": "GLM-5",
-    "hy_v3": "Hy3", "hy_v4": "Hy4", "mimo": "MiMo-7B", "minimax_m3_vl": "MiniMax-M3", "nemotron_h": "Nemotron-H 3",
+    "hy_v3": "Hy3", "hy_v4": "Hy4", "inkling_mm_model": "Inkling", "inkling_text": "Inkling",
+    "mimo": "MiMo-7B", "minimax_m3_vl": "MiniMax-M3", "nemotron_h": "Nemotron-H 3",
     "qwen3_5": "Qwen3.5, 3.6", "qwen3_5_moe": "Qwen3.5, 3.6", "qwen4_exp": "Qwen4-Exp", "step3p7": "Step-3.7",
 }  # fmt: skip
 """Models by the `model_type` of their files."""
@@ -45,6 +46,8 @@ FLAGS = {
     "own_embeddings": "embeddings of its own",
     "one_stream": "one stream, beside hyper-connections of the main model",
     "rotates": "always with rotary positions",
+    "shares_norm": "one norm for all",
+    "scales_nothing": "attention without the main model's scaling",
 }
 BODIES = {"stack": "a pair of layers", "latent": "one latent attention and a dense MLP"}
 

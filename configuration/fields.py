@@ -38,6 +38,24 @@ def compresses_windows(config: PreTrainedConfig) -> bool:
     return any("compressed" in kind for kind in field(config.get_text_config(), "layer_types") or ())
 
 
+_CONVOLVED = ("inkling_text",)
+_MASKS_OF = {
+    "hybrid": ("full_attention", "linear_attention"),
+    "hybrid_sliding": ("sliding_attention", "linear_attention"),
+}
+
+
+def has_short_convolutions(config: PreTrainedConfig) -> bool:
+    """Return whether a model's layers also have short convolutions, and distances are those of columns."""
+    return config.get_text_config().model_type in _CONVOLVED
+
+
+def mask_kinds(config: PreTrainedConfig) -> set[str]:
+    """Return the kinds of masks that a model's layers read, of which layers with states beside attention read two."""
+    kinds = field(config, "layer_types") or ()
+    return {kind for each in kinds for kind in _MASKS_OF.get(each, (each,))}
+
+
 def check_options(
     options: Iterable[str], config_class: type[PreTrainedConfig], owner: str, without: Iterable[str] = ()
 ) -> None:

@@ -36,7 +36,10 @@ class MTPFamily:
     Attributes:
         names: Pairs (in the family's files, in DeepSeek-V3) of prefixes of names, the longest first; `{index}` is k,
             `{layer}` is L + k. Empty for DeepSeek-V3's names. A pair without either would be shared by all modules:
-            such a family has one module.
+            such a family has one module (but for `shares_norm`).
+        shares_norm: The norm before the head is one for all modules, where the configuration has one at all
+            (`chain_hidden_post_norm`).
+        scales_nothing: Attention of modules leaves out the main model's scaling by the number of columns.
         embedding_first: `eh_proj` takes [enorm(embedding); hnorm(hidden)], not [hnorm(hidden); enorm(embedding)].
         norm_before_head: There is a `shared_head.norm`; otherwise h^k is the output of the decoder layer.
         unnormed: Modules pass on their states from before their norm, which is for the head; the first one reads the
@@ -69,6 +72,8 @@ class MTPFamily:
     names: tuple[tuple[str, str], ...] = ()
     embedding_first: bool = True
     norm_before_head: bool = True
+    shares_norm: bool = False
+    scales_nothing: bool = False
     unnormed: bool = False
     own_heads: bool = False
     own_embeddings: bool = False
@@ -100,7 +105,7 @@ class MTPFamily:
     @property
     def most_modules(self) -> int | None:
         """The largest D that the names can distinguish; None: any."""
-        return 1 if any("{" not in theirs for theirs, _ in self.names) else None
+        return 1 if any("{" not in theirs for theirs, _ in self.names) and not self.shares_norm else None
 
     def renames(self, num_layers: int, num_modules: int) -> dict[str, str]:
         """Return patterns of names in files and their replacements, for `key_mapping` of transformers.
@@ -159,6 +164,21 @@ _DENSE, _SPARSE = ("mlp_layer_types", "dense"), ("mlp_layer_types", "sparse")
 _DEEPSEEK = MTPFamily()
 _QWEN = MTPFamily(names=_MTP_NAMES, copies=(), block=(_FULL,))
 _QWEN_3_5 = replace(_QWEN, count="mtp_num_hidden_layers")
+_INKLING = MTPFamily(
+    names=_names(
+        "model.mtp.layers.{index}.transformer_block",
+        eh_proj="model.mtp.layers.{index}.input_proj",
+        enorm="model.mtp.layers.{index}.embed_norm",
+        hnorm="model.mtp.layers.{index}.hidden_norm",
+        shared_head__norm="model.mtp.chain_norm",
+    ),
+    embedding_first=False,
+    shares_norm=True,
+    scales_nothing=True,
+    copies=(),
+    has_twin=False,
+    count="num_mtp_layers",
+)
 RETROFIT = MTPFamily(copies=(), retrofit=True)
 """Families without official modules, which are not listed: `from_backbone` checks each model numerically."""
 FAMILIES: dict[str, MTPFamily] = {
@@ -215,6 +235,8 @@ FAMILIES: dict[str, MTPFamily] = {
     "glm_moe_dsa": MTPFamily(copies=("embed_tokens.weight",), block=(("indexer_types", "full"),)),
     "hy_v3": MTPFamily(names=_FINAL_NORM),
     "hy_v4": MTPFamily(names=_FINAL_NORM, block=(("indexer_types", "full"), _SPARSE), one_stream=True, has_twin=False),
+    "inkling_mm_model": _INKLING,
+    "inkling_text": _INKLING,
     "longcat_flash": MTPFamily(
         names=_names(
             "model.mtp.layers.0",
@@ -304,10 +326,6 @@ _TEXT_ONLY = (
     "transformers has its network as the text of step3p7 (Step-3.7) only, and no causal language model of it alone "
     "(models/auto/modeling_auto.py)"
 )
-_CONVOLUTIONS = (
-    "its modules have short convolutions, whose states the modules' own cache cannot take back after a rejected draft "
-    "here, and share one norm, chain_norm (vllm/models/inkling/nvidia/mtp.py)"
-)
 _SOUND = (
     "its towers for images and sound are not loaded here: pass config=AutoConfig.from_pretrained(name)."
     "get_text_config(), dots3_note_text, whose class reads the same files "
@@ -319,8 +337,6 @@ _DROPPED = (
 )
 REFUSED: dict[str, str] = {
     "dots3_note": _SOUND,
-    "inkling_mm_model": _CONVOLUTIONS,
-    "inkling_text": _CONVOLUTIONS,
     "mistral_large4": _DROPPED.format("mtp_dspark.*", "mistral_large4/modeling_mistral_large4.py"),
     "step3p5": _TEXT_ONLY,
 }
@@ -333,6 +349,8 @@ def family_of(config: PreTrainedConfig) -> MTPFamily:
         raise ValueError(f"DeepSeekMTP does not support model_type={config.model_type!r}: {reason}")
     text = config.get_text_config()
     family = FAMILIES.get(config.model_type) or FAMILIES.get(text.model_type, RETROFIT)
+    if family.shares_norm and not field(text, "chain_hidden_post_norm"):
+        family = replace(family, norm_before_head=False)
     if text is config:
         return family
     names = tuple((family.tower_prefix + theirs, ours) for theirs, ours in family.names)

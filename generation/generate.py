@@ -262,7 +262,7 @@ def _reason_to_decode_plainly(
     if isinstance(cache, StaticCache | EncoderDecoderCache):
         return f"past_key_values of class {type(cache).__name__}"
     if not has_own_cache:
-        if cache is not None and not is_repackable(cache) and not isinstance(cache, SpeculativeCache):
+        if not is_repackable(cache, backbone.config) and not isinstance(cache, SpeculativeCache):
             return f"past_key_values with layers that cannot be rolled back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot be rolled back after a rejection"

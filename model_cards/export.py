@@ -64,6 +64,11 @@ _REFUSED = {
     "glm5_next": _ON_GPUS + "'Sparse Attention is not supported on CPU' (vllm/platforms/cpu.py)",
     "hy_v4": "transformers writes the gates of its MLPs as `mlp.linear_gate`, and vLLM's loader knows `mlp.gate_proj` "
     "(vllm/models/hy_v4/nvidia/mtp.py)",
+    "inkling_mm_model": "transformers writes layer_types, mlp_layer_types and num_mtp_layers, and vLLM reads "
+    "local_layer_ids, dense_mlp_idx, use_embed_norm and mtp_config of the official files "
+    "(vllm/models/inkling/configs.py, vllm/config/speculative.py)",
+    "inkling_text": "transformers writes names of its own for the text alone (`model.layers.*.self_attn.q_proj`), and "
+    "vLLM's loader knows the official ones, `model.llm.layers.*.attn.wq_du` (vllm/models/inkling/nvidia/model.py)",
     "minimax_m3_vl": _ON_GPUS + "'No Unquantized MoE backend supports the deployment configuration' "
     "(vllm/model_executor/layers/fused_moe/oracle/unquantized.py)",
     "qwen4_exp": _QSA,

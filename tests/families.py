@@ -74,6 +74,25 @@ _KDA = _LATENT | dict(
     n_group=1,
     topk_group=1,
 )
+_CONVOLVED = dict(
+    head_dim=8,
+    swa_num_attention_heads=4,
+    swa_num_key_value_heads=1,
+    swa_head_dim=8,
+    sliding_window_size=6,
+    d_rel=4,
+    rel_extent=9,
+    log_scaling_n_floor=4,
+    conv_kernel_size=4,
+    mlp_layer_types=["dense", "sparse"],
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    route_scale=2.0,
+    logits_mup_width_multiplier=2.0,
+    chain_hidden_post_norm=True,
+)
 _WINDOWS = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6)
 _FAMILIES = {
     "bailing_hybrid": _KDA | dict(head_dim=8, short_conv_kernel_size=3, first_k_dense_replace=1),
@@ -130,6 +149,7 @@ _FAMILIES = {
         indexer_types=["full", "shared"],
         hc_mult=2,
     ),
+    "inkling_text": _CONVOLVED | dict(layer_types=["hybrid_sliding", "hybrid"], mtp_local_layer_ids=[1]),
     "kimi_linear": _KDA | dict(linear_head_dim=8, linear_num_heads=4),
     "llama": {},
     "longcat_flash": _LATENT
@@ -219,7 +239,7 @@ RETROFITS = [name for name in NAMES if FAMILIES.get(name, RETROFIT) is RETROFIT]
 RECURRENT = ["bailing_hybrid", "kimi_linear", "nemotron_h"]
 RECURRENT += ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"]
 
-THIS_YEAR = ["deepseek_v4", "dots3_note_text", "exaone_moe", "hy_v4", "qwen4_exp_text"]
+THIS_YEAR = ["deepseek_v4", "dots3_note_text", "exaone_moe", "hy_v4", "inkling_text", "qwen4_exp_text"]
 """Families of this year without a tower; those of `tests/towers.py` have one."""
 
 

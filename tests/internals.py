@@ -111,6 +111,7 @@ _NAMES = {
         "Replay",
     ),
     "tokenahead.generation.target.compressed": ("CompressedTarget",),
+    "tokenahead.generation.target.convolved": ("ConvolvedTarget",),
     "tokenahead.generation.target.target": ("is_recurrent", "RowTarget", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",

@@ -5,7 +5,7 @@ import copy
 import torch
 from transformers import AutoConfig
 
-from tests.families import _COMMON, _DELTA, _EXPERTS, _POOLED, _QWEN_EXPERTS, _WINDOWS, shake
+from tests.families import _COMMON, _CONVOLVED, _DELTA, _EXPERTS, _POOLED, _QWEN_EXPERTS, _WINDOWS, shake
 from tests.internals import family_of, set_modules
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
@@ -55,6 +55,15 @@ TOWERS = {
     ),
     "glm4v_moe": dict(text_config=_COMMON | _ROTARY | _EXPERTS | dict(head_dim=8), vision_config=_GLM_EYE),
     "glm_ocr": dict(text_config=_COMMON | _ROTARY | dict(head_dim=8), vision_config=_GLM_EYE),
+    "inkling_mm_model": dict(
+        text_config=_COMMON
+        | _CONVOLVED
+        | dict(layer_types=["hybrid", "hybrid_sliding"], mtp_local_layer_ids=[0], unpadded_vocab_size=None),
+        vision_config=dict(
+            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, patch_size=4, temporal_patch_size=2
+        ),
+        audio_config=dict(n_mel_bins=4, mel_vocab_size=8),
+    ),
     "qwen4_exp": dict(
         text_config=_COMMON | _DELTA | _QWEN_EXPERTS | _POOLED | dict(ple_layer_ids=[3]), vision_config=_QWEN_EYE
     ),
@@ -110,7 +119,7 @@ TOWERS = {
     ),
 }
 
-FLAT = ("exaone4_5", "glm5_next", "minimax_m3_vl", "step3p7")
+FLAT = ("exaone4_5", "glm5_next", "inkling_mm_model", "minimax_m3_vl", "step3p7")
 """Those whose positions are the text's, images or not."""
 EVEN = ("minimax_m3_vl",)
 """Those that transformers decodes otherwise beside padding: what attention chooses depends on columns."""
@@ -136,6 +145,8 @@ def image_batch(name: str, texts: int = 2, images: int = 1, vocab_size: int = 96
     batch = left_padded(rows)
     if name == "step3p7":
         return batch | {"pixel_values": torch.randn(images, 3, 64, 64, generator=generator)}
+    if name == "inkling_mm_model":
+        return batch | {"pixel_values": torch.randn(16 * images, 2, 4, 4, 3, generator=generator)}
     pixels = torch.randn(64 * images, 3 * 2 * 4 * 4, generator=generator)
     batch |= dict(pixel_values=pixels, image_grid_thw=torch.tensor([[1, 8, 8]] * images))
     kinds = (batch["input_ids"] == image).int() * batch["attention_mask"].int()

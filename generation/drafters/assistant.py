@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...configuration.fields import has_short_convolutions
 from ...modeling.assistants import borrows_states, fills_blocks, first_layers, load_assistant
 from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import unwrap
@@ -154,7 +155,8 @@ class AssistantDrafter(AttachableDrafter):
         if borrows_states(self.model.config):
             check_lender(self.model, backbone)
         is_free = self.model._supports_default_dynamic_cache() and can_roll_back(self.model)
-        if not is_free or is_recurrent(DynamicCache(config=self.model.config)):
+        has_states = is_recurrent(DynamicCache(config=self.model.config))
+        if not is_free or (has_states and not has_short_convolutions(self.model.config)):
             name = type(self.model).__name__
             raise ValueError(f"the assistant {name} keeps a recurrent state; choose one with attention in every layer")
 

@@ -34,7 +34,8 @@ from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import Rows
-from ..target.indexed import layer_class, note_positions, real_tokens
+from ..target.convolved import module_layers, own_columns
+from ..target.indexed import note_positions, real_tokens
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import Ancestry, grow, most_nodes
@@ -82,7 +83,7 @@ class ModuleSession(DraftSession):
         span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
         mask = view.mask[:, -self.pending :]
         self.rows = Rows(mask, view.is_padded, self.options.max_length, span, view.counts)
-        self.rows.take_over(self.cache, layer_class(self.model.config))
+        self.rows.take_over(self.cache, module_layers(self.model.config))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Appends the newest states of every sequence, right-aligned."""
@@ -137,13 +138,14 @@ class ModuleSession(DraftSession):
             embeddings = self.prompt.embeddings(embeddings, self.rows.counts[:, None] + own + k)
         inputs = {"position_ids": prepared["position_ids"]} if prepared else self._inputs(k, ids.shape[1])
         note_positions(self.cache, inputs["position_ids"])
-        return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
+        with own_columns(self.model.mtp, self.cache):
+            return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
     def _inputs(self, k: int, size: int, seen: Tensor | None = None, places: Tensor | None = None) -> dict[str, Any]:
         """What module k reads of columns, which begin `rows.ahead` after the backbone's."""
         rows, kind = self.rows, self.model.mtp.kinds[min(k, self.depth) - 1]
         config = self.model.config.get_text_config()
-        window = config.sliding_window if kind == "sliding_attention" else None
+        window = config.sliding_window if "sliding" in kind else None
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
         rows.is_exact = seen is None and not rows.needs_mask(size)
         mask = None if rows.is_exact else rows.visible(size, window, chunk, new=seen, depths=places)[:, None]

@@ -21,15 +21,23 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
     StaticLayer,
 )
 from transformers.utils import logging
 
-from ...configuration.fields import chooses_blocks, compresses_windows, learned_positions, rotary_border
+from ...configuration.fields import (
+    chooses_blocks,
+    compresses_windows,
+    has_short_convolutions,
+    learned_positions,
+    rotary_border,
+)
 from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
 from .compressed import CompressedTarget
+from .convolved import ConvolvedTarget
 from .indexed import layer_class
 from .repacking import EvenTarget, RepackedTarget
 from .static import FixedTarget, PlannedCache
@@ -47,6 +55,8 @@ _KINDS = (
 )
 _FIXED = tuple(kind for kind in _KINDS if kind is not LinearAttentionAndFullAttentionLayer)
 """Layers of which a copy that never moves is known."""
+_CONVOLVED = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+"""Layers with short convolutions beside attention."""
 _FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
 """Models whose mixers compute a block of several tokens otherwise than single ones, without the state before it say."""
 _ALIBI = ("bloom", "mpt")
@@ -103,6 +113,7 @@ def check_trees(backbone: PreTrainedModel) -> None:
     by_columns = "ALiBi" if _has_alibi(backbone) else "local attention" if _is_local(config) else None
     by_columns = "an index of blocks" if chooses_blocks(config) else by_columns
     by_columns = "an attention to compressed windows" if compresses_windows(config) else by_columns
+    by_columns = "an attention beside short convolutions" if has_short_convolutions(config) else by_columns
     if by_columns:
         raise ValueError(f"{config.model_type}: {by_columns} takes distances from columns: leave draft_tree out")
 
@@ -187,9 +198,16 @@ def check_user_cache(call: dict[str, Any], config: GenerationConfig) -> None:
         raise ValueError(f"past_key_values has room for {room} tokens of {tokens}: {more}")
 
 
-def is_repackable(cache: Cache | None) -> bool:
-    """Return whether sequences of this cache may accept different numbers of tokens: its layers support rollback."""
-    return cache is None or all(type(layer) in _KINDS or _has_blocks(layer) for layer in cache.layers)
+def is_repackable(cache: Cache | None, config: PreTrainedConfig) -> bool:
+    """Return whether sequences of this cache may accept different numbers of tokens: its layers support rollback.
+
+    Args:
+        cache: A cache of transformers; None: a new one.
+        config: The backbone's.
+    """
+    if cache is None or has_short_convolutions(config):
+        return cache is None or all(type(layer) in _CONVOLVED for layer in cache.layers)
+    return all(type(layer) in _KINDS or _has_blocks(layer) for layer in cache.layers)
 
 
 def _has_blocks(layer: object) -> bool:
@@ -208,7 +226,8 @@ def can_roll_back(model: PreTrainedModel) -> bool:
         return False
     cache = DynamicCache(config=model.config)
     has_columns = any(isinstance(layer, DynamicLayer) for layer in cache.layers)
-    return has_columns and (is_recurrent(cache) or compresses_windows(model.config)) and is_repackable(cache)
+    is_known = is_recurrent(cache) or compresses_windows(model.config)
+    return has_columns and is_known and is_repackable(cache, model.config)
 
 
 def takes_fixed_size(model: PreTrainedModel) -> bool:
@@ -228,8 +247,10 @@ def target_of(
 ) -> ColumnTarget:
     """Return the target of a model on a cache of transformers with the prompt in it; see `ColumnTarget` and
     `RowTarget`."""
-    if not is_repackable(cache):
+    if not is_repackable(cache, model.config):
         return EvenTarget(model, cache, like, mask, model_kwargs)
+    if has_short_convolutions(model.config):
+        return ConvolvedTarget(model, cache, like, mask, model_kwargs, limit=limit, span=span)
     if isinstance(cache, PlannedCache) and cache.room is not None:
         return FixedTarget(model, cache, like, mask, model_kwargs, span=span)
     is_known = all(type(layer) in _FIXED or _has_blocks(layer) for layer in cache.layers)
@@ -257,7 +278,8 @@ def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], pro
     if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
         return f"padding in attention_mask of {name}, whose attention chooses blocks of columns"
     is_offloaded = isinstance(cache, Cache) and cache.offloading
-    if is_offloaded and (layer_class(model.config) is not None or compresses_windows(model.config)):
+    is_special = compresses_windows(model.config) or has_short_convolutions(model.config)
+    if is_offloaded and (layer_class(model.config) is not None or is_special):
         return f"an offloaded cache of {name}, whose attention reads columns in a way of its own"
     border = rotary_border(model.config.get_text_config())
     if border is None or end <= border[1]:

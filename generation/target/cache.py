@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from ...configuration.fields import mask_kinds
 from ...modeling.masks import cached_arange, cached_range, model_mask
 from ..call.sequences import NewTokens
 from ..trees.contract import DraftTree
@@ -243,7 +244,7 @@ def block_mask(
     rows.is_exact = new is None and not rows.needs_mask(count)
     if rows.is_exact:
         return None
-    kinds: set[str] = set(getattr(config, "layer_types", None) or ())
+    kinds = mask_kinds(config)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     chunk = config.attention_chunk_size if "chunked_attention" in kinds else None
     near = {kind for kind in kinds or {"sliding_attention"} if any(name in kind for name in _NEAR)}

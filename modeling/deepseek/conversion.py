@@ -181,6 +181,11 @@ def extended_class(config: PreTrainedConfig, count: int, ignored: list[str]) -> 
                 _attach_parts(layer, self.get_decoder(), text, family)
                 if family.rotates:
                     rotate_all(layer)
+                if family.scales_nothing:
+                    scale_nothing(layer)
+            if family.shares_norm and family.norm_before_head:
+                for layer in layers[len(layers) - count : -1]:
+                    del layer.shared_head
             if count:
                 self.init_weights()  # initialises the added parts only
 
@@ -238,6 +243,11 @@ def rotate_all(layer: nn.Module) -> None:
         attention.sliding_window = None
 
 
+def scale_nothing(layer: nn.Module) -> None:
+    """Let attention leave out its scaling by the number of columns, as transformers' class does beside a window."""
+    vars(layer.get_submodule("self_attn"))["is_sliding"] = True
+
+
 def fresh_norm(norm: nn.Module) -> nn.Module:
     """Return a copy of a norm, or of a mixer of streams, that `init_weights` will initialise."""
     norm = copy.deepcopy(norm)
@@ -254,6 +264,9 @@ def split(model: PreTrainedModel, count: int) -> tuple[PreTrainedModel, MTPModul
     """
     config, layers, plain_class = model.config.get_text_config(), decoder_layers(model), main_class(model.config)
     family, size = family_of(model.config), len(layers) - count
+    if family.shares_norm and family.norm_before_head:
+        for layer in layers[size:-1]:
+            layer.shared_head = nn.ModuleDict(dict(layers[-1].get_submodule("shared_head").named_children()))
     modules = [_module_of(layer, family, field(config, "hc_mult", default=0)) for layer in layers[size:]]
     kinds = [layer_kind(config, size + k) if family.body == "layer" else "full_attention" for k in range(count)]
     del layers[size:]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
-from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
+from ...configuration.fields import chooses_blocks, has_short_convolutions, masks_padding_alone, rotates_anew
 from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import BackboneParts, text_positions
 from ..heads.chunks import Part, chunked_sums, term_rows
@@ -232,9 +232,10 @@ def _unrolled(
 
 def _causal_mask(modules: MTPModules, states: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the mask of depth D as a tensor [B, 1, R, R], whatever form the attention prefers."""
-    if masks_padding_alone(modules.config) or chooses_blocks(modules.config):
+    refuses = (masks_padding_alone, chooses_blocks, has_short_convolutions)
+    if any(is_of(modules.config) for is_of in refuses):
         kind = modules.config.model_type
-        raise ValueError(f"unroll_steps above the modules: attention of model_type={kind!r} takes no mask for it")
+        raise ValueError(f"unroll_steps above the modules: layers of model_type={kind!r} take no mask for it")
     padding = None if attention_mask is None else attention_mask[:, : states.shape[1]]
     mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING[modules.last.kind](
         config=modules.config,

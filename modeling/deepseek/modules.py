@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configuration.fields import rotates_anew
+from ...configuration.fields import has_short_convolutions, rotates_anew
 from ..heads.backbone_parts import (
     finished_logits,
     layer_kind,
@@ -184,6 +184,10 @@ class MTPModules(nn.Module):
 
     def new_cache(self) -> Cache:
         """Return an empty cache for all modules."""
+        if has_short_convolutions(self.config):
+            count, window = self.config.number_of_conv_states, self.config.sliding_window
+            makes = [DYNAMIC_LAYER_TYPE_MAPPING[kind] for kind in self.kinds]
+            return Cache(layers=[make(number_of_states=count, sliding_window=window) for make in makes])
         is_bounded = [kind == "sliding_attention" for kind in self.kinds]
         if not any(is_bounded):
             return new_cache(self.kinds[0], self.count)

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
+from transformers.masking_utils import (
+    LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
-from ...configuration.fields import field, masks_padding_alone, rotates_anew
+from ...configuration.fields import field, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
 from ..masks import model_mask
 from ..wrapped_models import call_frozen, is_unit, weights_fetched
@@ -141,6 +145,10 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
                 weight.copy_(stored[part])
 
 
+_MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING | {
+    "hybrid": create_causal_mask,
+    "hybrid_sliding": create_sliding_window_causal_mask,
+}
 _NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "norm_f")
 
 
@@ -217,10 +225,14 @@ def layer_options(
         attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
         attention_mask = model_mask(attention_mask[:, 0], config, states.dtype)
+    extra: dict[str, Any] = {}
+    if has_short_convolutions(config):
+        is_padding = attention_mask is not None and attention_mask.dim() == 2
+        extra["conv_mask"] = _own_tokens(states, attention_mask) if is_padding else None
     if masks_padding_alone(config):
         mask = _own_tokens(states, attention_mask)
     else:
-        mask = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING.get(kind, create_causal_mask)(
+        mask = _MASKS.get(kind, create_causal_mask)(
             config=config,
             inputs_embeds=states,
             attention_mask=attention_mask,
@@ -236,7 +248,7 @@ def layer_options(
         "position_ids": text_positions(position_ids),
         "position_embeddings": None if rotary is None else rotated(rotary, states, positions, kind),
         cache_name: past_key_values,
-    }
+    } | extra
 
 
 def _own_tokens(states: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -334,15 +346,19 @@ def final_norm(body: nn.Module) -> nn.Module:
     raise ValueError(f"{type(body).__name__} has no final norm that heads could share")
 
 
-_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+_LOGIT_CHANGES = ("logit_scale", "final_logit_softcapping", "unpadded_vocab_size")
 
 
 def finished_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     """Return logits [..., V] with what a family does after its unembedding: cap tanh(factor W h / divisor / cap).
 
-    These changes keep the order of logits, but not losses, confidences and draft distributions.
+    These changes keep the order of logits, but not losses, confidences and draft distributions. Of all tokens, some
+    families leave those out that are padding of the table.
     """
-    divisor, factor, cap = map(getattr, repeat(config), _LOGIT_CHANGES, repeat(None))
+    factor, cap, known = map(getattr, repeat(config), _LOGIT_CHANGES, repeat(None))
+    divisor = field(config, "logits_scaling", "logits_mup_width_multiplier")
+    if known is not None and logits.shape[-1] == config.vocab_size:
+        logits = logits[..., :known]
     if divisor is not None:
         logits = logits / float(divisor)
     if factor is not None:

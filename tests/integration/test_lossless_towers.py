@@ -12,7 +12,7 @@ VOCABULARY, NEW_TOKENS, DRAFTS = 4, 24, 2  # so few tokens that modules with ran
 IMAGE = VOCABULARY - 1
 OPTIONS = {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
 NAMES = list(TOWERS)
-SEEDS = {"minimax_m3_vl": 1}
+SEEDS = {"inkling_mm_model": 9, "minimax_m3_vl": 1}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -122,6 +122,8 @@ def test_a_model_with_a_tower_is_one_directory(name, tmp_path):
         ("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
         ("glm5_next", "vllm/platforms/cpu.py"),
         ("hy_v4", "mlp.linear_gate"),
+        ("inkling_mm_model", "mlp_layer_types.*dense_mlp_idx"),
+        ("inkling_text", r"self_attn\.q_proj.*attn\.wq_du"),
         ("minimax_m3_vl", "unquantized.py"),
         ("qwen4_exp", "qsa.py"),
         ("qwen4_exp_text", "qsa.py"),

@@ -181,16 +181,13 @@ def test_whatever_is_refused_is_refused_by_name_and_with_the_reason_of_its_own()
     assert not set(REFUSED) & set(FAMILIES)
     words = {
         "dots3_note": "get_text_config.*dots3_note_text.*modeling_dots3_note",
-        "inkling_text": "short convolutions.*inkling/nvidia",
         "mistral_large4": r"mtp_dspark\.\*.*mistral_large4",
         "step3p5": "step3p7.*modeling_auto",
     }  # fmt: skip
-    whole = {"inkling_mm_model"}
-    assert set(REFUSED) == set(words) | whole  # with their text alone, these are refused for the same reason
+    assert set(REFUSED) == set(words)
     for name in REFUSED:
         assert name in CONFIG_MAPPING, "transformers makes no configuration of it, so that nobody could see the reason"
-        reason = words.get(name, "")
-        with pytest.raises(ValueError, match=f"does not support model_type='{name}': .*{reason}"):
+        with pytest.raises(ValueError, match=f"does not support model_type='{name}': .*{words[name]}"):
             family_of(AutoConfig.for_model(name))
 
 

@@ -224,8 +224,8 @@ def test_a_damaged_file_is_refused(saved):
 
 
 def test_families_that_are_not_held_are_refused_with_the_reason():
-    with pytest.raises(ValueError, match="'inkling_text': its modules .*short convolutions"):
-        DeepSeekMTP(SimpleNamespace(model_type="inkling_text"))
+    with pytest.raises(ValueError, match="'step3p5': .*step3p7"):
+        DeepSeekMTP(SimpleNamespace(model_type="step3p5"))
 
 
 def test_modules_are_counted_in_the_file_where_the_config_does_not_say(tmp_path):

@@ -1,0 +1,210 @@
+"""A cache that never moves, for layers that also have short convolutions, and whose attention reads columns (Inkling).
+
+A convolution reads the last k - 1 inputs before a token's own. They stand beside the keys in a small ring: the input of
+column c in slot c % size. A rejected draft is written over like keys are, so that each sequence reads its own:
+
+    kernel 4, ends 8 and 6   inputs that a block of 2 reads         and writes
+    row 0                    columns 5, 6, 7                        8, 9
+    row 1                    columns 3, 4, 5                        6, 7
+
+Attention adds what it learned of distances, and may scale scores by the number of columns. Both come from columns that
+all sequences share; where sequences end in different ones, hooks put those of each in their place (`own_columns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+from ...configuration.fields import has_short_convolutions
+from ...modeling.masks import cached_arange, cached_range
+from ..trees.contract import DraftTree
+from .cache import RowLayer, Rows, Slots, rounded
+from .indexed import layer_class, real_tokens
+from .target import RowTarget
+
+
+@LinearAttentionCacheLayerMixin.register
+class ConvolvedLayer(RowLayer):
+    """A `RowLayer` with the inputs [B, d, C] of convolutions, in rings of their own, `inputs_0`, `inputs_1`, ...
+
+    It offers what transformers' layer with convolutions does, and says that it holds nothing: convolutions then give it
+    every block.
+    """
+
+    record_past, kernel = True, 1
+
+    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
+        super().__init__(rows, origin)
+        given = vars(origin)
+        self.rings = [f"inputs_{index}" for index in given["conv_states"]]
+        self.states = (*self.states, *((name, 2) for name in self.rings))
+        self.has_previous_state = dict.fromkeys(given["conv_states"], False)
+        for (index, held), name in zip(given["conv_states"].items(), self.rings):
+            setattr(self, name, None)
+            if held is not None and given["has_previous_state"][index]:
+                self.kernel = given["conv_kernel_size"][index]
+                ring, kept = self._ring(name, held), min(self.kernel, rows.prompt, held.shape[2])
+                _put(ring, rows.slots(-kept, kept, ring.shape[2], held.device), held[..., -kept:])
+                given["conv_states"][index] = None
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int = 1, **kwargs: object
+    ) -> torch.Tensor:
+        """Write a block's inputs [B, d, F], and return them behind the k - 1 inputs before them."""
+        rows, name, fed = self.rows, self.rings[state_idx], conv_states.shape[2]
+        self.kernel = conv_kernel_size
+        rows.reserve(fed)
+        if rows.ahead < 0 and (rows.mask is not None or min(rows.lengths) + rows.ahead < 0):
+            conv_states = conv_states * real_tokens(rows, fed)[:, None].to(conv_states.device)
+        ring, device, before = self._ring(name, conv_states), conv_states.device, conv_kernel_size - 1
+        size = ring.shape[2]
+        earlier = _at(ring, rows.slots(rows.ahead - before, before, size, device))
+        whole, kept = torch.cat([earlier, conv_states], dim=2), min(fed, size)
+        _put(ring, rows.slots(rows.ahead + fed - kept, kept, size, device), conv_states[..., fed - kept :])
+        return whole
+
+    def _ring(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a ring, with room for what blocks may read and write until the next rollback, [B, d, C]."""
+        ring, rows, size = getattr(self, name), self.rows, rounded(self.kernel + self.rows.span)
+        old = 0 if ring is None else ring.shape[2]
+        if old >= size:
+            return ring
+        room = like.new_zeros(*like.shape[:2], size)
+        if old:  # blocks have become longer
+            first = max(rows.ahead, 0) - old
+            held = _at(ring, rows.slots(first, old, old, ring.device))
+            _put(room, rows.slots(first, old, size, ring.device), held)
+        setattr(self, name, room)
+        return room
+
+    def get_seq_length(self) -> int:
+        """Return where a block's positions begin; before all that scores are scaled by, where sequences differ."""
+        return super().get_seq_length() if self.rows.is_even else -self.rows.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """Return how many columns attention gets, and what is to be added to 0, 1, ... for their numbers."""
+        columns = self.columns(query_length)
+        if self.rows.is_exact or len(columns) > 1:  # they are 0, 1, ..., or each sequence has its own
+            return columns.shape[1], 0
+        return columns.shape[1], columns[0] - cached_arange(columns.shape[1], columns.device)
+
+    def columns(self, fed: int) -> torch.Tensor:
+        """Return the columns that attention gets in a forward of F tokens, [1 or B, W]."""
+        rows = self.rows
+        rows.reserve(fed)
+        size = rows.size(self.is_sliding)
+        if fed > size:  # attention gets the block
+            columns = rows.ends[:, None] + cached_range(rows.ahead, fed, rows.ends.device)
+        else:
+            columns = rows.columns(rows.width(fed, size), size, fed)
+        return columns[:1] if rows.is_even else columns
+
+    def give_back(self, columns: int) -> DynamicLayer:
+        """See `RowLayer`."""
+        states, self.states = self.states, self.states[:2]
+        layer = super().give_back(columns)
+        self.states, given = states, vars(layer)
+        for index, name in enumerate(self.rings):
+            if (ring := getattr(self, name)) is not None:
+                kept = cached_range(columns - self.kernel, self.kernel, ring.device)
+                given["conv_states"][index] = ring.index_select(2, kept % ring.shape[2])
+        given["record_past"] = False
+        return layer
+
+
+def _at(ring: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Return the inputs [B, d, n] in some slots."""
+    return ring.movedim(2, 1)[slots].movedim(1, 2)
+
+
+def _put(ring: torch.Tensor, slots: Slots, inputs: torch.Tensor) -> None:
+    ring.movedim(2, 1)[slots] = inputs.movedim(2, 1)
+
+
+def module_layers(config: PreTrainedConfig) -> type[RowLayer] | None:
+    """Return the class of layers that modules of a model read; None: any."""
+    return ConvolvedLayer if has_short_convolutions(config) else layer_class(config)
+
+
+class ConvolvedTarget(RowTarget):
+    """A model on a cache of `ConvolvedLayer`."""
+
+    takes_trees = False
+    layer_type = ConvolvedLayer
+
+    def __init__(self, *args: Any, limit: int, span: int) -> None:
+        super().__init__(*args, limit=limit, span=span)
+        self.replay = None  # convolutions remember their inputs, and no states
+
+    def _call(
+        self,
+        block: torch.Tensor,
+        places: torch.Tensor,
+        tree: DraftTree | None,
+        last: int | None,
+        options: dict[str, Any],
+    ) -> Any:
+        with own_columns(self.model.get_decoder(), self.cache):
+            return super()._call(block, places, tree, last, options)
+
+
+@contextmanager
+def own_columns(part: nn.Module, cache: Cache) -> Iterator[None]:
+    """Let attention in a part of a model take distances from the columns of each sequence, in the calls inside.
+
+    Args:
+        part: Has attention.
+        cache: Nothing happens but on layers of `ConvolvedLayer`, where sequences end in different columns.
+    """
+    hooks = []
+    if any(isinstance(layer, ConvolvedLayer) and not layer.rows.is_even for layer in cache.layers):
+        distances: dict[tuple[bool, int], torch.Tensor] = {}
+        for attention in (module for module in part.modules() if "rel_logits_proj" in dict(module.named_children())):
+            hooks += _hooks(attention, cache, distances)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch.Tensor]) -> list[Any]:
+    """Return hooks of one attention, which change calls of this thread; equal layers share the distances."""
+    layer, own, config = cast(ConvolvedLayer, cache.layers[attention.layer_idx]), get_ident(), attention.config
+    is_scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
+
+    def places(fed: int) -> torch.Tensor:
+        return layer.rows.ends[:, None] + cached_range(layer.rows.ahead, fed, layer.rows.ends.device)
+
+    def scaled(states: torch.Tensor, fed_dim: int) -> torch.Tensor:
+        if not is_scaled:
+            return states
+        counts = (places(states.shape[fed_dim]) + 1).to(states.device).float()
+        factor = 1 + config.log_scaling_alpha * (counts / config.log_scaling_n_floor).clamp(min=1).log()
+        shape = [len(factor), *(-1 if dim == fed_dim else 1 for dim in range(1, states.dim()))]
+        return (states.float() * factor.view(shape)).to(states.dtype)
+
+    def queries(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return scaled(output, 1) if get_ident() == own else output
+
+    def bias(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        if get_ident() != own:
+            return output
+        fed = output.shape[2]
+        if (key := (layer.is_sliding, fed)) not in distances:
+            distances[key] = places(fed)[..., None] - layer.columns(fed)[:, None]
+        away, extent = distances[key][:, None].to(output.device), module.rel_extent
+        learned = (args[0] @ module.proj).transpose(1, 2)
+        found = learned.gather(-1, away.clamp(0, extent - 1).expand_as(output))
+        return scaled(found.masked_fill((away < 0) | (away >= extent), 0), 2)
+
+    hooks = [attention.rel_logits_proj.register_forward_hook(bias)]
+    return hooks + ([attention.q_norm.register_forward_hook(queries)] if is_scaled else [])

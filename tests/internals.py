@@ -129,6 +129,7 @@ _NAMES = {
         "path_columns",
     ),
     "tokenahead.generation.trees.growth": ("tree_options",),
+    "tokenahead.generation.verification.races": ("is_raced", "race_block"),
     "tokenahead.generation.verification.rules": (
         "block_acceptance",
         "token_acceptance",

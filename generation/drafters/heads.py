@@ -87,12 +87,16 @@ class HeadSession(DraftSession):
         if is_tree:
             hidden, last = hidden[:, None], last[:, None]
         distribution = self.distribution(hidden, last, length)
-        if self._unchecked:
-            _refuse_nan(distribution, last)
+        if self._unchecked and (is_tree or not self._is_ancestral(masks)):
+            _refuse_nan(distribution.leaf_logits, distribution.next_log_probs(last[..., None][..., :0]))
             self._unchecked = False
         if is_tree:
             return grow(WindowGrowth(distribution, last), self.options, length, masks)
         return DraftTree.chain(*self._chain(distribution, length, masks))
+
+    def _is_ancestral(self, masks: DraftMasks | None) -> bool:
+        """Whether a draft is a plain ancestral sample: there is nothing to warp."""
+        return masks is None and self.options.do_sample and not self.options.processing.pointwise
 
     def _chain(
         self, distribution: WindowDistribution, length: int, masks: DraftMasks | None
@@ -106,8 +110,11 @@ class HeadSession(DraftSession):
             return distribution.greedy(length), None
         elif not options.do_sample:
             draft, probs = distribution.draft(_likeliest, length)
-        elif not options.processing.pointwise:  # nothing to warp: one ancestral sample
+        elif self._is_ancestral(masks):
             draft, probs = distribution.sample_with_probs(length)
+            if self._unchecked:  # they have seen all logits, and cost less than a distribution computed for this alone
+                _refuse_nan(probs)
+                self._unchecked = False
         else:
             draft, probs = distribution.draft(self._choose, length)
         if options.threshold:
@@ -173,9 +180,8 @@ def _last(hidden_states: tuple[Tensor, ...]) -> Tensor:
     return hidden_states[-1]
 
 
-def _refuse_nan(distribution: WindowDistribution, last: Tensor) -> None:
-    first = distribution.next_log_probs(last[..., None][..., :0])
-    if bool(distribution.leaf_logits.isnan().any() | first.isnan().any()):
+def _refuse_nan(*values: Tensor) -> None:
+    if bool(torch.stack([value.isnan().any() for value in values]).any()):
         raise ValueError("the drafting head gives NaN: load it with dtype=torch.float32, or decode with use_mtp=False")
 
 

@@ -34,7 +34,8 @@ from ...modeling.masks import cached_arange
 from ...modeling.sampling import draw, draw_checked, pick
 from ..trees.contract import DraftTree, VerificationResult, descend, elder_siblings, follow, path_columns
 
-_TRACE = 1e-30
+TRACE = 1e-30
+"""Share of the target that decides where rounding left no residual; far below the precision of what it is added to."""
 
 
 def token_acceptance(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ def block_acceptance(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tenso
         accept [B, m]: h_i, each tested by an independent uniform.
         residual [B, m + 1, v]: distribution of the added token when s drafts are accepted.
     """
-    weight = _block_weights(draft, q, p)
+    weight = _block_weights(_ratios(draft, q, p))
     scaled = (weight[:, :-1, None] * p[:, :-1] - q).clamp(min=0)
     mass = scaled.sum(-1)[:, 1:]
     # summed in this order, a tiny mass at P_i = 1 gives 1
@@ -136,24 +137,32 @@ def verify(
         surplus = (p - torch.nn.functional.pad(q, (0, 0, 0, 1))).clamp_(min=0)
     else:
         accepted, surplus = _block_accepted(draft, q, p, tests)
-    # a trace of p decides where rounding left no surplus; it is far below the precision of what it is added to
-    mass = surplus.add_(p, alpha=_TRACE)[batch, accepted]
+    mass = surplus.add_(p, alpha=TRACE)[batch, accepted]
     return accepted, *_add(mass, None if uniforms is None else uniforms.gather(1, accepted[:, None])[:, 0], generator)
 
 
 def _block_accepted(draft: Tensor, q: Tensor, p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepted drafts [B] of block verification for uniforms [B, m], and max(0, P_i p_{i+1} - q_{i+1}), [B, m + 1, v].
+    """Accepted drafts [B] of block verification for uniforms [B, m], and their surplus, see `block_surplus`.
 
-    With q_{m+1} = 0, h_i = Z_i / (Z_i + 1 - P_i) holds for i = m, too. Prefix i is kept where its uniform is at least
-    1 - h_i, which needs no division, so that P_i = 1 and Z_i = 0 (the distributions are equal) are no special case.
+    Prefix i is kept where its uniform is at least 1 - h_i, which needs no division, so that P_i = 1 and Z_i = 0 (the
+    distributions are equal) are no special case.
     """
-    weight = _block_weights(draft, q, p)
-    surplus = weight[..., None] * p
-    surplus[:, :-1].sub_(q)
-    surplus.clamp_(min=0)
+    weight, surplus = block_surplus(draft, q, p)
     gap = 1 - weight[:, 1:]
     kept = gap <= uniform * (surplus.sum(-1)[:, 1:] + gap)
     return (kept * cached_arange(draft.shape[1] + 1, p.device)[1:]).amax(1), surplus
+
+
+def block_surplus(draft: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """P_0..P_m [B, m + 1], and max(0, P_i p_{i+1} - q_{i+1}) with q_{m+1} = 0, [B, m + 1, v], whose sums are Z.
+
+    With this q, h_i = Z_i / (Z_i + 1 - P_i) holds for i = m, too. NaN from the first draft on that neither can have
+    been drawn nor be kept; such a prefix loses every comparison.
+    """
+    weight = _block_weights(_raw_ratios(draft, q, p))
+    surplus = weight[..., None] * p
+    surplus[:, :-1].sub_(q)
+    return weight, surplus.clamp_(min=0)
 
 
 def verify_sampled(
@@ -223,19 +232,24 @@ def _add(mass: Tensor, uniforms: Tensor | None, generator: torch.Generator | Non
 
 
 def _ratios(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
-    """p / q at the drafted tokens [B, m]; 0 where the target excludes the token, 1 where it cannot have been drawn."""
+    """`_raw_ratios`; 0 where the target excludes the token, 1 where it cannot have been drawn."""
+    return _raw_ratios(draft, q, p).nan_to_num(nan=0.0, posinf=1.0)
+
+
+def _raw_ratios(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
+    """p / q at the drafted tokens [B, m]."""
     chosen = draft[..., None]
-    return (p[:, :-1].gather(-1, chosen) / q.gather(-1, chosen))[..., 0].nan_to_num(nan=0.0, posinf=1.0)
+    return (p[:, :-1].gather(-1, chosen) / q.gather(-1, chosen))[..., 0]
 
 
-def _block_weights(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
-    """P_0..P_m, [B, m + 1].
+def _block_weights(ratios: Tensor) -> Tensor:
+    """P_0..P_m, [B, m + 1], from `ratios` r_1..r_m.
 
     P_i = min(1, P_{i-1} r_i) is a walk reflected at 1: with R_i the product of r_1..r_i,
     P_i = R_i / max_{j<=i} R_j from R_0 = 1 on. R is a martingale under q, and so it reaches float32's largest number in
     one of 1e38 drafts.
     """
-    walk = torch.nn.functional.pad(_ratios(draft, q, p), (1, 0), value=1.0).cumprod(1)
+    walk = torch.nn.functional.pad(ratios, (1, 0), value=1.0).cumprod(1)
     return walk / walk.cummax(1).values
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...modeling.sampling import draw, pick, stream_uniforms
 from ..call.sequences import Sequences
 from ..trees.contract import DraftTree, VerificationResult, follow
+from .races import is_raced, race
 from .rules import verify_sampled
 
 
@@ -91,6 +92,8 @@ class SampledVerifier:
         """See `Verifier`."""
         self.distribution = scores.softmax(-1)
         if self.uniforms is None:
+            if is_raced(tree, self.rule):
+                return race(tree, self.distribution)
             return verify_sampled(tree, self.distribution, self.rule)
         uniforms = self.uniforms.current[:, : scores.shape[1]]
         tests = self.uniforms.fresh(tree.tokens.shape[1])

@@ -10,10 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.distributions import chi_square, golden
-from tests.internals import block_acceptance, token_acceptance, verify
+from tests.internals import block_acceptance, race_block, token_acceptance, verify
 from tests.internals import verification_module as verification
 
 RULES = {"token": token_acceptance, "block": block_acceptance}
+WAYS = RULES | {"race": block_acceptance}
+"""Ways of drawing, and the probabilities that each draws from."""
 V = 3
 GOLDENS = ("verify_ff_n3", "verify_cp_n4", "verify_hmm_n4_first", "verify_btree_n5_first")
 
@@ -206,27 +208,36 @@ def draws(case: World, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return number, drafts[number], q[number], p[number]
 
 
+def drawn_by(way: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accepted drafts and the added token; a race must also have written the drafts before it."""
+    if way != "race":
+        return verify(draft, q, p, way)[:2]
+    accepted, tokens, invalid = race_block(draft, q, p)
+    assert ((tokens[:, :-1] == draft) | (torch.arange(draft.shape[1]) >= accepted[:, None])).all() and not invalid.any()
+    return accepted, tokens.gather(1, accepted[:, None])[:, 0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", WAYS)
 @pytest.mark.parametrize(("kind", "length"), [("random", 1), ("random", 3), ("zeros in both", 3), ("greedy draft", 2)])
 def test_verify_draws_from_the_distributions(kind, length, rule, dtype):
     case = world(kind, length, 3)
     number, draft, q, p = draws(case, 100_000)
-    accepted, added, _ = verify(draft, q.to(dtype), p.to(dtype), rule)
+    accepted, added = drawn_by(rule, draft, q.to(dtype), p.to(dtype))
     drafts, q, p, drawn = case.cases()
-    accept, residual = RULES[rule](drafts, q, p)
+    accept, residual = WAYS[rule](drafts, q, p)
     distribution = drawn[:, None, None] * accepted_distribution(rule, accept)[..., None] * residual
     cells = (number * (length + 1) + accepted) * V + added
     assert chi_square(cells, distribution.flatten()) > 1e-4
 
 
 @pytest.mark.parametrize("kind", ["random", "zeros in both", "greedy draft"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", WAYS)
 def test_verify_emits_the_targets_distribution(rule, kind):
     """End to end in float32: what is emitted, completed by the target to m + 1 tokens, is the target's."""
     case = world(kind, 3, 8)
     _, draft, q, p = draws(case, 100_000)
-    accepted, added, _ = verify(draft, q.float(), p.float(), rule)
+    accepted, added = drawn_by(rule, draft, q.float(), p.float())
     tokens: list[torch.Tensor] = []
     for i in range(4):
         own = torch.multinomial(case.p[i][tuple(tokens)].expand(len(draft), V), 1)[:, 0]
@@ -256,11 +267,11 @@ def close_pair(rows: int, length: int, size: int, noise: float) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3, 2.0])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", WAYS)
 def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
     p, q = close_pair(rows=20_000, length=4, size=12, noise=noise)
     draft = torch.multinomial(q.flatten(0, 1), 1).view(q.shape[:2])
-    accepted, added, _ = verify(draft, q, p, rule)
+    accepted, added = drawn_by(rule, draft, q, p)
     assert (p[torch.arange(len(p)), accepted].gather(1, added[:, None]) > 0).all()
     of_drafts = p[:, :-1].gather(-1, draft[..., None])[..., 0]
     assert (of_drafts[torch.arange(4) < accepted[:, None]] > 0).all()
@@ -365,8 +376,9 @@ def test_distributions_are_distributions(rule, case):
 @given(case=probs(torch.float32))
 def test_distributions_are_distributions_in_float32(rule, case):
     check_probs(rule, *case, tolerance=1e-5)
-    accepted, added, _ = verify(*case, rule)
-    assert case[2][0, accepted[0], added[0]] > 0
+    for way in (rule, "race"):
+        accepted, added = drawn_by(way, *case)
+        assert case[2][0, accepted[0], added[0]] > 0
 
 
 @settings(max_examples=60)

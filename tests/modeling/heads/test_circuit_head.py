@@ -183,8 +183,9 @@ def test_nan_weights_are_refused_by_name(attribute):
     module, _, parameter = attribute.rpartition(".")
     with torch.no_grad():
         getattr(model.mtp_head.get_submodule(module), parameter)[0] = float("nan")
-    with pytest.raises(ValueError, match="NaN"):
-        model.generate(TOKENS[:1, :5], max_new_tokens=5)
+    for options in ({}, {"do_sample": True, "top_k": 0}, {"do_sample": True, "temperature": 0.7}):
+        with pytest.raises(ValueError, match="NaN"):
+            model.generate(TOKENS[:1, :5], max_new_tokens=5, **options)
 
 
 def test_a_leaf_tensor_beyond_memory_is_refused_with_the_way_out():

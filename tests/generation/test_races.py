@@ -1,0 +1,56 @@
+"""Block verification as a race: when it is taken, and what it makes of targets that are no distribution.
+
+That it draws from the distributions of block verification is tested beside `verify` in `test_verification`.
+"""
+
+import pytest
+import torch
+
+from tests.internals import DraftTree, SampledVerifier, is_raced, race_block, verify
+
+
+def rows(batch: int, length: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Drafts [B, m] and equal distributions q [B, m, v], p [B, m + 1, v]: every draft is kept."""
+    p = torch.rand(batch, length + 1, size).softmax(-1)
+    return torch.randint(size, (batch, length)), p[:, :-1].clone(), p
+
+
+def test_a_race_keeps_nothing_after_a_target_that_is_no_distribution():
+    draft, q, p = rows(50, 3, 6)
+    p[:10, 0], p[10:20, 1] = torch.nan, torch.nan
+    accepted, tokens, invalid = race_block(draft, q, p)
+    assert invalid.tolist() == [True] * 10 + [False] * 40
+    assert (accepted[:20] == 0).all() and (accepted[20:] == 3).all() and (tokens < 6).all()
+
+
+def test_a_race_leaves_its_inputs_alone_and_uses_its_generator_only():
+    draft, q, p = rows(64, 3, 6)
+    q = q.roll(1, -1)
+    before, state = [tensor.clone() for tensor in (draft, q, p)], torch.get_rng_state()
+    runs = [race_block(draft, q, p, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(one, other) for one, other in zip((draft, q, p), before))
+    assert all(torch.equal(one, other) for one, other in zip(runs[0], runs[1]))
+    assert not torch.equal(runs[0][1], runs[2][1])
+
+
+def test_drawn_chains_are_raced_on_accelerators_alone():
+    draft, q, p = rows(4, 3, 6)
+    there = [tensor.to("meta") for tensor in (draft, q)]
+    assert is_raced(DraftTree.chain(*there), "block") and not is_raced(DraftTree.chain(draft, q), "block")
+    assert not is_raced(DraftTree.chain(*there), "token") and not is_raced(DraftTree.chain(there[0]), "block")
+    raced = SampledVerifier().verify(DraftTree.chain(*there), p.log().to("meta"))
+    here = SampledVerifier().verify(DraftTree.chain(draft, q), p.log())
+    for name in ("num_accepted", "tokens", "invalid"):
+        one, other = getattr(raced, name), getattr(here, name)
+        assert one.shape == other.shape and one.dtype == other.dtype
+
+
+@pytest.mark.parametrize("size", [2, 300])
+def test_a_race_keeps_as_many_drafts_as_uniforms_do(size):
+    torch.manual_seed(size)
+    p, q = (torch.randn(2, 3, size).mul(1.5).softmax(-1) for _ in range(2))
+    p, q = p[:1].expand(40_000, -1, -1), q[:1, :2].expand(40_000, -1, -1)
+    draft = torch.multinomial(q.flatten(0, 1), 1).view(40_000, 2)
+    counts = [torch.bincount(way(draft, q, p)[0], minlength=3) / 40_000 for way in (race_block, verify)]
+    assert (counts[0] - counts[1]).abs().max() < 0.02 and counts[0].max() < 0.99

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -145,7 +145,12 @@ class EvaBlock:
         elif self.tree is not None:
             self.mask = _additive(self._visible_in_tree(self.tree), dtype)[:, None]
         elif (explicit or not self.is_fresh) and (self.length > 1 or not self.is_uniform or self.provisional):
-            self.mask = _additive(self._visible(), dtype)[:, None]
+            if self.is_uniform and not self.provisional and self.length <= _DRAFT:
+                # one launch, as every decoding cycle needs it
+                own = _causal(self.length, dtype, self.device)
+                self.mask = torch.nn.functional.pad(own, (self.used - self.length, 0))[None, None]
+            else:
+                self.mask = _additive(self._visible(), dtype)[:, None]
         return self
 
     def _slots(self, summaries: int = 0) -> Tensor:
@@ -198,6 +203,17 @@ class EvaBlock:
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return visible.to(dtype).log_()  # 0 where visible, -inf elsewhere
+
+
+_DRAFT = 64
+"""Longest block whose causal mask is kept."""
+
+
+@lru_cache(maxsize=64)
+def _causal(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what every new token adds to the scores of the block, [M, M], made once; never write to it."""
+    with torch.inference_mode(False):
+        return _additive(torch.ones(length, length, dtype=torch.bool, device=device).tril(), dtype)
 
 
 @dataclass

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from ..masks import numbers
-from .circuits import LOG, LatentDistribution, Ring, Scale, Walk, moved
+from .circuits import LOG, LatentDistribution, Ring, Scale, Walk, column, moved, never
+
+_TABLES = 2**18
+"""Entries of the tables of pairs up to which they are made: few launches, where they are small."""
 
 
 @lru_cache(maxsize=256)
@@ -91,7 +94,9 @@ class TreeDistribution(LatentDistribution):
             position = self.slots[index]
             if position is None or position < len(known):
                 return None if position is None else known[position]
-            return (yield moved(weights, leaves[position]))
+            return column(leaves[position], (yield moved(weights, leaves[position])))
+        if level > 0 and level + 1 == self.depth and unit is never and self._pairs is not None:
+            return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
         step = self.steps[level - 1][..., index, :, :] if is_latent else None
         weights = weights if step is None else moved(weights, step)
@@ -101,6 +106,43 @@ class TreeDistribution(LatentDistribution):
         assert seen is not None
         seen = seen if left is None else unit(left * seen)
         return seen if step is None else moved(seen, step.mT)
+
+    @cached_property
+    def _pairs(self) -> Tensor | None:
+        """Tables [..., 2^(depth - 1), 1 + r, 1 + r, v] of the nodes that own two positions each, for `_visit_pair`.
+
+        Row 1 + a and column b hold node[a, b] leaf[b, x] of the first position; column r is their sum. None where that
+        is much, where some node owns one position, or where gradients are wanted, which writing in place would break.
+        """
+        nodes, firsts = self.steps[-1], self._probs[..., ::2, :, :]
+        learns = torch.is_grad_enabled() and (nodes.requires_grad or firsts.requires_grad)
+        if not self.is_perfect or learns or firsts.numel() * self.rank > _TABLES:
+            return None
+        tables = nodes.new_empty(*firsts.shape[:-2], 1 + self.rank, 1 + self.rank, self.size)
+        inside = tables[..., 1:, :-1, :]
+        torch.mul(nodes[..., None], firsts[..., None, :, :], out=inside)
+        torch.sum(inside, -2, out=tables[..., 1:, -1, :])
+        return tables
+
+    def _visit_pair(self, index: int, weights: Tensor, leaves: list[Tensor], known: list[Tensor]) -> Walk:
+        """Walk the two positions of a last node; returns what they say of its parent's state.
+
+        Weighted rows beside the rows of every state of the parent make one launch of what are two.
+        """
+        first, second = 2 * index, 2 * index + 1
+        if first < len(known):
+            seen = self.steps[-1][..., index, :, :] * known[first][..., None, :]
+            if second < len(known):
+                return moved(known[second], seen.mT)
+            shown = seen @ leaves[second]
+            return column(shown, (yield moved(weights, shown)))
+        assert self._pairs is not None
+        rows = self._pairs[..., index, :, :, :]
+        flat = rows.reshape(-1, *rows.shape[-3:])
+        torch.bmm(weights.reshape(-1, 1, self.rank), flat[:, 1:].flatten(-2), out=flat[:, :1].flatten(-2))
+        seen = column(rows[..., :-1, :], (yield rows[..., 0, -1, :]))
+        shown = seen @ leaves[second]
+        return column(shown[..., 1:, :], (yield shown[..., 0, :]))
 
     def _tables(self, known: list[Tensor]) -> Tensor:
         """Every state's row of every node; a known first token weighs those on its path to the root."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
 
 Walk = Generator[Tensor, Tensor, Tensor | None]
+"""Yields the probabilities [..., v] of a position; is sent the chosen token [...]."""
 Scale = Callable[[Tensor], Tensor]
 
 
@@ -92,10 +93,7 @@ class LatentDistribution(WindowDistribution):
 
     @abstractmethod
     def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        """Yield the probabilities [..., v] of each position after the known ones; is sent the chosen token's leaves.
-
-        `unit` scales weights.
-        """
+        """Yield the probabilities [..., v] of each position after the known ones; `unit` scales weights."""
 
     @abstractmethod
     def _tables(self, known: list[Tensor]) -> Tensor:
@@ -200,7 +198,7 @@ class LatentDistribution(WindowDistribution):
 
     def greedy(self, length: int | None = None) -> Tensor:
         """Argmax of each exact conditional in turn; an argmax needs no normalisation, but for what would underflow."""
-        return torch.stack(self._along(_largest, length, _seldom if self._is_short else _now_and_then())[0], -1)
+        return torch.stack(self._along(_largest, length, never if self._is_short else _now_and_then())[0], -1)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """Draw the states, then all tokens at once, and compute the exact conditionals along them.
@@ -246,12 +244,12 @@ class LatentDistribution(WindowDistribution):
         leaves, tokens, probs = list(self._probs[..., :stop, :, :].unbind(-3)), [], []
         walk = self._walk(leaves, known, unit)
         shown = next(walk)
-        for leaf in leaves[len(known) :]:
+        for _ in leaves[len(known) :]:
             token, distribution = choose(shown)
             tokens.append(token)
             probs.append(distribution)
             if len(known) + len(tokens) < len(leaves):
-                shown = walk.send(leaf.gather(-1, token[..., None, None].expand(*leaf.shape[:-1], 1))[..., 0])
+                shown = walk.send(token)
         return tokens, probs
 
 
@@ -266,7 +264,7 @@ class MixtureDistribution(LatentDistribution):
     def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         weights = self.root
         for position, leaf in enumerate(leaves):
-            found = known[position] if position < len(known) else (yield moved(weights, leaf))
+            found = known[position] if position < len(known) else column(leaf, (yield moved(weights, leaf)))
             weights = unit(weights * found)
         return None
 
@@ -333,7 +331,7 @@ class ChainDistribution(LatentDistribution):
         if not known:
             probs = moved(weights, leaves[0])
         for position, table in enumerate(ahead):
-            found = known[position] if position < len(known) else (yield probs)
+            found = known[position] if position < len(known) else column(leaves[position], (yield probs))
             weights, probs = moved(unit(weights * found), table).split([self.rank, self.size], -1)
         yield probs
         return None
@@ -351,6 +349,12 @@ class ChainDistribution(LatentDistribution):
         return torch.cat(states, -1)
 
 
+def column(table: Tensor, token: Tensor) -> Tensor:
+    """Return the column [..., r] of a table [..., r, v], or [..., s, r] of one [..., s, r, v], at a token [...]."""
+    index = token[(..., *[None] * (table.dim() - token.dim()))]
+    return table.gather(-1, index.expand(*table.shape[:-1], 1))[..., 0]
+
+
 def _unit(weights: Tensor) -> Tensor:
     """Return the weights divided by their sum; zeros stay zeros."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
@@ -360,7 +364,8 @@ def _largest(weights: Tensor) -> tuple[Tensor, Tensor]:
     return weights.argmax(-1), weights
 
 
-def _seldom(weights: Tensor) -> Tensor:
+def never(weights: Tensor) -> Tensor:
+    """Return the weights as they are."""
     return weights
 
 

@@ -137,6 +137,22 @@ def test_long_drafts_of_bytes_in_float32_state_their_conditionals(kind, bound, l
     assert torch.equal(exact.conditional_log_probs(text)[:, :length].argmax(-1), greedy)
 
 
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("bound", [0, 1, 2, 3])
+@pytest.mark.parametrize("window", [4, 6, 8, 16])
+def test_greedy_drafts_of_trees_are_the_argmax_with_and_without_tables_of_pairs(window, bound, learns):
+    distribution = random_distribution("btree", window, 5, rank=4, count=30)
+    distribution.leaf_logits.requires_grad_(learns)
+    exact = random_distribution("btree", window, 5, rank=4, count=30)
+    for token in (torch.arange(30) % 5, torch.arange(30) % 3, torch.arange(30) % 2)[:bound]:
+        distribution, exact = distribution.condition(token), exact.condition(token)
+    for length in (1, window - bound, max(window - bound - 1, 1)):
+        greedy = distribution.greedy(length)
+        text = torch.nn.functional.pad(greedy, (0, window - bound - length))
+        assert torch.equal(exact.conditional_log_probs(text)[:, :length].argmax(-1), greedy)
+    assert torch.equal(distribution.draft(lambda probs: (probs.argmax(-1), probs), length)[0], greedy)
+
+
 @pytest.mark.parametrize("name", [name for name in DENSITY if any(k.startswith("grad.") for k in golden(name))])
 def test_gradients(name):
     kind, parameters, data = load(name)

@@ -73,7 +73,8 @@ class ConvolvedLayer(RowLayer):
 
     def _ring(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a ring, with room for what blocks may read and write until the next rollback, [B, d, C]."""
-        ring, rows, size = getattr(self, name), self.rows, rounded(self.kernel + self.rows.span)
+        rows, size = self.rows, rounded(self.kernel + self.rows.span)
+        ring: Any = getattr(self, name)
         old = 0 if ring is None else ring.shape[2]
         if old >= size:
             return ring
@@ -195,7 +196,7 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch
     def queries(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return scaled(output, 1) if get_ident() == own else output
 
-    def bias(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def bias(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         if get_ident() != own:
             return output
         fed = output.shape[2]

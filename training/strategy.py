@@ -177,7 +177,7 @@ class MTPLossWeightSchedule(TrainerCallback):
     ) -> None:
         """Set the weight of the step that begins."""
         model: nn.Module = kwargs["model"]
-        owner = next((each for each in model.modules() if hasattr(type(each), "mtp_loss_weight")), None)
+        owner: Any = next((each for each in model.modules() if hasattr(type(each), "mtp_loss_weight")), None)
         if owner is None:
             raise TypeError(f"MTPLossWeightSchedule needs a model with mtp_loss_weight, not a {type(model).__name__}")
         owner.mtp_loss_weight = self.weight(state.global_step, state.max_steps)

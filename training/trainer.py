@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ..modeling import PTPForCausalLM
 from ..modeling.loss_options import TrainableDrafter

@@ -17,6 +17,7 @@ import torch
 
 from ..configuration.fields import field
 from ..generation.attach import MTPGenerationMixin
+from ..generation.call.sequences import Sequences
 from ..generation.drafters.ngram import NgramDrafter
 from ..generation.target.backbones import takes_dense_masks
 from ..generation.trees import DraftTree, VerificationResult
@@ -73,7 +74,7 @@ class _Observer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.verifier, name)
 
-    def first(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def first(self, scores: torch.Tensor, tokens: Sequences) -> torch.Tensor:
         added = self.verifier.first(scores, tokens)
         self.cycles.append(Cycle([], [], [], int(added[0])))
         return added

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -136,10 +136,10 @@ def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
         raise ValueError(
             f"{type(model).__name__} has no drafter of its own: set drafter: heads, eagle, modules or parallel"
         )
-    if options and not isinstance(model, EvaByteForMTPC):
-        raise ValueError(f"drafter_options={options}: the {type(model).__name__} exists already; leave them out")
-    if options:
+    if options and isinstance(model, EvaByteForMTPC):
         model.set_head(**options)
+    elif options:
+        raise ValueError(f"drafter_options={options}: the {type(model).__name__} exists already; leave them out")
     return model
 
 
@@ -245,8 +245,9 @@ def store_features(trainer: Trainer, settings: Settings) -> None:
     directory, rows = settings.drafter.features, trainer.train_dataset
     if directory is None or not isinstance(rows, Dataset):
         return
+    drafter = cast(MTPHeads | EagleHead, trainer.model)
     with trainer.args.main_process_first(desc="states of the backbone"):
-        trainer.train_dataset = cache_features(trainer.model, _Collated(rows, trainer.data_collator), directory)
+        trainer.train_dataset = cache_features(drafter, _Collated(rows, trainer.data_collator), directory)
     trainer.data_collator = _Either(trainer.data_collator)
     trainer.args.remove_unused_columns = False  # TRL's list of columns knows no states
 
@@ -271,7 +272,7 @@ class _Either:
 
     collator: DataCollator
 
-    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return (FeatureDataset.collate if STATES in rows[0] else self.collator)(rows)
 
 
@@ -303,7 +304,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
 
 
-def _beginning(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> list[int]:
+def _beginning(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> Any:
     row = maybe_convert_to_chatml(row)
     if turns := row.get("messages") or (row.get("prompt") if isinstance(row.get("prompt"), list) else None):
         answers = [index for index, turn in enumerate(turns) if turn.get("role") == "assistant"]

@@ -104,7 +104,7 @@ def write_run(directory: Path, settings: Settings, facts: dict[str, object]) -> 
     """Write `run.json` and `config.yaml`."""
     run = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
     replace_file(directory / RUN, run + "\n")
-    written = settings.given | {"flags": _without_tokens(settings.given["flags"])}
+    written: dict[str, Any] = settings.given | {"flags": _without_tokens(settings.given["flags"])}
     if "file" in written:
         written["file"] = {name: value for name, value in written["file"].items() if not name.endswith("token")}
     config = {"given": json.loads(json.dumps(written, default=str)), "resolved": _resolved(settings)}

@@ -17,7 +17,7 @@ import copy
 import json
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ _WARM_UP = 8  # tokens of a first call that is not measured, because it also set
 _WIDTH, _BLOCKS = 6, 4  # tokens of a block, and blocks of an output, along which the error of logits is measured
 _TOP = 10  # likeliest tokens whose logits are compared
 _OUTPUTS = 4  # along which the error is measured
-_Batch = Mapping[str, torch.Tensor]
+_Batch = dict[str, torch.Tensor]
 _Unit = tuple[tuple[str, ...], str, int]
 
 

@@ -267,9 +267,10 @@ class DraftMeasures:
     def _merge(self, other: DraftMeasures) -> None:
         if other.counts is not None:
             self.counts = other.counts if self.counts is None else self.counts + other.counts
-        for mine, theirs in ((self.sums, other.sums), (self.calls, other.calls)):
-            for name, values in theirs.items():
-                mine[name] = mine[name] + values if name in mine else values
+        for name, values in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + values
+        for rule, calls in other.calls.items():
+            self.calls[rule] = self.calls[rule] + calls if rule in self.calls else calls
 
     def reduced(self) -> DraftMeasures:
         """Return the measures of all processes; every one of them calls this."""

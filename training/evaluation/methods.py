@@ -83,7 +83,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _method(name: str, kind: str, model: PreTrainedModel, source: str, options: dict[str, Any]) -> Method:
+def _method(name: str, kind: str, model: Any, source: str, options: dict[str, Any]) -> Method:
     drafts_itself = isinstance(model, MTPGenerationMixin)
     if kind == "own":
         if not drafts_itself:
@@ -102,7 +102,7 @@ def _method(name: str, kind: str, model: PreTrainedModel, source: str, options: 
     return Method(name, model, options, is_foreign=True)
 
 
-def _trained(kind: type[AttachableDrafter]) -> Callable[..., AttachableDrafter]:
+def _trained(kind: type[MTPHeads | EagleHead | PTPStudent]) -> Callable[..., AttachableDrafter]:
     return lambda model, source, options: load_drafter(source, model, "--methods", kind.config_class, shared=True)
 
 

@@ -81,7 +81,8 @@ class UpdateTrainer(BaseTrainer):
         if self.state.global_step == self._initial_global_step:
             check_ids(batches, self._owner.config.vocab_size)
         with self._drawing(f"{self.args.seed} {self.state.global_step} {self.args.process_index}"):
-            tasks = [self._task(self.model_wrapped, self._prepare_inputs(batch), True) for batch in batches]
+            model = cast(nn.Module, self.model_wrapped)
+            tasks = [self._task(model, self._prepare_inputs(batch), True) for batch in batches]
         if len(tasks) > 1:
             for task in tasks:
                 task.release()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..attach import AttachableDrafter
 from ..call.options import CallOptions, DraftOptions
@@ -19,19 +20,23 @@ from ..trees.building import joined_chains
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Verifier
 
+_START = 16.0
+"""Tokens that count as expected and accepted before anything is known."""
+_DECAY = 0.98
+"""The share of past counts that remains after a cycle, so that a look-up that fails is tried again."""
+
 
 class DrafterCascade(AttachableDrafter):
-    """In every cycle the first drafter that is confident drafts, and the last one where none is.
+    """Several drafters in order: in every cycle the first that is confident drafts, and the last one where none is.
 
-    Who drafts is decided before anything is drawn: all but the last must look their drafts up, so that these and how
-    sure they are follow from the text alone. To draw first and to choose or merge afterwards would change the text.
-    What a look-up expects is corrected by what came of its drafts so far, in greedy calls or in sampled ones: sampled
-    text repeats itself less often than counts of it say.
-    With `joins`, a look-up that is not sure adds its draft to the last one's: its tokens come first, and are taken out
-    of what the last drafter's are verified by.
+    The choice precedes every draw: all but the last drafter look their drafts up, so that these and their confidence
+    follow from the text alone. To draw first and to choose or merge afterwards would change the output. Past acceptance
+    corrects a look-up's expectation, in greedy calls or in sampled ones: sampled text repeats itself less often than
+    its counts predict. With `joins`, a look-up that is not sure adds its draft to the last drafter's: its tokens come
+    first, and are taken out of the last drafter's distributions.
 
     Args:
-        drafters: At least two; those before the last are look-ups that say how many tokens they expect to be accepted
+        drafters: At least two; those before the last are look-ups that tell how many tokens they expect to be accepted
             (`SuffixDrafter`).
         least: Tokens, per sequence, that a look-up must expect to be accepted.
         joins: Where none does, verify the first look-up's draft and the last drafter's chain in one tree.
@@ -57,7 +62,7 @@ class DrafterCascade(AttachableDrafter):
         self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """The backbone's."""
         return self.backbone.config
 
@@ -75,28 +80,28 @@ class DrafterCascade(AttachableDrafter):
             )
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Attaches those that are not yet; they stay attached when the cascade is detached."""
+        """Attach the drafters that are not yet; they stay attached when the cascade is detached."""
         for drafter in self.drafters:
             drafter.attach(backbone)
 
     def longest_draft(self) -> int | None:
-        """The most of all."""
+        """Return the most of all."""
         longest = [drafter.longest_draft() for drafter in self.drafters]
         return None if None in longest else max(cast("list[int]", longest))
 
     def default_draft(self) -> int:
-        """The most of all."""
+        """Return the most of all."""
         return max(drafter.default_draft() for drafter in self.drafters)
 
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-        """The first of any."""
+        """Return the first of any."""
         return next(filter(None, (drafter.obstacle(config, model_kwargs) for drafter in self.drafters)), None)
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Ask for a tree where drafts are joined, so that there is room for one.
+        """Request a tree where drafts are joined, so that there is room for one.
 
         Raises:
-            ValueError: Another tree is asked for.
+            ValueError: Another tree is requested.
         """
         if self.joins and options.draft_tree is not None:
             raise ValueError(f"draft_tree={options.draft_tree!r}: with joins=True the last drafter's is a chain")
@@ -105,11 +110,11 @@ class DrafterCascade(AttachableDrafter):
         return replace(options, draft_tree={"total_tokens": size}) if self.joins else options
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """The last drafter's; look-ups draft chains."""
+        """Complete the last drafter's tree; look-ups draft chains."""
         return self.last.prepare_tree(options, config)
 
     def start(self, options: DraftOptions) -> CascadeSession:
-        """The drafts of one call.
+        """Return the session of one call.
 
         Raises:
             ValueError: A drafter that cannot be one of several.
@@ -127,39 +132,32 @@ class DrafterCascade(AttachableDrafter):
         return CascadeSession(sessions, self.trusts[options.do_sample], self.least, self.joins)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """The last drafter's: it takes certain drafts, too."""
+        """Return the last drafter's, which takes certain drafts, too."""
         return self.last.make_verifier(options, cast(CascadeSession, session).sessions[-1])
 
 
 class Trust:
-    """How many tokens of a look-up's drafts are accepted for each that it expects, of late.
+    """How many tokens of a look-up's drafts are accepted for each that it expects, of late."""
 
-    Args:
-        start: Tokens that count as expected and accepted before anything is known.
-        kept: The share of what is known that remains after a cycle, so that a look-up that fails is tried again.
-    """
-
-    def __init__(self, start: float = 16.0, kept: float = 0.98) -> None:
-        self.start, self.kept = start, kept
-        self.expected = self.accepted = 0.0
+    expected = accepted = 0.0
 
     @property
     def factor(self) -> float:
         """Accepted by expected tokens."""
-        return (self.start + self.accepted) / (self.start + self.expected)
+        return (_START + self.accepted) / (_START + self.expected)
 
     def note(self, expected: float = 0.0, accepted: float = 0.0) -> None:
-        """Count a cycle; one that it did not draft has neither."""
-        self.expected = self.kept * self.expected + expected
-        self.accepted = self.kept * self.accepted + accepted
+        """Count a cycle; both are 0 where another drafter drafted."""
+        self.expected = _DECAY * self.expected + expected
+        self.accepted = _DECAY * self.accepted + accepted
 
 
 class CascadeSession(DraftSession):
-    """The drafts of one call; see `DrafterCascade`. All sessions read the text, whoever drafted it."""
+    """The drafts of one call; see `DrafterCascade`. All sessions read all tokens, whoever drafted them."""
 
-    def __init__(self, sessions: list[Any], trusts: list[Trust], least: float, joins: bool = False) -> None:
+    def __init__(self, sessions: list[DraftSession], trusts: list[Trust], least: float, joins: bool = False) -> None:
         self.sessions, self.trusts, self.least, self.joins = sessions, trusts, least, joins
-        self.asked: int | None = None
+        self.chosen: int | None = None
         self.num_tokens = max(session.num_tokens for session in sessions)
         self.reads_cache = any(session.reads_cache for session in sessions)
         self.hidden_layers = joined_layers(*(session.hidden_layers for session in sessions))
@@ -171,28 +169,28 @@ class CascadeSession(DraftSession):
             session.begin(outputs, view)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """One's draft, or those of two in one tree; the others are asked for none, and take in what comes before."""
+        """Return one session's draft, or two in one tree; the others get length 0, and read what comes before."""
         *sure, last = self.sessions
-        found: DraftTree | None = None
+        chosen: DraftTree | None = None
         guess: DraftTree | None = None
-        self.asked = None
+        self.chosen = None
         for index, session in enumerate(sure):
-            tree = session.propose(tokens, 0 if found is not None else min(length, session.num_tokens))
-            if found is None and length and session.expected * self.trusts[index].factor >= self.least:
-                found, self.asked = tree, index
+            tree = session.propose(tokens, 0 if chosen is not None else min(length, session.num_tokens))
+            if chosen is None and length and cast(float, session.expected) * self.trusts[index].factor >= self.least:
+                chosen, self.chosen = tree, index
             elif self.joins and guess is None and tree.tokens.shape[1]:
                 guess = tree
-        tree = last.propose(tokens, 0 if found is not None else min(length, last.num_tokens))
-        if found is not None:
-            return found
+        tree = last.propose(tokens, 0 if chosen is not None else min(length, last.num_tokens))
+        if chosen is not None:
+            return chosen
         return tree if guess is None or not tree.tokens.shape[1] else joined_chains(guess, tree)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """See `DraftSession`."""
         accepted = [count - 1 for count in self.view.new_tokens.counts if count]
         for index, trust in enumerate(self.trusts):
-            if index == self.asked:
-                trust.note(self.sessions[index].expected, sum(accepted) / max(1, len(accepted)))
+            if index == self.chosen:
+                trust.note(cast(float, self.sessions[index].expected), sum(accepted) / max(1, len(accepted)))
             else:
                 trust.note()
         for session in self.sessions:
@@ -203,6 +201,6 @@ class CascadeSession(DraftSession):
         for session in self.sessions:
             session.finish(statistics)
 
-    def coverage(self, tokens: Any) -> float | None:
-        """The last drafter's: look-ups draft every token."""
+    def coverage(self, tokens: Tensor) -> float | None:
+        """Return the last drafter's: look-ups draft every token."""
         return self.sessions[-1].coverage(tokens)

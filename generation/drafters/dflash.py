@@ -52,12 +52,7 @@ def check_source(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
 
 
 class DFlashSession(DraftSession):
-    """The drafts of one call; see the head of this file.
-
-    Args:
-        model: transformers' `MuseGlimmerAssistantModel`, or one with the same arguments.
-        options: Of the call.
-    """
+    """The drafts of one call; see the head of this file."""
 
     supports_confidence_threshold = True
 
@@ -67,7 +62,7 @@ class DFlashSession(DraftSession):
         self.cache, self.accepted = DynamicCache(), list[tuple[Tensor, NewTokens | None]]()
 
     def begin(self, outputs: CausalLMOutputWithPast, view: CacheView) -> None:
-        """Takes the prompt's states; what an earlier call left in the backbone's cache is not looked at."""
+        """Take the prompt's states; columns of an earlier call in the backbone's cache are ignored."""
         self.view, states = view, self._states(outputs.hidden_states or ())
         mask, span = view.mask[:, -states.shape[1] :].to(states.device), self.num_tokens + 1
         counts, room = view.counts.to(states.device), self.options.max_length
@@ -76,55 +71,56 @@ class DFlashSession(DraftSession):
         self.accepted.append((states, None))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Takes the states of the accepted path."""
-        kept = self.view.new_tokens
-        if kept.longest:
-            self.accepted.append((self._states(outputs.first(kept.longest)), kept))
+        """Take the states of the accepted path."""
+        new = self.view.new_tokens
+        if new.longest:
+            self.accepted.append((self._states(outputs.first(new.longest)), new))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """The first `length` tokens of a block after every sequence; the first that no sequence was sure of ends it."""
+        """Return the first `length` tokens of a block after every sequence, up to the first of which no sequence is
+        sure."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         last, options, config = tokens.last()[:, None], self.options, self.model.config
         masked = torch.full_like(last, config.mask_token_id).expand(-1, config.block_size - 1)
         block = _embedded(options.backbone.get_input_embeddings(), torch.cat([last, masked], 1))
-        for states, kept in self.accepted:
-            filled = self._run(states, kept, block.to(self.model.device, self.model.dtype))
+        for states, new in self.accepted:
+            filled = self._run(states, new, block.to(self.model.device, self.model.dtype))
         self.accepted = []
         unembedding = cast(nn.Module, options.backbone.get_output_embeddings())
         logits = unembedding(to_device(filled[:, 1 : 1 + length], last.device, options.backbone.dtype))
         return block_chain(to_device(logits, last.device), options, options.masks(tokens))
 
     def _states(self, hidden_states: States) -> Tensor:
-        """The states of all layers that are read, side by side, [B, L, n D]."""
+        """Return the states of all layers that the assistant reads, side by side, [B, L, n D]."""
         device, dtype = self.model.device, self.model.dtype
         layers = (hidden_states[layer + 1] for layer in self.model.config.target_layer_ids)
         return torch.cat([state.to(device, dtype) for state in layers if state is not None], dim=-1)
 
-    def _run(self, states: Tensor, kept: NewTokens | None, block: Tensor) -> Tensor:
-        """Writes states [B, C, n D] for good, of which `kept` are some (None: the prompt's), and fills in a block."""
-        rows, config, (batch, size, _), new = self.rows, self.model.config, block.shape, states.shape[1]
-        places, among = cached_arange(size, states.device)[None], states.new_ones(batch, size, size, dtype=torch.bool)
-        if kept is None:  # the prompt, which ends where the rows do
-            rows.ahead, begin, positions = 0, -new, cached_range(-new, new, states.device)
+    def _run(self, states: Tensor, new: NewTokens | None, block: Tensor) -> Tensor:
+        """Store states [B, C, n D], of which `new` are a sequence's (None: the prompt's), and fill in a block."""
+        rows, config, (batch, size, _), width = self.rows, self.model.config, block.shape, states.shape[1]
+        depths, among = cached_arange(size, states.device)[None], states.new_ones(batch, size, size, dtype=torch.bool)
+        if new is None:  # the prompt, which ends where the sequences do
+            rows.ahead, begin, positions = 0, -width, cached_range(-width, width, states.device)
         else:
-            rows.ahead, begin, positions = new, 0, cached_arange(new, states.device)
-            count = to_device(kept.on_device, states.device)[:, None]
+            rows.ahead, begin, positions = width, 0, cached_arange(width, states.device)
+            count = to_device(new.on_device, states.device)[:, None]
             among = torch.cat([(positions < count)[:, None].expand(-1, size, -1), among], dim=-1)
-            places = torch.cat([positions.expand(batch, -1), places + count], dim=1)
+            depths = torch.cat([positions.expand(batch, -1), depths + count], dim=1)
         windows = {kind: config.sliding_window + 1 if "sliding" in kind else None for kind in config.layer_types}
-        seen = {kind: rows.visible(size, window, new=among, depths=places) for kind, window in windows.items()}
-        places = torch.cat([positions.expand(batch, -1), places[:, -size:].expand(batch, -1)], dim=1)
+        seen = {kind: rows.visible(size, window, new=among, depths=depths) for kind, window in windows.items()}
+        depths = torch.cat([positions.expand(batch, -1), depths[:, -size:].expand(batch, -1)], dim=1)
         rows.ahead = begin
         outputs = self.model(
             noise_embeds=block,
             context_hidden_states=states,
-            position_ids=(rows.counts[:, None] + places).clamp(min=0),
+            position_ids=(rows.counts[:, None] + depths).clamp(min=0),
             attention_mask={kind: given_mask(mask, config, block.dtype) for kind, mask in seen.items()},
             past_key_values=self.cache,
         )
-        if kept is not None:
-            rows.keep(kept)
+        if new is not None:
+            rows.keep(new)
         return outputs.last_hidden_state
 
 

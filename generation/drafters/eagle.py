@@ -1,13 +1,13 @@
 """Drafts of an EAGLE head: chains, trees of likeliest paths, trees of draws, trees of fixed shape.
 
 Columns of the head's own cache are those of the backbone's: column t holds the pair of the backbone's feature of token
-t and of token t + 1. Between cycles it holds nothing else. Rows that were drafted on top of it (a feature that the head
-itself returned, a token that it proposed) are thrown away, and what the backbone made of the accepted tokens takes
-their place. These new pairs run first in the next draft, and the last of them proposes its first token:
+t and of token t + 1. Between cycles it holds nothing else. Pairs drafted on top of it (a feature that the head
+itself returned, a token that it proposed) are dropped, and the backbone's features of the accepted tokens replace
+them. These new pairs run first in the next draft, and the last of them proposes its first token:
 
-    kept by the backbone    b  d1 d2 z          (z is the token that verification added, not in the cache yet)
+    new tokens              b  d1 d2 z          (z is the token that verification added, not in the cache yet)
     features of             b  d1 d2
-    paired with             d1 d2 z             three rows of the head; the third one proposes what follows z
+    paired with             d1 d2 z             three pairs; the third one proposes the token after z
 """
 
 from __future__ import annotations
@@ -32,26 +32,21 @@ from ..trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
 
 @dataclass
 class _Pairs:
-    """New rows of true features; what a sequence keeps comes first, and what is after it is arbitrary.
+    """New pairs of true features; those of a sequence come first, and what follows them is arbitrary.
 
     Attributes:
         features: [B, P, d].
         ids: [B, P] int64.
-        kept: How many each sequence keeps; None: the prompt's.
+        new: How many each sequence has; None: the prompt's.
     """
 
     features: Tensor
     ids: Tensor
-    kept: NewTokens | None = None
+    new: NewTokens | None = None
 
 
 class EagleSession(DraftSession):
-    """The drafts of one call.
-
-    Args:
-        head: The `EagleHead`, attached.
-        options: Of the call; `draft_tree` is complete (`growth.tree_options`).
-    """
+    """The drafts of one call of an attached `EagleHead`."""
 
     supports_confidence_threshold = True
 
@@ -62,21 +57,21 @@ class EagleSession(DraftSession):
         self.cache, self.pairs = DynamicCache(), list[_Pairs]()
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Takes the prompt's features; what an earlier call left in the backbone's cache is not looked at."""
+        """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
         self.view, self.prompt = view, self.head.fuse(outputs.hidden_states)
         mask, options = view.mask[:, -self.prompt.shape[1] :], self.options
         self.rows = Rows(mask, view.is_padded, options.max_length, most_nodes(options), view.counts)
         self.rows.take_over(self.cache)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Pairs the features of the accepted path with the tokens after them."""
-        kept = self.view.new_tokens
-        if kept.longest:
-            states = outputs.first(kept.longest)
-            self.pairs.append(_Pairs(self.head.fuse(states), result.tokens[:, : kept.longest], kept))
+        """Pair the features of the accepted path with the tokens after them."""
+        new = self.view.new_tokens
+        if new.longest:
+            states = outputs.first(new.longest)
+            self.pairs.append(_Pairs(self.head.fuse(states), result.tokens[:, : new.longest], new))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain or a tree after every sequence, with paths of at most `length` tokens."""
+        """See `DraftSession`."""
         if self.prompt is not None:  # its last pair has the token that was added first
             self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1])))
             self.prompt = None
@@ -91,30 +86,31 @@ class EagleSession(DraftSession):
         return grow(_Growth(self), self.options, length, masks)
 
     def _settle(self, pairs: _Pairs) -> None:
-        """Runs new pairs for good."""
-        kept = pairs.kept
-        self.rows.ahead = 0 if kept else -pairs.ids.shape[1]
+        """Run new pairs for good."""
+        new = pairs.new
+        self.rows.ahead = 0 if new else -pairs.ids.shape[1]
         features = self._run(pairs.features, pairs.ids)
         self.features = features[:, -1:]
-        if kept is not None and not kept.is_even:
-            last = (kept.on_device - 1).clamp(min=0)[:, None, None]  # a sequence that has ended keeps any
+        if new is not None and not new.is_even:
+            last = (new.on_device - 1).clamp(min=0)[:, None, None]  # a sequence that has ended keeps any
             self.features = features.gather(1, last.expand(-1, 1, features.shape[2]))
-        if kept is not None:
-            self.rows.keep(kept)
+        if new is not None:
+            self.rows.keep(new)
 
     def _run(self, features: Tensor, ids: Tensor, seen: Tensor | None = None, level: int = 0) -> Tensor:
-        """Rows of the head in a row behind those before; or a level of a tree, and what it sees of all levels."""
+        """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen` of all
+        levels."""
         rows, size = self.rows, ids.shape[1]
         rows.is_exact = seen is None and not rows.needs_mask(size)
         mask = None if rows.is_exact else rows.visible(size, new=seen)[:, None]
-        places = cached_range(rows.ahead, size, ids.device) if seen is None else level
-        positions = (rows.counts[:, None] + places).clamp(min=0).expand(-1, size)
+        depths = cached_range(rows.ahead, size, ids.device) if seen is None else level
+        positions = (rows.counts[:, None] + depths).clamp(min=0).expand(-1, size)
         features = self.head.rows(features, ids, positions, mask, self.cache)
         rows.ahead += size
         return features
 
     def _chain(self, length: int, masks: DraftMasks | None) -> DraftTree:
-        """Up to `length` tokens one after the other; it ends with a token of which no sequence was sure."""
+        """Return a chain of up to `length` tokens; it ends with a token of which no sequence is sure."""
         if self.head.config.mask_token_id is not None:
             return self._chain_at_once(length, masks)
         features = self.features
@@ -128,7 +124,7 @@ class EagleSession(DraftSession):
         return grow_chain(step, self.options, length)
 
     def _chain_at_once(self, length: int, masks: DraftMasks | None) -> DraftTree:
-        """The same of a P-EAGLE head: rows of a mask token stand for all tokens but the first one."""
+        """Return the chain of a P-EAGLE head: a mask token replaces all tokens but the first one."""
         features = self.features
         if length > 1:
             masked = self.head.masked().expand(len(features), length - 1, -1)
@@ -139,11 +135,7 @@ class EagleSession(DraftSession):
 
 
 class _Growth:
-    """Runs the frontier of a tree level by level; a node sees the settled columns, its ancestors and itself.
-
-    Args:
-        drafter: Whose settled columns the tree grows from.
-    """
+    """Runs the frontier of a tree level by level; a node sees the settled columns, its ancestors and itself."""
 
     def __init__(self, drafter: EagleSession) -> None:
         self.drafter, self.features = drafter, drafter.features

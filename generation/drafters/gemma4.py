@@ -32,13 +32,13 @@ from .assistant_session import SharedVocabulary
 
 
 def lending_layers(config: PreTrainedConfig) -> dict[str, int]:
-    """The last layer of each kind that makes keys and values, by kind."""
+    """Return the last layer of each kind that makes keys and values, by kind."""
     own = len(config.layer_types) - (getattr(config, "num_kv_shared_layers", 0) or 0)
     return {kind: layer for layer, kind in enumerate(config.layer_types[:own])}
 
 
 def check_lender(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
-    """Refuses a backbone whose states the assistant cannot read.
+    """Refuse a backbone whose states the assistant cannot read.
 
     Raises:
         ValueError: Another family, another width, or keys and values of another shape.
@@ -57,19 +57,13 @@ def check_lender(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
 
 
 def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
-    """Heads of keys, and their width."""
+    """Return how many heads of keys a layer has, and their width."""
     of_layer = config.per_layer_config[layer]
     return of_layer.num_key_value_heads, of_layer.head_dim
 
 
 class Gemma4Chain(DraftSession):
-    """The drafts of one call; see the head of this file.
-
-    Args:
-        model: transformers' `Gemma4AssistantForCausalLM`, or the same of a unified model.
-        options: Of the call.
-        vocabulary: What the two share.
-    """
+    """The drafts of one call; see the head of this file."""
 
     hidden_layers = -1
     supports_confidence_threshold = reads_cache = True
@@ -80,18 +74,18 @@ class Gemma4Chain(DraftSession):
         self.layers = lending_layers(options.backbone.config.get_text_config())
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Keeps the state before the first new token, [B, 1, D], and the cache, which it only reads."""
+        """Take the state before the first new token, [B, 1, D], and the cache, which it only reads."""
         self.view, self.cache = view, outputs.past_key_values
         self.state = outputs.hidden_states[-1][:, -1:]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
+        """Take the state before each sequence's last token; any state where it has ended."""
         states = outputs.state()
         last = to_device(result.num_accepted, states.device)
         self.state = states[cached_arange(len(states), states.device), last][:, None]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain of up to `length` tokens after every sequence; it ends with a token of which no sequence was sure."""
+        """See `DraftSession`."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         last, state, lent, masks = tokens.last(), self.state, self._lent(), self.options.masks(tokens)
@@ -104,9 +98,9 @@ class Gemma4Chain(DraftSession):
         return grow_chain(step, self.options, length)
 
     def _lent(self) -> dict[str, Any]:
-        """What all steps of a draft read: the backbone's keys and values, which of them exist, and the position.
+        """Return the backbone's keys and values, their masks, and the position, which all steps of a draft read.
 
-        A window holds the last W - 1 verified tokens, whatever kind of cache the call was given.
+        A window holds the last W - 1 verified tokens, whatever kind of cache the call has.
         """
         own, device = self.model.config.get_text_config(), self.model.device
         states, masks = {}, {}
@@ -124,7 +118,7 @@ class Gemma4Chain(DraftSession):
         return {"shared_kv_states": states, "attention_mask": masks, "position_ids": position}
 
     def _step(self, token: Tensor, state: Tensor, lent: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Logits [B, V] of what follows tokens [B], and the state [B, 1, D] that the next step reads.
+        """Return logits [B, V] of the token after [B], and the state [B, 1, D] that the next step reads.
 
         transformers' own forward would make the masks anew in every step, and wait for the device to do so.
         """
@@ -136,12 +130,12 @@ class Gemma4Chain(DraftSession):
         if model.masked_embedding is None:
             logits = model.lm_head(hidden)
         else:
-            logits = _of_its_row(model.masked_embedding(hidden, model.lm_head.weight), model.config)
+            logits = _with_own_least(model.masked_embedding(hidden, model.lm_head.weight), model.config)
         return logits[:, -1], model.post_projection(hidden)
 
 
-def _of_its_row(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Gives tokens of clusters that were not looked at the least score of their row less 1.
+def _with_own_least(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Give tokens of clusters that were not scored the least score of their own sequence less 1.
 
     transformers takes the least score of the batch, so that a sequence's drafts would depend on the other sequences.
     """

@@ -1,23 +1,23 @@
-"""Drafts of sequential modules (DeepSeek-V3): a chain of depth D, whose last module is reused for longer drafts.
+"""Drafts of sequential modules (DeepSeek-V3): chains and trees of depth D, whose last module is reused for longer
+drafts.
 
 Columns are those of the backbone's cache: column i of module k holds h^{k-1}_i together with the embedding of the token
-k places further on. Beyond the newest D - 1 columns, all of these tokens are verified; the last D - 1 columns of deeper
-modules were computed from drafts, and are computed again once it is known which of them stayed. What is settled in the
-modules' own cache therefore ends D - 1 columns before the backbone's, and the hidden states of the columns after it are
-kept. As many columns are pending in all sequences: those that kept fewer tokens are fed some columns again.
+k positions later. Beyond the newest D - 1 columns, all of these tokens are verified; the last D - 1 columns of deeper
+modules were computed from drafts, and are computed again once it is known which of them were accepted. The settled
+columns of the modules' own cache therefore end D - 1 columns before the backbone's, and the session holds the hidden
+states of the columns after them. As many columns are pending in all sequences: those with fewer new tokens read some
+columns again.
 
-Trees of drafts from sequential modules: what follows a node, with a path of columns of its own in every module.
-
-Columns of a module hold a hidden state and the embedding of the token k places further on, so that of module k the last
-k - 1 columns are made from drafts. With t the backbone's last column, and nodes d1, d2 on a path:
+In a tree, every node has a path of columns of its own in every module. With t the backbone's last column, and nodes d1,
+d2 on a path:
 
     column       ..  t-2          t-1          t            t+1
     module 1         x[t-1]       x[t]         b
     module 2         x[t]         b            d1                      settled: up to t-1
     module 3 = D     b            d1           d2                      settled: up to t-2
-    module 3 again   b            d1           d2           d3         what is behind D moves on
+    module 3 again   b            d1           d2           d3         columns after D move on
 
-A node is a column that sees the settled ones, its ancestors and itself; its input is what its parent became in the
+A node is a column that sees the settled ones, its ancestors and itself; its input is the output of its parent in the
 module before. A level of nodes that meets a module for the first time brings all its ancestors along.
 """
 
@@ -40,23 +40,20 @@ from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import Ancestry, grow, most_nodes
 
 _LAG = 64
-"""Columns that may be left to be computed by the modules that a short draft did not need."""
+"""Columns that may wait for the modules that a short draft did not need."""
 _TREE_KINDS = ("full_attention", "sliding_attention")
-"""Ways to attend in which a mask says what each sequence sees."""
+"""Kinds of attention whose mask differs between sequences."""
 
 
 class ModuleSession(DraftSession):
     """Drafts by chaining modules on the backbone's last hidden state.
-
-    A draft ends with the first token to which its own distribution gave less probability than the threshold, in all
-    rows.
 
     Args:
         model: Offers `mtp.step`, `num_modules`, `module_embeddings` and `readout_of`.
         options: Of the call.
 
     Raises:
-        ValueError: A tree is asked for, and modules attend in a way that takes none.
+        ValueError: A tree is requested, and modules attend in a way that takes none.
     """
 
     hidden_layers = -1
@@ -73,35 +70,35 @@ class ModuleSession(DraftSession):
             raise ValueError(f"draft_tree: modules with {', '.join(sorted(others))} draft chains only; leave it out")
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Takes the prompt's states [B, L, D]; what an earlier call left in the backbone's cache is not looked at."""
+        """Take the prompt's states [B, L, D]; columns of an earlier call in the backbone's cache are ignored."""
         self.view, self.states = view, outputs.hidden_states[-1]
-        given = outputs.get("inputs_embeds")
-        self.prompt = None if given is None else PromptParts(given, outputs.get("position_ids"), view.counts)
+        embeds = outputs.get("inputs_embeds")
+        self.prompt = None if embeds is None else PromptParts(embeds, outputs.get("position_ids"), view.counts)
         self.pending = self.states.shape[1]
-        # pending columns are fed again, and sequences that keep fewer tokens go back by as many meanwhile
+        # pending columns are read again, and sequences with fewer new tokens go back by as many meanwhile
         span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
         mask = view.mask[:, -self.pending :]
         self.rows = Rows(mask, view.is_padded, self.options.max_length, span, view.counts)
         self.rows.take_over(self.cache, layer_class(self.model.config))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Appends the newest states of every sequence, right-aligned."""
-        kept = self.view.new_tokens
-        if kept.longest == 0:
+        """Append the newest states of every sequence, right-aligned."""
+        new = self.view.new_tokens
+        if new.longest == 0:
             return
-        wanted = self.pending + kept.longest
-        self.states = torch.cat([self.states, outputs.state()[:, : kept.longest]], dim=1)
-        if not kept.is_even:
+        wanted = self.pending + new.longest
+        self.states = torch.cat([self.states, outputs.state()[:, : new.longest]], dim=1)
+        if not new.is_even:
             width = self.states.shape[1]
-            source = cached_range(0, width, self.states.device) - (kept.longest - kept.on_device)[:, None]
+            source = cached_range(0, width, self.states.device) - (new.longest - new.on_device)[:, None]
             self.states = taken(self.states, source.to(self.states.device).clamp(min=0))
-        # sequences that fall behind while columns are pending are fed older ones again
+        # sequences with fewer new tokens while columns are pending read older ones again
         self.states = self.states[:, -(wanted + _LAG + self.num_tokens + 1) :]
-        self.rows.keep(kept)
+        self.rows.keep(new)
         self.pending = wanted
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain or a tree after every sequence, with paths of at most `length` tokens."""
+        """See `DraftSession`."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         pending, masks = self.pending, self.options.masks(tokens)
@@ -129,7 +126,7 @@ class ModuleSession(DraftSession):
         return DraftTree.chain(draft, torch.stack(probs[:length], 1) if self.options.do_sample else None)
 
     def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: dict[str, Any] | None = None) -> Tensor:
-        """Module k over columns that begin `first` after the backbone's, [B, R, H]."""
+        """Run module k over columns that begin `first` after the backbone's, [B, R, H]."""
         self.rows.ahead = first
         embeddings = self.model.module_embeddings()(ids)
         if self.prompt is not None:
@@ -139,16 +136,16 @@ class ModuleSession(DraftSession):
         note_positions(self.cache, inputs["position_ids"])
         return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
-    def _inputs(self, k: int, size: int, seen: Tensor | None = None, places: Tensor | None = None) -> dict[str, Any]:
-        """What module k reads of columns, which begin `rows.ahead` after the backbone's."""
+    def _inputs(self, k: int, size: int, seen: Tensor | None = None, depths: Tensor | None = None) -> dict[str, Any]:
+        """Return the inputs of module k for columns, which begin `rows.ahead` after the backbone's."""
         rows, kind = self.rows, self.model.mtp.kinds[min(k, self.depth) - 1]
         config = self.model.config.get_text_config()
         window = config.sliding_window if kind == "sliding_attention" else None
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
         rows.is_exact = seen is None and not rows.needs_mask(size)
-        mask = None if rows.is_exact else rows.visible(size, window, chunk, new=seen, depths=places)[:, None]
+        mask = None if rows.is_exact else rows.visible(size, window, chunk, new=seen, depths=depths)[:, None]
         mask = real_tokens(rows, size) if masks_padding_alone(config) else mask
-        own = cached_range(rows.ahead, size, rows.ends.device) if places is None else places[:, -size:]
+        own = cached_range(rows.ahead, size, rows.ends.device) if depths is None else depths[:, -size:]
         # blocks of columns are chosen by positions, which then begin with the columns of the modules' own cache
         counts = rows.ends if chooses_blocks(config) else rows.counts
         positions = (counts[:, None] + own).clamp(min=0)
@@ -159,7 +156,8 @@ class ModuleSession(DraftSession):
         }
 
     def _prepared(self, hidden: Tensor) -> dict[str, Any] | None:
-        """The mask and the rotary embedding of all modules, which have the same columns before and after them.
+        """Return the mask and the rotary embedding of all modules, whose columns have the same ones before and after
+        them.
 
         None where there is one module, or where they attend differently.
         """
@@ -171,14 +169,14 @@ class ModuleSession(DraftSession):
         return modules.options(0, hidden, **inputs)
 
     def _nodes(self, k: int, states: Tensor, ids: Tensor, distances: Tensor, seen: Tensor) -> Tensor:
-        """Module k over nodes of a tree, which see its settled columns and some nodes: [B, R, H].
+        """Run module k, from 1 to D, over nodes of a tree: [B, R, H].
 
         Args:
-            k: From 1 to D.
+            k: The module.
             states: [B, R, H].
             ids: [B, R] int64.
-            distances: [n] int64, how far nodes lie after the backbone's last column; the last R are these.
-            seen: [B, R, n] bool.
+            distances: [n] int64, by how many columns nodes follow the backbone's last one; the last R are these.
+            seen: [B, R, n] bool, the nodes that they see beside settled columns.
         """
         count = ids.shape[1]
         self.rows.ahead = 1 - k + len(distances) - count
@@ -186,28 +184,28 @@ class ModuleSession(DraftSession):
         return self.model.mtp.step(k, states, self.model.module_embeddings()(ids), **inputs)
 
     def _logits(self, k: int, hidden: Tensor) -> Tensor:
-        """Logits [.., v] of the tokens that may be drafted, of states at depth k."""
+        """Return logits [.., v] of the tokens that may be drafted, from states at depth k."""
         readout = self.model.readout_of(k)
         if self.vocabulary is None:
             return readout(hidden)
         return readout.finish(self.vocabulary.logits(readout.head, readout.normed(hidden)))
 
     def draft_ids(self, device: torch.device) -> Tensor | None:
-        """The token ids that columns of logits stand for; None: every token, in order."""
+        """Return the token ids of the columns of logits; None: every token, in order."""
         return None if self.vocabulary is None else self.vocabulary.on(device)
 
     def coverage(self, tokens: Tensor) -> float | None:
-        """The share of tokens [N] that could be drafted; None where all can."""
+        """Return the share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
 
 
 class PromptParts:
-    """Embeddings and positions of a prompt with images, which its ids alone do not say.
+    """Embeddings and positions of a prompt with images, which do not follow from its ids alone.
 
     Args:
         embeds: [B, L, H] of its last L columns, right-aligned.
-        position_ids: [1, 3 or 4, B, L], the last three rotated by, or one alike; or [B, L] or None, where images change
-            no positions.
+        position_ids: [1, 3 or 4, B, L], the last three of rotary embeddings, or one alike; or [B, L] or None, where
+            images change no positions.
         counts: [B] int64, its real tokens.
     """
 
@@ -217,18 +215,19 @@ class PromptParts:
         if position_ids is not None and position_ids.dim() == 3:
             rotated = position_ids[-3:].to(counts.device).expand(3, -1, -1)
             own = self.first[:, None] + cached_range(0, embeds.shape[1], counts.device)
-            behind = rotated.masked_fill(own < 0, 0).amax((0, 2))[:, None] + 1 - counts[:, None]
-            self.shifts = torch.cat([rotated - own, behind.expand(3, -1, -1)], dim=2)
+            after = rotated.masked_fill(own < 0, 0).amax((0, 2))[:, None] + 1 - counts[:, None]
+            self.shifts = torch.cat([rotated - own, after.expand(3, -1, -1)], dim=2)
 
-    def embeddings(self, embeds: Tensor, places: Tensor) -> Tensor:
-        """Return embeddings [B, R, H] of tokens at `places` [B, R] in the text: the prompt's own where it has them."""
-        columns = (places - self.first[:, None]).to(embeds.device)
+    def embeddings(self, embeds: Tensor, positions: Tensor) -> Tensor:
+        """Return embeddings [B, R, H] of tokens at positions [B, R]: the prompt's own where it has them."""
+        columns = (positions - self.first[:, None]).to(embeds.device)
         size = self.embeds.shape[1]
         known = taken(self.embeds.to(embeds.device), columns.clamp(0, size - 1))
         return torch.where(((columns >= 0) & (columns < size))[..., None], known, embeds)
 
     def positions(self, positions: Tensor) -> Tensor:
-        """Return what is rotated by at positions [B, R] of the text, [3, B, R]; or these where images change none."""
+        """Return the positions of rotary embeddings [3, B, R] at positions [B, R]; or these where images change
+        none."""
         if self.shifts is None:
             return positions
         columns = (positions - self.first[:, None]).clamp(0, self.shifts.shape[2] - 1)
@@ -236,27 +235,22 @@ class PromptParts:
 
 
 class ModuleGrowth:
-    """Grows a tree after the columns of one cycle.
+    """Grows a tree after the columns of one cycle, of which at least D are not settled."""
 
-    Args:
-        drafter: The `ModuleSession` whose cache and states it starts from; at least D of its columns are not settled.
-        tokens: The rows.
-    """
-
-    def __init__(self, drafter: Any, tokens: Sequences) -> None:
+    def __init__(self, drafter: ModuleSession, tokens: Sequences) -> None:
         self.drafter, self.ancestry = drafter, Ancestry()
         self.draft_ids, self.vocab_size = drafter.draft_ids(tokens.ids.device), drafter.vocab_size
-        self.rows = tokens
+        self.tokens = tokens
         self.tops: list[Tensor] = []  # of every module its newest settled column
         self.nodes: list[Tensor] = []  # by level: token ids,
-        self.above: list[Tensor] = []  # places of parents,
+        self.above: list[Tensor] = []  # indices of parents,
         self.seen: list[Tensor] = []  # ancestors among all nodes so far,
         self.states: list[Tensor] = []  # and what they became in the module before
 
     def first(self) -> Tensor:
         """See `Growth`; settles the newest columns of all modules."""
         drafter, pending = self.drafter, self.drafter.pending
-        hidden, ids = drafter.states[:, -pending:], self.rows.newest(pending)
+        hidden, ids = drafter.states[:, -pending:], self.tokens.newest(pending)
         for k in range(1, drafter.depth + 1):
             if k > 1:
                 hidden, ids = hidden[:, :-1], ids[:, 1:]
@@ -282,11 +276,11 @@ class ModuleGrowth:
         return self.drafter._logits(module, parts[-1])
 
     def _input(self, level: int, module: int) -> Tensor:
-        """What the nodes of a level read: their parents' states, or those of the newest settled column."""
+        """Return the inputs of the nodes of a level: their parents' states, or those of the newest settled column."""
         if level == 0:
             return self.tops[max(module - 2, 0)].expand(-1, self.nodes[0].shape[1], -1)
         return taken(self.states[level - 1], self.above[level])
 
     def _distances(self, module: int) -> Tensor:
-        """By how many columns every node lies after the backbone's last one, [nodes] int64."""
+        """Return by how many columns every node follows the backbone's last one, [nodes] int64."""
         return torch.cat([torch.zeros_like(part[0]) + (level + 2 - module) for level, part in enumerate(self.nodes)])

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens when they stood in the text before is likely to follow again."""
+"""Prompt lookup: the tokens that followed the last n-gram earlier in the sequence are likely to follow again."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..trees.contract import DraftTree, VerificationResult
 
 
 class NgramDrafter(LookUpDrafter):
-    """Drafts from each sequence's own text, for any backbone and batch, without a model.
+    """Drafts from each sequence's own tokens, for any backbone and batch, without a model.
 
-    The longest n-gram that ends the text and stood in it before wins, and of several places the latest; their
-    continuations are certain drafts, so sampling stays exact. With `branches` above 1 the best places are drafted as a
+    The longest n-gram that ends the sequence and occurred in it before wins, and of several matches the latest; their
+    continuations are certain drafts, so sampling stays exact. With `branches` above 1 the best matches are drafted as a
     tree. A sequence whose drafts were rejected gets shorter ones, and longer ones again as they are accepted: of k
     drafts, a of them accepted, the next has max(2 a + 2, k / 2) tokens at most.
 
     Args:
         longest: Tokens of the longest n-gram to look for.
         num_tokens: The most tokens to draft, unless `num_assistant_tokens` says otherwise.
-        branches: Positions to draft from.
+        branches: Matches to draft from.
 
     Raises:
         ValueError: A value below 1.
@@ -47,13 +47,13 @@ class NgramDrafter(LookUpDrafter):
         self.longest, self.num_tokens, self.branches = longest, num_tokens, branches
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """See `DrafterMixin`; several branches are a tree, also where the call asks for none."""
+        """See `BaseDrafter`; several branches are a tree, also where the call requests none."""
         if options.draft_tree is None and self.branches > 1:
             options = replace(options, draft_tree={"top_k": self.branches})
         return super().prepare_call(options, config)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Checks `draft_tree={"top_k": branches}`, which goes before `branches`.
+        """Validate `draft_tree={"top_k": branches}`, which overrides `branches`.
 
         Raises:
             ValueError: Another tree.
@@ -65,7 +65,7 @@ class NgramDrafter(LookUpDrafter):
         return options
 
     def start(self, options: DraftOptions) -> NgramSession:
-        """One call's look-up."""
+        """Return the session of one call."""
         return NgramSession(options, self.longest, (options.draft_tree or {}).get("top_k", self.branches))
 
 
@@ -84,13 +84,13 @@ class NgramSession(DraftSession):
         self.view = view
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Let every sequence's next draft be as long as its last one deserves; the host knows it, too."""
-        kept = self.view.new_tokens
+        """Set the length of every sequence's next draft by acceptance; the host knows it, too."""
+        new = self.view.new_tokens
         if not self.is_adaptive or not self.reach:
             return
-        rows = zip(self.reach, kept.counts, self.tokens.drafted_on_host)
-        self.reach = [self._next(reach, count - 1, drafted) if count else 0 for reach, count, drafted in rows]
-        accepted = (kept.on_device - 1).clamp(min=0)
+        each = zip(self.reach, new.counts, self.tokens.drafted_on_host)
+        self.reach = [self._next(reach, count - 1, drafted) if count else 0 for reach, count, drafted in each]
+        accepted = (new.on_device - 1).clamp(min=0)
         longer = torch.maximum(2 * accepted + 2, self.reach_on_device // 2).clamp(max=self.num_tokens)
         self.reach_on_device = torch.where(self.has_draft, longer, self.reach_on_device)
 
@@ -98,7 +98,7 @@ class NgramSession(DraftSession):
         return min(max(2 * accepted + 2, reach // 2), self.num_tokens) if drafted else reach
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Continuations of the best places, which repeat from the place on where they reach the end of the text."""
+        """Return the continuations of the best matches, which repeat from the match on where they reach the end."""
         self.tokens, self.has_draft = tokens, tokens.ends < 0
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
@@ -109,31 +109,31 @@ class NgramSession(DraftSession):
         quality = self._quality(tokens)
         branches = min(self.branches, quality.shape[1])
         best = quality.topk(branches, dim=1)
-        found = best.values[:, :1] > 0
-        places = torch.where(best.values > 0, best.indices, best.indices[:, :1])
-        period = (tokens.ends[:, None] - 1 - places).clamp(min=1)
-        source = places[..., None] + 1 + cached_arange(length, places.device) % period[..., None]
-        source = source.clamp(max=tokens.ids.shape[1] - 1).transpose(1, 2)  # level by level: what is short ends first
+        matches = torch.where(best.values > 0, best.indices, best.indices[:, :1])
+        period = (tokens.ends[:, None] - 1 - matches).clamp(min=1)
+        source = matches[..., None] + 1 + cached_arange(length, matches.device) % period[..., None]
+        source = source.clamp(max=tokens.ids.shape[1] - 1).transpose(1, 2)  # level by level, so that short drafts end
         drafts = tokens.ids.gather(1, source.flatten(1))
-        self.has_draft = found[:, 0]
+        self.has_draft = best.values[:, 0] > 0
         counts = torch.where(self.has_draft, branches * self.reach_on_device.clamp(max=length), 0)
         if branches == 1:
             return DraftTree.chain(drafts, num_nodes=counts)
         return DraftTree(drafts, _merged(drafts.unflatten(1, (length, branches))), depth=length, num_nodes=counts)
 
     def _quality(self, tokens: Sequences) -> Tensor:
-        """How good every place is to continue from, [B, W] int64: long n-grams first, then late places; 0: useless."""
+        """Return how good every position is to continue from, [B, W] int64: long n-grams first, then late ones; 0:
+        useless."""
         width = max(tokens.lengths)
         ids, steps = tokens.ids[:, :width], tokens.steps[:width]
         newest, last = tokens.newest(self.longest), tokens.ends[:, None] - 1
-        same = steps < last  # a place has a next token
+        same = steps < last  # a match has a next token
         length = torch.zeros_like(ids)
         for back in range(min(self.longest, width)):
             shifted = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, :width]
             same = same & (shifted == newest[:, self.longest - 1 - back, None])
             length = length + same
         masks = self.options.masks(tokens, is_warped=False)
-        if masks is not None:  # places before an excluded token
+        if masks is not None:  # no matches before an excluded token
             size = self.options.backbone.config.get_text_config().vocab_size
             allowed = masks.allowed((len(ids), size), ids.device)
             following = torch.nn.functional.pad(ids[:, 1:], (0, 1)).clamp(max=size - 1)
@@ -142,7 +142,7 @@ class NgramSession(DraftSession):
 
 
 def _merged(drafts: Tensor) -> Tensor:
-    """Parents [B, length * branches] that let branches [B, length, branches] share what they begin with."""
+    """Return parents [B, length * branches] that let branches [B, length, branches] share their common beginnings."""
     length, count = drafts.shape[1:]
     same = (drafts[..., None] == drafts[:, :, None]).cumprod(1)  # [B, length, branch, other]: equal up to here
     first = same.argmax(-1)  # the first branch with this beginning

@@ -179,7 +179,7 @@ class ParallelSession(DraftSession):
     def _inputs(self, layout: SlotLayout) -> dict[str, Tensor]:
         """What the slots read."""
         if not self.config.reads_uniforms:
-            return {"masks": layout.place[None]}
+            return {"masks": layout.index_in_group[None]}
         return {"uniforms": self.asked(self._of_slots(layout))}
 
     def asked(self, uniforms: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class ParallelSession(DraftSession):
 
     def _of_slots(self, layout: SlotLayout) -> Tensor:
         """Uniforms of the slots, [B, A]: those of their output positions."""
-        return self.uniforms.current[:, layout.group + layout.place]
+        return self.uniforms.current[:, layout.group + layout.index_in_group]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Keeps the group of slots after the tokens that each sequence kept."""
@@ -323,8 +323,8 @@ class BestOfSession(ParallelSession):
     def _of_slots(self, layout: SlotLayout) -> Tensor:
         """The shared slots read the uniform of the target's pick, the others those of their vectors."""
         picks = self.vectors[:, layout.branch, layout.group]
-        own = self.fresh[:, layout.vector, (layout.place - 1).clamp(min=0)]
-        return torch.where(layout.place == 0, picks, own)
+        own = self.fresh[:, layout.vector, (layout.index_in_group - 1).clamp(min=0)]
+        return torch.where(layout.index_in_group == 0, picks, own)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Drafts from the groups after the tokens that each sequence kept."""

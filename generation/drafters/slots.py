@@ -1,9 +1,9 @@
-"""Auxiliary slots of parallel token prediction: how many follow each possible acceptance count, where, and seeing what.
+"""Auxiliary slots of parallel token prediction: how many follow each possible acceptance count, where, and their mask.
 
-One forward reads [b | drafts | groups of slots]. Group d stands behind b and the first d drafts, for the case that
-exactly those are accepted; it has its own slots, one uniform each. Best-of-M has several branches of drafts after b,
-each with groups of its own, and in every group several vectors of uniforms, which share the group's first slot: that
-one reads the uniform of the token which the target picks. Knows no model.
+One forward reads [b | drafts | groups of slots]. Group d follows b and the first d drafts, for the case that exactly
+those are accepted; it has its own slots, one uniform each. Best-of-M has several branches of drafts after b, each with
+groups of its own, and in every group several vectors of uniforms, which share the group's first slot: that one reads
+the uniform of the target's pick. Knows no model.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ...modeling.masks import cached_arange
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Slots of one forward, the same for all rows of a batch.
+    """Slots of one forward, the same for all sequences of a batch.
 
     Attributes:
         sizes: Slots per group 0..m, for one vector.
-        branch: [A] int64, the branch that each slot stands after.
+        branch: [A] int64, the branch that each slot follows.
         group: [A] int64, its group.
         vector: [A] int64, its vector of uniforms; 0 for the slots that all vectors share.
-        place: [A] int64, its place in its group.
-        order: [F + A] int64, how far each row of the forward stands after b in its text; F = 1 + branches m.
-        new: [F + A, F + A] bool, what the rows see of each other.
+        index_in_group: [A] int64.
+        order: [F + A] int64, how far each position of the forward is after b in its sequence; F = 1 + branches m.
+        new: [F + A, F + A] bool, the mask of these positions.
         index: [branches, m + 1, vectors, longest] int64, the slots of every vector; arbitrary where there is none.
         counts: [m + 1] int64, slots per group, for one vector.
     """
@@ -38,7 +38,7 @@ class SlotLayout:
     branch: Tensor
     group: Tensor
     vector: Tensor
-    place: Tensor
+    index_in_group: Tensor
     order: Tensor
     new: Tensor
     index: Tensor
@@ -46,42 +46,40 @@ class SlotLayout:
 
     @classmethod
     def of(cls, sizes: list[int], device: torch.device, branches: int = 1, vectors: int = 1) -> SlotLayout:
-        """The layout of groups of these sizes."""
+        """Return the layout of groups of these sizes."""
         return _layout(tuple(sizes), torch.device(device), branches, vectors)
 
     def of_group(self, chosen: Tensor, branch: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-        """The slots after `chosen[b]` drafts of a branch: indices [B, vectors, longest], and which exist [B, longest].
+        """Return the slots after `chosen[b]` drafts of a branch (one, or one per sequence): [B, vectors, longest].
 
-        Args:
-            chosen: [B] int64, a group per sequence of the batch.
-            branch: One for all sequences, or [B] int64.
+        And which of them exist, [B, longest].
         """
-        places = cached_arange(max(self.sizes), self.group.device)
-        return self.index[branch, chosen], places < self.counts[chosen][:, None]
+        steps = cached_arange(max(self.sizes), self.group.device)
+        return self.index[branch, chosen], steps < self.counts[chosen][:, None]
 
 
 @lru_cache(maxsize=64)
 def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors: int) -> SlotLayout:
     """See `SlotLayout.of`; lengths repeat from cycle to cycle."""
     grid = torch.cartesian_prod(*map(torch.arange, (branches, len(sizes), vectors, max(sizes))))
-    _, group, vector, place = grid.unbind(1)
-    exists = (place < torch.tensor(sizes)[group]) & ((place > 0) | (vector == 0))
+    _, group, vector, step = grid.unbind(1)
+    exists = (step < torch.tensor(sizes)[group]) & ((step > 0) | (vector == 0))
     index = (exists.cumsum(0) - 1).clamp(min=0).view(branches, len(sizes), vectors, -1)
     index[..., 0] = index[:, :, :1, 0].clone()
-    slots = branch, group, vector, place = grid[exists].unbind(1)
+    slots = branch, group, vector, step = grid[exists].unbind(1)
     drafts = torch.cartesian_prod(torch.arange(branches), torch.arange(1, len(sizes)))
     read_branch, read_order = torch.cat([drafts.new_zeros(1, 2), drafts]).unbind(1)
-    behind = torch.cat([read_branch, branch]), torch.cat([read_order, group])
-    tokens = (behind[0][:, None] == read_branch) & (behind[1][:, None] >= read_order) | (read_order == 0)
-    same = (branch[:, None] == branch) & (group[:, None] == group) & (place[:, None] >= place)
-    same &= (vector[:, None] == vector) | (place == 0)
+    after = torch.cat([read_branch, branch]), torch.cat([read_order, group])
+    tokens = (after[0][:, None] == read_branch) & (after[1][:, None] >= read_order) | (read_order == 0)
+    same = (branch[:, None] == branch) & (group[:, None] == group) & (step[:, None] >= step)
+    same &= (vector[:, None] == vector) | (step == 0)
     new = torch.cat([tokens, torch.nn.functional.pad(same, (0, 0, len(read_order), 0), value=False)], dim=1)
-    order = torch.cat([read_order, group + place])
+    order = torch.cat([read_order, group + step])
     return SlotLayout(sizes, *_moved((*slots, order, new, index, torch.tensor(sizes)), device))
 
 
 def _moved(parts: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
-    """Tensors of whole numbers or truth values on a device, in one copy."""
+    """Return tensors of whole numbers or truth values on a device, in one copy."""
     flat = torch.cat([part.flatten().long() for part in parts]).to(device)
     pieces = flat.split([part.numel() for part in parts])
     return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts)]
@@ -91,10 +89,10 @@ def _moved(parts: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
 def split_budget(
     budget: int, drafted: int, longest: int, survival: tuple[float, ...], repeats_pick: bool = False
 ) -> list[int]:
-    """Slots per group 0..m that maximise sum_d A_d H(B_d) under sum_d B_d <= budget.
+    """Return slots per group 0..m that maximise sum_d A_d H(B_d) under sum_d B_d <= budget; the list is cached.
 
     A_d is the probability that d of the m drafts are accepted, H(k) = S_1 + ... + S_k the expected accepted tokens of a
-    draft of k, with S_j the probability of accepting j. Where a group's first slot repeats what the target picks
+    draft of k, with S_j the probability of accepting j. Where a group's first slot repeats the target's pick
     (one-hot), it drafts nothing, and a group of k slots is worth H(k - 1). All groups share H, which is concave: if k
     groups are opened, they are those of the k greatest A_d, and the rest goes slot by slot to where it gains most.
 
@@ -102,11 +100,8 @@ def split_budget(
         budget: Slots in all.
         drafted: m.
         longest: Most slots per group.
-        survival: S_1, S_2, ...; the last one stands for all after it.
+        survival: S_1, S_2, ...; the last one applies to all after it.
         repeats_pick: Whether a group's first slot drafts nothing.
-
-    Returns:
-        m + 1 sizes; not to be written to, for they are kept.
     """
     reach = [1.0, *(survival[min(d, len(survival) - 1)] for d in range(drafted)), 0.0]
     ends = [reach[d] - reach[d + 1] for d in range(drafted + 1)]
@@ -122,7 +117,7 @@ def split_budget(
 def _fill(
     budget: int, longest: int, survival: tuple[float, ...], ends: list[float], opened: list[int], price: int
 ) -> tuple[list[int], float]:
-    """Sizes, and their value, if the `opened` groups cost `price` slots each before the first that drafts."""
+    """Return sizes, and their value, if the `opened` groups cost `price` slots each before the first that drafts."""
     sizes, value = [0] * len(ends), 0.0
     heap = [(-ends[d] * survival[0], d) for d in opened]
     heapq.heapify(heap)

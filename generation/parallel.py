@@ -1,7 +1,4 @@
-"""What every kind of parallel token prediction shares in a call of `generate`: its options, its uniforms, its rule.
-
-`generate` for a model with parallel token prediction.
-"""
+"""`generate` with parallel token prediction: options, uniforms and verifiers of a call."""
 
 from __future__ import annotations
 
@@ -21,6 +18,9 @@ from .drafter import BaseDrafter
 from .drafters.parallel import BestOfSession, CentralVerifier, ParallelSession
 from .protocols import DraftSession
 from .verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
+
+if TYPE_CHECKING:
+    from .drafters.parallel_assistant import ParallelAssistant
 
 logger = logging.get_logger(__name__)
 _LAYOUTS = ("quadratic", "linear")
@@ -43,7 +43,8 @@ class ParallelDrafter(BaseDrafter):
         return self.config.num_slots + (not self.config.predicts_first)
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
-        """Temperature, top-k and top-p that the drafts were learned for, where a call samples and sets none of them."""
+        """Return the temperature, top-k and top-p that the drafts were learned for, where a call samples and sets
+        none."""
         learned = self.config.sampling or {}
         is_set = any(first_set(name, sources) is not None for name in learned)
         return {} if is_set or not first_set("do_sample", sources) else dict(learned)
@@ -66,12 +67,12 @@ class ParallelDrafter(BaseDrafter):
             raise ValueError(f"best_of={extra['best_of']}: masks read no uniforms to choose among; leave it out")
         _check_uniforms(config, options)
         _check_seed(config, options)
-        is_given = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
+        has_source = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
         extra = {"slot_budget": 3 * self.config.num_slots} | extra
-        return replace(options, extra=extra, needs_our_loop=is_given)
+        return replace(options, extra=extra, needs_our_loop=has_source)
 
     def start(self, options: DraftOptions) -> ParallelSession:
-        """Slots after every possible number of accepted drafts."""
+        """Return a session with slots after every possible number of accepted drafts."""
         self.warn_of_mismatch(options)
         many, uniforms = options.extra.get("best_of", 1) if options.drafts else 1, make_uniforms(options)
         if many > 1:
@@ -88,23 +89,23 @@ class ParallelDrafter(BaseDrafter):
         return CentralVerifier(session) if isinstance(session, BestOfSession) else CoupledVerifier(session.uniforms)
 
     def warn_of_mismatch(self, options: DraftOptions) -> None:
-        """Warns of a target that the drafts were not learned for."""
-        learned, asked = self.config.sampling or {}, options.sampling
-        fits = all((asked[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
+        """Warn of a target that the drafts were not learned for."""
+        learned, actual = self.config.sampling or {}, options.sampling
+        fits = all((actual[name] or SAMPLING[name]) == learned[name] for name in SAMPLING)
         if fits or not (options.drafts and options.do_sample):
             return
-        shown, now = (", ".join(f"{name}={values[name]}" for name in SAMPLING) for values in (learned, asked))
+        then, now = (", ".join(f"{name}={values[name]}" for name in SAMPLING) for values in (learned, actual))
         logger.warning_once(
-            f"The drafts were learned for {shown}, and the target is sampled with {now}: the text stays exact, but "
-            f"fewer drafts are accepted. Leave these options out, or distil with sampling={asked}."
+            f"The drafts were learned for {then}, and the target is sampled with {now}: the text stays exact, but "
+            f"fewer drafts are accepted. Leave these options out, or distil with sampling={actual}."
         )
 
 
 def make_uniforms(options: DraftOptions) -> Uniforms:
-    """The uniforms of a call: they stay with their positions where draft and target pick with the same ones.
+    """Return the uniforms of a call: fixed by position where draft and target pick with the same ones.
 
     Raises:
-        ValueError: Uniforms of another shape than [B, max_new_tokens], another number of seeds than of rows.
+        ValueError: Uniforms of another shape than [B, max_new_tokens], another number of seeds than of sequences.
     """
     prompt, extra = options.prompt, options.extra
     is_coupled = options.do_sample and options.verification == "coupled" and extra.get("best_of", 1) == 1
@@ -117,16 +118,18 @@ def make_uniforms(options: DraftOptions) -> Uniforms:
     return Uniforms(shape[0], prompt.device, table, extra.get("seed"), stay)
 
 
-def _check_budget(budget: Any, least: int) -> None:
-    """Refuses a number of slots that drafts nothing, and names of layouts that there are not."""
-    if budget not in _LAYOUTS and (isinstance(budget, bool) or not isinstance(budget, int)):
+def _check_budget(budget: object, least: int) -> None:
+    """Refuse a number of slots that drafts nothing, and unknown names of layouts."""
+    if budget in _LAYOUTS:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int):
         raise ValueError(f"slot_budget={budget!r} must be a whole number, {' or '.join(map(repr, _LAYOUTS))}")
-    if budget not in _LAYOUTS and budget < least:
+    if budget < least:
         raise ValueError(f"slot_budget={budget} must be at least {least}; to decode plainly use use_mtp=False")
 
 
 def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) -> None:
-    """Refuses what best-of-M cannot be combined with."""
+    """Refuse options that best-of-M cannot be combined with."""
     if isinstance(many, bool) or not isinstance(many, int) or many < 1:
         raise ValueError(f"best_of={many!r} must be a whole number of at least 1")
     if many == 1:
@@ -150,25 +153,21 @@ def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
     if not config.do_sample:
         raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
     if not isinstance(uniforms, Tensor) or not uniforms.is_floating_point() or not uniforms.numel():
-        found = (uniforms.dtype, tuple(uniforms.shape)) if isinstance(uniforms, Tensor) else type(uniforms).__name__
-        raise ValueError(f"uniforms is {found}: pass torch.tensor(uniforms), floats of [B, max_new_tokens]")
+        actual = (uniforms.dtype, tuple(uniforms.shape)) if isinstance(uniforms, Tensor) else type(uniforms).__name__
+        raise ValueError(f"uniforms is {actual}: pass torch.tensor(uniforms), floats of [B, max_new_tokens]")
     if not (uniforms.min() >= 0 and uniforms.max() < 1):
         raise ValueError(f"uniforms must lie in [0, 1), not in [{uniforms.min():g}, {uniforms.max():g}]")
 
 
 def _check_seed(config: GenerationConfig, options: CallOptions) -> None:
-    """Refuses what would not be repeated."""
-    given = next((name for name in ("seed", "uniforms") if name in options.extra), None)
-    if given and (config.num_beams or 1) > 1:
-        raise ValueError(f"{given}= cannot be combined with num_beams={config.num_beams}; drop one of them")
+    """Refuse options that make a run unrepeatable."""
+    source = next((name for name in ("seed", "uniforms") if name in options.extra), None)
+    if source and (config.num_beams or 1) > 1:
+        raise ValueError(f"{source}= cannot be combined with num_beams={config.num_beams}; drop one of them")
     is_coupled = options.verification == "coupled" and options.extra.get("best_of", 1) == 1
-    if given == "seed" and config.do_sample and options.schedule == "adaptive" and not is_coupled:
+    if source == "seed" and config.do_sample and options.schedule == "adaptive" and not is_coupled:
         rule = f"verification={options.verification!r}"
         raise ValueError(f"seed= with {rule} and num_assistant_tokens_schedule='adaptive', by the clock: drop one")
-
-
-if TYPE_CHECKING:
-    from .drafters.parallel_assistant import ParallelAssistant
 
 
 class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
@@ -180,21 +179,22 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
       `variant="one_hot"`), `"block"` (the default where they predict distributions) or `"token"`;
     - `uniforms`: [B, max_new_tokens] in [0, 1), `uniforms[:, 0]` for the first new token: the tokens are those of
       sequential inverse-CDF decoding, with or without `use_mtp`;
-    - `seed`: an int, of which row i reads stream i, or one int per sequence. It repeats a run under every rule, and a
-    sequence's
-      text depends on its seed and its prompt alone: not on the rows next to it, not on `max_new_tokens`. With
+    - `seed`: an int, of which sequence i reads stream i, or one int per sequence. It repeats a run under every rule,
+    and a
+      sequence depends on its seed and its prompt alone: not on its neighbours, not on `max_new_tokens`. With
       `verification="coupled"` it does not depend on `use_mtp` either;
     - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default); or
       `"quadratic"`: N after every draft, so that each count leaves a whole new draft; or `"linear"`: N after the last
       draft alone, so that a plain step follows a rejection (both of masked prediction, arXiv 2507.11851);
     - `temperature`, `top_k`, `top_p`: where none is set, those that the drafts were learned for
       (`config.sampling`), not transformers' own;
-    - `best_of`: M vectors of uniforms to draft from in every cycle, of which the most central is kept: more drafts are
-      accepted, for M^2 times the slots. A run with `seed` can be repeated, but it is not that of `use_mtp=False`.
+    - `best_of`: M vectors of uniforms to draft from in every cycle, of which the most central is chosen: more drafts
+    are
+      accepted, for M^2 times the slots. A run with `seed` can be repeated, but differs from that of `use_mtp=False`.
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, with the options above.
+        """Call transformers' `generate`, with the options above.
 
         Raises:
             RuntimeError: transformers' own loop calls it for an assistant: this model was not attached.
@@ -206,7 +206,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
     def attach(
         self, backbone: PreTrainedModel, default: bool = False, vocab_size: int | None = None
     ) -> ParallelAssistant:
-        """Lets this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
+        """Let this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
 
         Args:
             backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the model
@@ -215,7 +215,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
             vocab_size: How many ids mean the same token in both, where they are padded otherwise (`AssistantDrafter`).
 
         Returns:
-            The drafter, which may be passed as well, and which `detach()` takes off again.
+            The drafter, which a call may name, too, and whose `detach()` undoes this.
 
         Raises:
             ValueError: Another vocabulary, or an encoder-decoder.

@@ -28,8 +28,8 @@ from .parallel import ParallelSession
 class ParallelAssistant(ParallelDrafter, AssistantDrafter):
     """Lets a model with parallel token prediction draft for a larger one with the same vocabulary.
 
-    The larger model verifies: its text is its own, by every rule. With `verification="coupled"` and a seed, or with
-    given uniforms, it is that of sequential inverse-CDF decoding by the larger model alone.
+    The larger model verifies: the output is its own, by every rule. With `verification="coupled"` and a seed or
+    uniforms, it is that of sequential inverse-CDF decoding by the larger model alone.
 
     Args:
         model: A `PTPForCausalLM`.
@@ -51,25 +51,25 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         return self.model.config
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
-        """The drafting model's."""
+        """Return the drafting model's."""
         return self.model.slot_distribution(states, before)
 
     @property
     def window(self) -> int:
-        """The longest draft and one: a slot drafts a token each; before distributions goes what the last token
-        predicts."""
+        """The longest draft and one: a slot drafts a token each; where slots give distributions, the last token drafts,
+        too."""
         return self.config.num_slots + 1 + (not self.config.predicts_first)
 
     def longest_draft(self) -> int:
-        """window - 1."""
+        """Return window - 1."""
         return self.window - 1
 
     def default_draft(self) -> int:
-        """As many as a draft may have."""
+        """Return the longest draft."""
         return self.longest_draft()
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
-        """transformers' own: an assistant does not change the distribution of its target."""
+        """Return none: an assistant does not change the distribution of its target."""
         return {}
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
@@ -84,7 +84,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         return super().prepare_call(options, config)
 
     def start(self, options: DraftOptions) -> SeparateSession:
-        """One call's chains."""
+        """Return the session of one call."""
         self.warn_of_mismatch(options)
         return SeparateSession(self.model, options, make_uniforms(options), self.shared_with(options.backbone))
 
@@ -92,8 +92,8 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
 class SeparateSession(ParallelSession):
     """The drafts of one call; see `ParallelAssistant`.
 
-    The drafting model has a cache of its own, of tokens that were kept: slots do not count. Sequences that kept
-    different numbers are fed alike: who kept fewer is fed some tokens again.
+    The drafting model has a cache of its own, of accepted tokens: slots do not count. Sequences with different numbers
+    of new tokens are read alike: those with fewer read some tokens again.
     """
 
     lookahead = 0
@@ -104,18 +104,18 @@ class SeparateSession(ParallelSession):
         super().__init__(model.config, options, uniforms, distribution=model.slot_distribution)
         self.hidden_layers = None  # a sampler head reads states of its own model
         self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
-        self.unfed: list[int] = []
+        self.unread: list[int] = []
         """Tokens of every sequence that the drafting model has not read."""
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Reads the prompt, all but its last token."""
+        """Read the prompt, all but its last token."""
         self.view = view
-        self.unfed = [2] * len(self.options.prompt)
+        self.unread = [2] * len(self.options.prompt)
         if self.options.drafts:
             self.chain.begin(outputs, view)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain of `length` tokens after every sequence, from one call."""
+        """Return a chain of `length` tokens after every sequence, from one call."""
         if length < 1 or not self.options.drafts:
             self.uniforms.draw(tokens, 1)
             return DraftTree.chain(tokens.ids[:, :0])
@@ -128,23 +128,23 @@ class SeparateSession(ParallelSession):
         return DraftTree.chain(*self._chosen(first, slots, drawn, self._masks(tokens)))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Counts what was kept; a sequence that has ended goes on with the others."""
-        kept = self.view.new_tokens
-        self.unfed = [unfed + (count or kept.longest) for unfed, count in zip(self.unfed, kept.counts)]
+        """Count the new tokens; a sequence that has ended goes on with the others."""
+        new = self.view.new_tokens
+        self.unread = [unread + (count or new.longest) for unread, count in zip(self.unread, new.counts)]
         if self.options.drafts:
-            cast(RowTarget, self.chain.target).rows.keep(kept)
+            cast(RowTarget, self.chain.target).rows.keep(new)
 
     def _chosen(
         self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Tokens and distributions of a draft; where slots give distributions, the first one is the drafting model's
-        own.
+        """Return tokens and distributions of a draft; where slots give distributions, the model's own drafts its first
+        token.
 
         Args:
             first: [B, v] logits of the last token.
             slots: [B, A, v] logits of the slots, or [B, A, D] their states (`_drafts`).
-            drawn: [B, length], what picks; there is a slot less where the first token is no slot's.
-            masks: What the call's constraints let the draft hold.
+            drawn: [B, length], which pick; there is a slot less where the first token is no slot's.
+            masks: The tokens that the draft may hold.
         """
         exists = torch.ones_like(drawn, dtype=torch.bool)
         if self.is_one_hot:
@@ -165,19 +165,20 @@ class SeparateSession(ParallelSession):
         return super()._pick(self.vocabulary.fitted(probs), uniforms, masks, warps)
 
     def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Feeds what is new, and slots after it: logits [B, v] of the last token; logits or states of the slots."""
+        """Read new tokens, and slots after them; return logits [B, v] of the last token, and logits or states of the
+        slots."""
         model, rows = self.chain.model, cast(RowTarget, self.chain.target).rows
-        fed, slots, device = max(self.unfed), length if self.is_one_hot else length - 1, model.device
-        rows.ahead = 2 - fed  # the prompt was read up to its last token
-        places = rows.counts[:, None] + cached_range(rows.ahead, fed + slots, device)
-        is_slot = (cached_arange(fed + slots, device) >= fed).long()
-        positions = (places - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
+        count, slots, device = max(self.unread), length if self.is_one_hot else length - 1, model.device
+        rows.ahead = 2 - count  # the prompt was read up to its last token
+        depths = rows.counts[:, None] + cached_range(rows.ahead, count + slots, device)
+        is_slot = (cached_arange(count + slots, device) >= count).long()
+        positions = (depths - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:
             positions = positions.clamp(max=self.config.learned_positions - 1)
         inputs = self._slot_inputs(drawn[:, :slots], device) if slots else {}
         outputs = model(
-            self.vocabulary.readable(tokens.newest(fed)).to(device),
-            attention_mask=block_mask(rows, fed + slots, model.config.get_text_config(), model.dtype),
+            self.vocabulary.readable(tokens.newest(count)).to(device),
+            attention_mask=block_mask(rows, count + slots, model.config.get_text_config(), model.dtype),
             position_ids=positions,
             past_key_values=self.chain.target.cache,
             use_cache=True,
@@ -185,12 +186,12 @@ class SeparateSession(ParallelSession):
             output_hidden_states=None if self.distribution is None else -1,
             **inputs,
         )
-        self.unfed = [0] * len(self.unfed)
-        behind = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, fed:]
-        return outputs.logits[:, 0], behind
+        self.unread = [0] * len(self.unread)
+        of_slots = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, count:]
+        return outputs.logits[:, 0], of_slots
 
     def _slot_inputs(self, drawn: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """What slots [B, A] read, on a device."""
+        """Return the inputs of slots [B, A], on a device."""
         if not self.config.reads_uniforms:
             return {"masks": cached_arange(drawn.shape[1], device)[None]}
-        return {"uniforms": self.asked(drawn).to(device)}
+        return {"uniforms": self.slot_uniforms(drawn).to(device)}

@@ -36,7 +36,7 @@ def test_branches_and_vectors_keep_apart():
     sizes, branches, vectors = [2, 0, 3], 2, 3
     layout = SlotLayout.of(sizes, torch.device("cpu"), branches, vectors)
     drafts = [(j, d) for j in range(branches) for d in (1, 2)]
-    slots = list(zip(*(part.tolist() for part in (layout.branch, layout.group, layout.vector, layout.place))))
+    slots = list(zip(*(part.tolist() for part in (layout.branch, layout.group, layout.vector, layout.index_in_group))))
     assert len(slots) == branches * sum(1 + vectors * (size - 1) for size in sizes if size)
     assert layout.order.tolist() == [0, *(d for _, d in drafts), *(d + k for _, d, _, k in slots)]
     for query, row in enumerate(layout.new.tolist()):

@@ -2,20 +2,22 @@
 
 import torch
 
+from tests.backbones import plain_continuations
 from tests.models import left_padded
 
 NEW_TOKENS = 32
 
 
 def prompts(count):
-    """Text the model knows and noise, 1 to 100 tokens: up to three windows and more once continued."""
+    """Text the model knows and noise, 1 to 100 tokens in 40 lengths: up to three windows, more once continued."""
     generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(1, 101, (count,), generator=generator).tolist()
-    return [torch.randint(64, 320, (length,), generator=generator) for length in lengths]
+    lengths = torch.randint(1, 101, (40,), generator=generator).tolist()
+    return [torch.randint(64, 320, (lengths[i % 40],), generator=generator) for i in range(count)]
 
 
 def plain_outputs(model, batch):
-    return [model.generate(p[None], use_mtp=False, max_new_tokens=NEW_TOKENS, do_sample=False)[0] for p in batch]
+    """Prompts with their plain continuations; prompts of one length are decoded together, without padding."""
+    return list(map(torch.cat, zip(batch, plain_continuations(model, batch, NEW_TOKENS, use_mtp=False))))
 
 
 def seasoned(model, batch):

@@ -29,6 +29,13 @@ def prompts(count):
     return [torch.randint(1, 128, (length,), generator=generator) for length in lengths]
 
 
+@pytest.fixture(scope="module")
+def plain(model):
+    """Prompts, and what plain decoding appends to each alone."""
+    batch = prompts(40)
+    return batch, [greedy(model, [p], use_mtp=False).sequences[0, len(p) :] for p in batch]
+
+
 def greedy(model, batch, **options):
     inputs = left_padded(batch)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True} | options
@@ -36,9 +43,8 @@ def greedy(model, batch, **options):
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3, 5])
-def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(model, drafts):
-    batch, alone, ragged = prompts(40), set(), set()
-    expected = [greedy(model, [p], use_mtp=False).sequences[0, len(p) :] for p in batch]
+def test_greedy_equals_plain_greedy_alone_and_in_ragged_batches(model, plain, drafts):
+    (batch, expected), alone, ragged = plain, set(), set()
     for prompt, want in zip(batch, expected):
         out = greedy(model, [prompt], num_assistant_tokens=drafts)
         assert torch.equal(out.sequences[0, len(prompt) :], want)

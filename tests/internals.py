@@ -120,14 +120,13 @@ _NAMES = {
         "ranked_tree",
         "static_tree",
     ),
-    "tokenahead.generation.trees.choice": ("fastest_tree",),
     "tokenahead.generation.trees.contract": (
         "DraftTree",
         "VerificationResult",
         "follow",
         "path_columns",
     ),
-    "tokenahead.generation.trees.growth": ("tree_options",),
+    "tokenahead.generation.trees.growth": ("fastest_tree", "tree_options"),
     "tokenahead.generation.verification.rules": (
         "block_acceptance",
         "token_acceptance",

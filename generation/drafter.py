@@ -12,8 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .protocols import DraftSession, Recorder
-from .trees.choice import DEEPEST
-from .trees.growth import tree_options
+from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
 _TREE_CHOICES: WeakKeyDictionary[BaseDrafter, dict[bool, dict[str, int]]] = WeakKeyDictionary()

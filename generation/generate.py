@@ -58,7 +58,7 @@ from .target.backbones import (
     warn_of_unread,
 )
 from .target.static import planned_cache
-from .trees.choice import choose_tree
+from .trees.growth import choose_tree
 
 logger = logging.get_logger(__name__)
 _DEPTH = 32

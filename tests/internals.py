@@ -121,14 +121,13 @@ _NAMES = {
         "ranked_tree",
         "static_tree",
     ),
-    "tokenahead.generation.trees.choice": ("fastest_tree",),
     "tokenahead.generation.trees.contract": (
         "DraftTree",
         "VerificationResult",
         "follow",
         "path_columns",
     ),
-    "tokenahead.generation.trees.growth": ("tree_options",),
+    "tokenahead.generation.trees.growth": ("fastest_tree", "tree_options"),
     "tokenahead.generation.verification.races": ("is_raced", "race_block"),
     "tokenahead.generation.verification.rules": (
         "block_acceptance",

@@ -19,8 +19,7 @@ from ..protocols import DraftSession
 from ..target.backbones import can_roll_back
 from ..target.target import is_recurrent
 from .assistant_session import AssistantSession, SharedVocabulary, shared_vocabulary
-from .dflash import DFlashSession, check_source
-from .gemma4 import Gemma4Chain, check_lender
+from .state_readers import DFlashSession, Gemma4Chain, check_lender, check_source
 from .translation import CommonSession, TextSession, Tokenizers, Translation
 
 _TOKENIZERS = "tokenizer", "assistant_tokenizer"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -305,7 +305,7 @@ def _obstacle_in_call(
 def _has_keywords(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
     """Return whether forwards after the prompt may need other keyword arguments than those of every model."""
     methods = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
-    is_usual = all(is_base(method) for method in methods)
+    is_usual = all(is_base(cast(Callable[..., object], method)) for method in methods)
     return not is_usual or any(value is not None and name not in USUAL for name, value in model_kwargs.items())
 
 

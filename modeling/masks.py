@@ -64,8 +64,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Return what transformers' "sdpa" does, without a copy of keys and values for a `model_mask`."""
     groups, (batch, heads, queries, _) = query.shape[1] // key.shape[1], query.shape
-    is_ours = attention_mask is not None and getattr(attention_mask, _PACKED, None) is not None
-    if is_ours and kwargs.get("position_bias") is None:
+    is_ours = kwargs.get("position_bias") is None and getattr(attention_mask, _PACKED, None) is not None
+    if attention_mask is not None and is_ours:
         attention_mask = _packed(attention_mask, groups, query.dtype)
         if groups > 1:
             packed = query.reshape(batch, heads // groups, groups * queries, -1)

@@ -20,7 +20,8 @@ from .sequences import Sequences
 
 _SEEN = 1024
 """States that are remembered."""
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @runtime_checkable

@@ -141,8 +141,9 @@ class Constraints:
         key = id(processor), size
         if key not in self.walks:
             begin = tokens.prompt_length if self.prompt_length is None else self.prompt_length
-            kind = TableWalk if isinstance(processor, TableAutomaton) else HostWalk
-            self.walks[key] = kind(processor, self.ends, size, tokens, begin)
+            more = self.ends, size, tokens, begin
+            is_table = isinstance(processor, TableAutomaton)
+            self.walks[key] = TableWalk(processor, *more) if is_table else HostWalk(processor, *more)
         return self.walks[key].allowed(tokens, paths)
 
     def applied(self, processor: Any, positions: Positions, flat: Tensor, alive: Tensor | None) -> Tensor:

@@ -96,7 +96,8 @@ class CallOptions:
             schedule=schedule or "constant",
             threshold=threshold or 0.0,
             draft_tree=values["draft_tree"],
-            extra={name: values[name] for name in OWN[2:] if values[name] is not None} | tokenizers_of(sources[0]),
+            extra={name: values[name] for name in OWN[2:] if values[name] is not None}
+            | tokenizers_of(cast(dict[str, Any], sources[0])),
         )
 
 
@@ -142,7 +143,7 @@ def _saved(own: dict[str, Any], sources: Sources) -> tuple[str, ...]:
     return tuple(name for name in names if getattr(passed, name, None) in (None, getattr(of_model, name)))
 
 
-def _refuse_tensors(config: GenerationConfig | None) -> None:
+def _refuse_tensors(config: dict[str, Any] | GenerationConfig | None) -> None:
     name = next((name for name in OWN if isinstance(getattr(config, name, None), Tensor)), None)
     if name is None and getattr(config, "uniforms", None) is not None:
         name = "uniforms"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -116,7 +117,9 @@ class Processing:
                 scores = _applied(processor, chosen, used, prefixes, scores)
                 if self.unchecked and (mask is not None or offers_mask(processor)):
                     offer = processor.allowed(prefixes[index]) if mask is None else mask[index]
-                    self._compare(processor, fitted(offer, size, processor), before[index], scores[index])
+                    self._compare(
+                        cast(LogitsProcessor, processor), fitted(offer, size, processor), before[index], scores[index]
+                    )
             output[index, here[1][index]] = scores[index].to(output.dtype)
             self._close(possible, used, chosen, parents, scores.softmax(-1), tree.tokens)
         self.unchecked = max(self.unchecked - 1, 0)
@@ -184,7 +187,7 @@ def _applied(
     One that allows nothing is an error after a sequence itself, and not after its draft.
     """
     if not isinstance(processor, library.PrefixConstrainedLogitsProcessor):
-        return processor(ids, scores)
+        return cast(Tensor, processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
     index, empty = torch.tensor(used, device=ids.device), list[int]()
 
     def allowed(number: int, prefix: Tensor) -> list[int]:
@@ -198,7 +201,7 @@ def _applied(
         return tokens or [0]
 
     constraint = library.PrefixConstrainedLogitsProcessor(allowed, 1)
-    output = scores.index_copy(0, index, constraint(ids[index], scores[index]))
+    output = scores.index_copy(0, index, constraint(cast(torch.LongTensor, ids[index]), scores[index]))
     output[empty] = -torch.inf
     return output
 

@@ -74,12 +74,12 @@ class ConvolvedLayer(RowLayer):
     def _ring(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a ring, with room for what blocks may read and write until the next rollback, [B, d, C]."""
         rows, size = self.rows, rounded(self.kernel + self.rows.span)
-        ring: Any = getattr(self, name)
-        old = 0 if ring is None else ring.shape[2]
-        if old >= size:
+        ring: torch.Tensor | None = getattr(self, name)
+        if ring is not None and ring.shape[2] >= size:
             return ring
         room = like.new_zeros(*like.shape[:2], size)
-        if old:  # blocks have become longer
+        if ring is not None:  # blocks have become longer
+            old = ring.shape[2]
             first = max(rows.ahead, 0) - old
             held = _at(ring, rows.slots(first, old, old, ring.device))
             _put(room, rows.slots(first, old, size, ring.device), held)

@@ -259,7 +259,8 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         cache = self._cache(past_key_values, use_cache)
         inputs = hidden, attention_mask, position_ids, cache, output_hidden_states
         last, states = self._runner(cache)(*inputs, tree=draft_tree)
-        return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=cache, hidden_states=states)
+        found = cast(tuple[Tensor, ...] | None, states)  # entries that were not requested are None
+        return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=cache, hidden_states=found)
 
     def continue_from(
         self,

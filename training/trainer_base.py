@@ -161,7 +161,7 @@ class BaseTrainer(TrainerPushMixin, Trainer):
         check_data(kwargs)
         super().__init__(*args, **kwargs)
         check_data(vars(self))
-        plugin = self.accelerator.state.deepspeed_plugin if self.is_deepspeed_enabled else None
+        plugin = plugin_of_deepspeed(self)
         if plugin is not None and plugin.zero_stage == 3:
             raise ValueError(
                 "zero_stage=3 of DeepSpeed leaves no parameter whole outside its module's forward, and heads read the "
@@ -253,6 +253,11 @@ class BaseTrainer(TrainerPushMixin, Trainer):
             return False
         self._owner.load_checkpoint(checkpoint)
         return True
+
+
+def plugin_of_deepspeed(trainer: Trainer) -> Any:
+    """Return DeepSpeed's settings; None where it is not used."""
+    return trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
 
 
 @contextmanager

@@ -52,9 +52,20 @@ class TreeDistribution(LatentDistribution):
         self.depth, self.is_perfect = (self.window - 1).bit_length(), None not in self.slots
 
     @cached_property
+    def _sums(self) -> Tensor:
+        """Probabilities [..., 1 + (n - 2) r, r]: the root's, and every node's given each state of its parent."""
+        return torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
+
+    @cached_property
+    def root(self) -> Tensor:
+        """Probabilities [..., r] of the first state."""
+        return self._sums[..., 0, :]
+
+    @cached_property
     def steps(self) -> list[Tensor]:
         """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on; the identity where one is none."""
-        steps, counts = self.node_logits.softmax(-1), [2**d for d in range(1, self.depth)]
+        steps = self._sums[..., 1:, :].unflatten(-2, self.node_logits.shape[-3:-1])
+        counts = [2**d for d in range(1, self.depth)]
         if not self.is_perfect and counts:
             same = torch.eye(self.rank, dtype=steps.dtype, device=steps.device).expand_as(steps[..., :1, :, :])
             found, nodes = count(sum(counts[:-1])), list(range(sum(counts[:-1])))
@@ -144,26 +155,38 @@ class TreeDistribution(LatentDistribution):
         shown = seen @ leaves[second]
         return column(shown[..., 1:, :], (yield shown[..., 0, :]))
 
-    def _tables(self, known: list[Tensor]) -> Tensor:
+    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Every state's row of every node; a known first token weighs those on its path to the root."""
-        tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
-        if known:
-            message = known[0]
-            for level in reversed(range(1, self.depth)):
-                start = 1 + (2**level - 2) * self.rank
-                message = tables[..., start : start + self.rank, :].mul_(message[..., None, :]).sum(-1)
-            tables[..., 0, :].mul_(message)
-        return tables
+        tables = self._sums
+        if not self.is_perfect:
+            tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
+        if not known:
+            return tables, None
+        message, factors = known[0], list[Tensor]()
+        other = _one(message.dtype, message.device).expand(*message.shape[:-1], 1, self.rank)
+        for level in reversed(range(1, self.depth)):
+            others = other.expand(*message.shape[:-1], (2**level - 1) * self.rank, self.rank)
+            factors = [message[..., None, :].expand(*message.shape, self.rank), others, *factors]
+            message = moved(message, self.steps[level - 1][..., 0, :, :].mT)
+        return tables, torch.cat([message[..., None, :], *factors], -2)
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)
         for level, chosen in enumerate(levels):
             chosen = chosen.unflatten(-1, (2**level, 2, self.rank))
-            states = chosen.gather(-1, states[..., None, None].expand(*chosen.shape[:-1], 1)).flatten(-3)
-        if self.depth:
-            states = states[..., None].expand(*states.shape, 2).flatten(-2)
+            times = 2 if level + 2 == self.depth else 1  # both positions of a last node have its state
+            states = chosen.gather(-1, states[..., None, None].expand(*chosen.shape[:-1], times)).flatten(-3)
+        if self.depth == 1:
+            states = states.expand(*states.shape[:-1], 2)
         states = states if self.is_perfect else _select(states, self._filled, -1)
         return states[..., skipped:]
+
+
+@lru_cache(maxsize=16)
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 1, made once; never write to it."""
+    with torch.inference_mode(False):
+        return torch.ones((), dtype=dtype, device=device)
 
 
 def _select(values: Tensor, indices: list[int], dim: int) -> Tensor:

@@ -96,8 +96,8 @@ class LatentDistribution(WindowDistribution):
         """Yield the probabilities [..., v] of each position after the known ones; `unit` scales weights."""
 
     @abstractmethod
-    def _tables(self, known: list[Tensor]) -> Tensor:
-        """Unnormalised rows [..., R, r] from which states are drawn, for every state before them."""
+    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Rows [..., R, r] from which states are drawn, for every state before them, and factors of them, if any."""
 
     @abstractmethod
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
@@ -209,11 +209,13 @@ class LatentDistribution(WindowDistribution):
         if bound > 1:
             return super().sample_with_probs(length)
         own, known = self._probs[..., bound : bound + length, :, :], self._known_probs()
-        tables = self._tables(known)
+        tables, factors = self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = tables.new_empty(*tables.shape[:-2], sum(sizes)).exponential_()
         early, late = arrivals.split(sizes, -1)
-        states = self._states((tables / early.unflatten(-1, tables.shape[-2:])).argmax(-1), bound)[..., :length]
+        early = early.unflatten(-1, tables.shape[-2:])
+        early = early if factors is None else early.div_(factors)
+        states = self._states((tables / early).argmax(-1), bound)[..., :length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
         tokens = (rows / late.unflatten(-1, (length, self.size))).argmax(-1)
         evidence = (
@@ -268,8 +270,8 @@ class MixtureDistribution(LatentDistribution):
             weights = unit(weights * found)
         return None
 
-    def _tables(self, known: list[Tensor]) -> Tensor:
-        return (self.root * known[0] if known else self.root)[..., None, :]
+    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        return (self.root * known[0] if known else self.root)[..., None, :], None
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         return picks.expand(*picks.shape[:-1], self.window)
@@ -336,10 +338,10 @@ class ChainDistribution(LatentDistribution):
         yield probs
         return None
 
-    def _tables(self, known: list[Tensor]) -> Tensor:
+    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         first = moved(self.root * known[0], self.steps[..., 0, :, :]) if known else self.root
         rows = self.steps[..., len(known) :, :, :].flatten(-3, -2)
-        return torch.cat([first[..., None, :], rows], -2)
+        return torch.cat([first[..., None, :], rows], -2), None
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states = [picks[..., :1]]

@@ -102,7 +102,7 @@ def random_distribution(kind, window, size, rank=3, count=1, dtype=torch.float64
     )
 
 
-@pytest.mark.parametrize("window", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("window", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
 def test_draws_after_a_bound_token_follow_the_conditional_joint(kind, window):
     bound = random_distribution(kind, window, 2, count=20_000, dtype=torch.float32).condition(torch.ones(20_000).long())

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.backbones import backbone, code, learn
+from tests.backbones import CONFIGS, backbone, code, coder, learn
 
 BLOCK, LAYERS, WINDOW = 5, [0, 1], 9
 """Tokens of a block, b among them; the layers that are read; how far back layers with a window see."""
@@ -92,7 +92,7 @@ def learn_to_fill(
 @cache
 def trained_pair(name: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
     """A backbone that writes code, and an assistant that is often right about it."""
-    source = learn(source_of(name, 48), code(), 60)
+    source = coder(name) if name in CONFIGS else learn(source_of(name, 48), code(), 60)
     return source, learn_to_fill(assistant(), source, code()[: 24 * 60].view(60, 24))
 
 

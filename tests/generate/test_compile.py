@@ -13,7 +13,7 @@ PROMPT = torch.arange(100, 112)[None]
 
 def llama_with_heads():
     torch.manual_seed(0)
-    sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     backbone = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.1, eos_token_id=None, pad_token_id=0)).eval()
     return backbone, {"assistant_model": MTPHeads.from_backbone(backbone, window=4)}
 

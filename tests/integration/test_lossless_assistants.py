@@ -13,7 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code, code_prompts, learn
+from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code_prompts, coder
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.internals import AssistantSession
 from tests.models import left_padded
@@ -25,26 +25,25 @@ NEW, DRAFT = 30, 4
 NEW_GREEDY = dict(max_new_tokens=NEW, do_sample=False)
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def coder(request):
-    return learn(backbone(request.param), code())
-
-
 @pytest.mark.parametrize("branches", [1, 3])
-def test_ngrams_on_code(coder, branches):
-    drafter = NgramDrafter(branches=branches).attach(coder)
-    seen = check_greedy(coder, drafter, code_prompts(20), NEW, num_assistant_tokens=DRAFT)
+@pytest.mark.parametrize("name", NAMES)
+def test_ngrams_on_code(name, branches):
+    model = coder(name)
+    drafter = NgramDrafter(branches=branches).attach(model)
+    seen = check_greedy(model, drafter, code_prompts(12), NEW, num_assistant_tokens=DRAFT)
     drafter.detach()
     assert seen == set(range(DRAFT + 1))
 
 
 @pytest.mark.parametrize("schedule", ["constant", "adaptive"])
-def test_assistants_on_code(coder, schedule):
-    drafter = AssistantDrafter(blurred(coder, 0.3), num_tokens=DRAFT).attach(coder)
-    seen = check_greedy(coder, drafter, code_prompts(20), NEW, num_assistant_tokens_schedule=schedule)
+@pytest.mark.parametrize("name", NAMES)
+def test_assistants_on_code(name, schedule):
+    model = coder(name)
+    drafter = AssistantDrafter(blurred(model, 0.3), num_tokens=DRAFT).attach(model)
+    seen = check_greedy(model, drafter, code_prompts(20), NEW, num_assistant_tokens_schedule=schedule)
     assert seen == set(range(DRAFT + 1))
     drafter.schedules.clear()  # the next call is to begin with trials
-    out = coder.generate(
+    out = model.generate(
         **left_padded(code_prompts(4)), max_new_tokens=NEW, do_sample=False, assistant_model=drafter,
         num_assistant_tokens_schedule=schedule, return_dict_in_generate=True,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def padded_texts(group, texts):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_alone_and_in_ragged_batches(name):
-    model, batch = backbone(name), prompts(60)
+    model, batch = backbone(name), prompts(40)
     drafter = KnowingTrees(48).attach(model)
     expected = plain_continuations(model, batch, NEW)
     for size in (1, 4):

@@ -41,7 +41,7 @@ def plain_pair():
 
 def test_greedy_alone_and_in_ragged_batches(pair):
     model, drafter = pair
-    assert check_greedy(model, drafter, code_prompts(12), new=41) == set(range(BLOCK))
+    assert check_greedy(model, drafter, code_prompts(8), new=41) == set(range(BLOCK))
 
 
 def test_drafts_are_those_of_transformers(pair, monkeypatch):
@@ -56,7 +56,7 @@ def test_drafts_are_those_of_transformers(pair, monkeypatch):
         return ids, logits
 
     monkeypatch.setattr(made, "get_candidates", recorded)
-    for prompt in code_prompts(6):
+    for prompt in code_prompts(4):
         inputs = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None]}
         options = dict(max_new_tokens=40, do_sample=False)
         out = model.generate(**inputs, assistant_model=drafter.model, return_dict_in_generate=True, **options)

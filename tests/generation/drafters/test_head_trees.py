@@ -191,13 +191,13 @@ def _all_draws(heads, processing, monkeypatch):
 def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(kind, name):
     model = backbone(name)
     heads = train_heads(model, steps=30, **KINDS[kind])
-    assert check_greedy(model, heads, prompts(12), new=20, **TREE) == {0, 1, 2, 3}
+    assert check_greedy(model, heads, prompts(8), new=20, **TREE) == {0, 1, 2, 3}
 
 
 def test_a_fixed_shape_is_drafted_and_keeps_paths_of_every_length():
     model = backbone()
     heads = train_heads(model, steps=30, **KINDS["cp"])
-    assert check_greedy(model, heads, prompts(12), new=20, draft_tree=CHOICES) == {0, 1, 2, 3}
+    assert check_greedy(model, heads, prompts(8), new=20, draft_tree=CHOICES) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("kind", KINDS)

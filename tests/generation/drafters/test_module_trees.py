@@ -129,10 +129,10 @@ def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
 
         def noted():
             logits = first()
-            for row, end in enumerate(grown.rows.lengths):
-                if end < grown.rows.prompt_length + 24:
-                    start = grown.rows.prompt_length - len(batch[row])
-                    text = grown.rows.ids[row : row + 1, start:end]
+            for row, end in enumerate(grown.tokens.lengths):
+                if end < grown.tokens.prompt_length + 24:
+                    start = grown.tokens.prompt_length - len(batch[row])
+                    text = grown.tokens.ids[row : row + 1, start:end]
                     chain = model(text, use_cache=False, output_mtp_logits=True).mtp_logits[0]
                     seen.append(float((chain[0, end - start - 2] - logits[row]).abs().max()))
             return logits

@@ -30,7 +30,7 @@ from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, chosen, warped
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import Rows, block_mask
+from ..target.cache import CacheLayout, block_mask
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import grow
@@ -203,11 +203,11 @@ class AttendingHeadSession(HeadSession):
             raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
         size = outputs.hidden_states[-1].shape[1]
         self.view, span = view, self.num_tokens + 1
-        self.rows = Rows(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
-        self.rows.take_over(self.cache)
-        self.rows.ahead = -size
+        self.layout = CacheLayout(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
+        self.layout.take_over(self.cache)
+        self.layout.ahead = -size
         self.hidden = self._run(outputs.hidden_states, size)[:, -1]
-        self.rows.ahead = 0
+        self.layout.ahead = 0
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Runs over the tokens that verification kept."""
@@ -217,13 +217,13 @@ class AttendingHeadSession(HeadSession):
         features = self._run(outputs.first(kept.longest), kept.longest)
         last = to_device(result.num_accepted.clamp(max=kept.longest - 1), features.device)  # an ended one's is any
         self.hidden = features[cached_arange(len(features), features.device), last]
-        self.rows.keep(kept)
+        self.layout.keep(kept)
 
     def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:
         """Features [B, T, F] of new columns."""
-        rows, config = self.rows, self.options.backbone.config.get_text_config()
-        positions = (rows.counts[:, None] + cached_range(rows.ahead, size, rows.ends.device)).clamp(min=0)
-        return self.read(states, block_mask(rows, size, config), positions, self.cache)
+        layout, config = self.layout, self.options.backbone.config.get_text_config()
+        positions = (layout.counts[:, None] + cached_range(layout.ahead, size, layout.ends.device)).clamp(min=0)
+        return self.read(states, block_mask(layout, size, config), positions, self.cache)
 
 
 class DraftLayersSession(HeadSession):

@@ -33,7 +33,7 @@ from .compressed import CompressedTarget
 from .indexed import layer_class
 from .repacking import EvenTarget, RepackedTarget
 from .static import FixedTarget, PlannedCache
-from .target import ColumnTarget, RowTarget, is_recurrent
+from .target import ColumnTarget, RaggedTarget, is_recurrent
 
 logger = logging.get_logger(__name__)
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
@@ -227,7 +227,7 @@ def target_of(
     span: int = 0,
 ) -> ColumnTarget:
     """Return the target of a model on a cache of transformers with the prompt in it; see `ColumnTarget` and
-    `RowTarget`."""
+    `RaggedTarget`."""
     if not is_repackable(cache):
         return EvenTarget(model, cache, like, mask, model_kwargs)
     if isinstance(cache, PlannedCache) and cache.room is not None:
@@ -235,7 +235,7 @@ def target_of(
     is_known = all(type(layer) in _FIXED or _has_blocks(layer) for layer in cache.layers)
     takes_masks = takes_dense_masks(model) or chooses_blocks(model.config) or compresses_windows(model.config)
     if is_known and takes_masks and not cache.offloading:
-        kind = CompressedTarget if compresses_windows(model.config) else RowTarget
+        kind = CompressedTarget if compresses_windows(model.config) else RaggedTarget
         return kind(model, cache, like, mask, model_kwargs, limit=limit, span=span)
     return RepackedTarget(model, cache, like, mask, model_kwargs)
 

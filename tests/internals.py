@@ -134,7 +134,7 @@ _NAMES = {
         "verify_sampled",
         "verify_tree",
         "verify_tree_greedy",
-        "kept_path",
+        "accepted_path",
         "tree_acceptance",
     ),
     "tokenahead.generation.verification.verifiers": (

@@ -37,7 +37,7 @@ from ..target.cache import CacheLayout
 from ..target.indexed import layer_class, note_positions, real_tokens
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult, taken
-from ..trees.growth import Ancestry, grow, most_nodes
+from ..trees.growth import Ancestry, chain_of, grow, most_nodes
 
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""
@@ -122,8 +122,7 @@ class ModuleSession(DraftSession):
                 break
         if len(drafts) >= self.depth:  # only columns whose tokens are verified count, in all modules alike
             self.pending = min(self.pending, self.depth - 1)
-        draft = torch.stack(drafts[:length], 1)
-        return DraftTree.chain(draft, torch.stack(probs[:length], 1) if self.options.do_sample else None)
+        return chain_of(drafts[:length], probs[:length], self.options)
 
     def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: dict[str, Any] | None = None) -> Tensor:
         """Run module k over columns that begin `first` after the backbone's, [B, R, H]."""
@@ -171,12 +170,8 @@ class ModuleSession(DraftSession):
     def _nodes(self, k: int, states: Tensor, ids: Tensor, distances: Tensor, seen: Tensor) -> Tensor:
         """Run module k, from 1 to D, over nodes of a tree: [B, R, H].
 
-        Args:
-            k: The module.
-            states: [B, R, H].
-            ids: [B, R] int64.
-            distances: [n] int64, by how many columns nodes follow the backbone's last one; the last R are these.
-            seen: [B, R, n] bool, the nodes that they see beside settled columns.
+        `distances` [n] are the columns by which nodes follow the backbone's last one, the last R being these; `seen`
+        [B, R, n] are the nodes that they see beside settled columns.
         """
         count = ids.shape[1]
         self.layout.ahead = 1 - k + len(distances) - count

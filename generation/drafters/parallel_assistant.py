@@ -137,14 +137,11 @@ class SeparateSession(ParallelSession):
     def _chosen(
         self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens and distributions of a draft; where slots give distributions, the model's own drafts its first
-        token.
+        """Return tokens and distributions of a draft, from the last token's logits [B, v] and those or states of the
+        slots.
 
-        Args:
-            first: [B, v] logits of the last token.
-            slots: [B, A, v] logits of the slots, or [B, A, D] their states (`_drafts`).
-            drawn: [B, length], which pick; there is a slot less where the first token is no slot's.
-            masks: The tokens that the draft may hold.
+        Where slots give distributions, the model's own drafts the first token, and there is a slot less than `drawn`
+        [B, length].
         """
         exists = torch.ones_like(drawn, dtype=torch.bool)
         if self.is_one_hot:

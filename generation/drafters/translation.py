@@ -74,13 +74,8 @@ class Script:
 
 
 class TextCodec:
-    """A tokenizer for texts that begin anywhere.
-
-    Args:
-        tokenizer: Of a model.
-        size: How many ids that model has.
-        other: The tokenizer of the other model; special tokens that it lacks are dropped.
-    """
+    """A tokenizer of a model of `size` ids, for texts that begin anywhere; special tokens that `other` lacks are
+    dropped."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, other: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.size = tokenizer, size
@@ -226,11 +221,7 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
 class CommonVocabulary(SharedVocabulary):
     """The tokens that two vocabularies have in common, which alone are drafted; the distribution is restricted to them.
 
-    Args:
-        own: Ids of the assistant.
-        theirs: Ids of the backbone.
-        own_ids: [N] int64, the assistant's ids of the common tokens.
-        ids: [N] int64, the backbone's, rising.
+    `own_ids` [N] are the assistant's ids of them, and `ids` [N] the backbone's, rising.
     """
 
     def __init__(self, own: int, theirs: int, own_ids: Tensor, ids: Tensor) -> None:

@@ -241,17 +241,11 @@ def target_of(
 
 
 def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
-    """Return an obstacle to blocks of tokens in a call, of a backbone's positions or columns.
+    """Return an obstacle to blocks of tokens in a call up to position `end`, of a backbone's positions or columns.
 
     Frequencies may depend on the longest position: a token of a block would be rotated as the later ones are, and
     not as it is alone. That happens at a border alone, and not after one that is crossed once. Where attention
     chooses blocks of columns, tokens after padding may see nothing, and get the mean of all columns.
-
-    Args:
-        model: The backbone.
-        model_kwargs: Prepared keyword arguments of the model.
-        prompt: [B, L] int64.
-        end: The longest position that the call may reach.
     """
     mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values"), type(model).__name__
     if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
@@ -280,9 +274,7 @@ def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -
 def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
     """Return an obstacle to our loop in a call on any backbone, in the user's words.
 
-    Args:
-        config: Of the call.
-        of_drafts: Also name caches without rollback, which hinder drafts alone.
+    Caches without rollback hinder drafts alone: without `of_drafts` they are none.
     """
     for name, is_plain in _PLAIN.items():
         value = getattr(config, name, None)

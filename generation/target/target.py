@@ -179,12 +179,8 @@ class Continuation:
         }
 
     def inputs(self, numbers: Tensor, last_position: int | None = None) -> dict[str, Tensor]:
-        """Return the keyword arguments of a forward.
-
-        Args:
-            numbers: [B, F] int64, how many real tokens precede each token of the block.
-            last_position: The largest position.
-        """
+        """Return the keyword arguments of a forward, from how many real tokens precede each token of the block [B,
+        F]."""
         positions = numbers if self.start is None else numbers + self.start
         if last_position is not None:
             positions = positions.clamp(max=last_position)

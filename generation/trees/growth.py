@@ -58,7 +58,7 @@ def grow_chain(
         token, distribution = step(drafts[-1] if drafts else None)
         drafts.append(token)
         probs.append(distribution)
-    return _chain_of(drafts, probs, options)
+    return chain_of(drafts, probs, options)
 
 
 def block_chain(
@@ -70,19 +70,15 @@ def block_chain(
 ) -> DraftTree:
     """Return a chain of a token for each position, up to the first of which no sequence is sure.
 
-    Args:
-        logits: [B, m, v] of a drafter, which no drafted token changes.
-        options: Of the call.
-        masks: The tokens that may be drafted (`DraftOptions.masks`).
-        draft_ids: [v], see `draft_probs`.
-        vocab_size: See `draft_probs`.
+    No drafted token changes the logits [B, m, v]; the other arguments are those of `DraftOptions.choose`.
     """
     drafts, probs = zip(*(options.choose(step, draft_ids, vocab_size, masks) for step in logits.unbind(1)))
     length = options.sure_length(torch.stack(drafts, 1), torch.stack(probs, 1)) if options.threshold else len(drafts)
-    return _chain_of(drafts[:length], probs[:length], options)
+    return chain_of(drafts[:length], probs[:length], options)
 
 
-def _chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: DraftOptions) -> DraftTree:
+def chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: DraftOptions) -> DraftTree:
+    """Return a chain of tokens [B], with their distributions where the call samples."""
     known = [each for each in probs if each is not None and options.do_sample]
     return DraftTree.chain(torch.stack(list(drafts), 1), torch.stack(known, 1) if known else None)
 
@@ -254,17 +250,10 @@ def choose_tree(
     common: dict[str, Any],
     may_try: bool = True,
 ) -> CallOptions:
-    """Return options whose `draft_tree="auto"` is settled by trials on this prompt.
+    """Return options whose `draft_tree="auto"` is settled by trials on this prompt, or a tree of the usual size.
 
-    Args:
-        generate: From a drafter, a prompt and keyword arguments to the backbone's output with its drafts.
-        drafter: Makes the drafts, and remembers the tree.
-        options: Of the call.
-        config: Of the call.
-        prompt: [B, L] int64.
-        positions: The most tokens that the backbone reads; None: any number.
-        common: Further keyword arguments of trials.
-        may_try: False: a tree of the usual size is drafted, without trials.
+    `generate` takes a drafter, a prompt and keyword arguments, among them `common`; the backbone reads `positions` at
+    most (None: any number).
     """
     left, do_sample = (positions or 1 << 30) - prompt.shape[1], bool(config.do_sample)
     longest = min(drafter.longest_draft() or DEEPEST, options.num_assistant_tokens or DEEPEST, DEEPEST)
@@ -287,12 +276,8 @@ def choose_tree(
 
 
 def fastest_tree(pace: Pace, longest: int) -> Tree | None:
-    """Return the fastest of the trees that are tried; None where an output ends too soon to tell.
-
-    Args:
-        pace: Runs a trial.
-        longest: The most tokens of a path.
-    """
+    """Return the fastest of the trees that are tried, of paths up to `longest`; None where an output ends too soon to
+    tell."""
     depths = sorted({min(length, longest) - 1 for length in _LENGTHS})
     chains = [{"depth": depth, "top_k": 1, "total_tokens": depth + 2} for depth in depths]
     pace(chains[0])  # what a first call sets up, later ones do not

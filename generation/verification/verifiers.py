@@ -20,7 +20,13 @@ from .rules import verify_sampled
 
 
 class Verifier(Protocol):
-    """Verification in one call of `generate`."""
+    """Verification in one call of `generate`.
+
+    Attributes:
+        distribution: [B, m + 1, v] the target's, in the last verification; None: it cannot be invalid.
+    """
+
+    distribution: Tensor | None = None
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """Return the token after the prompt, [B], from processed scores [B, v]."""
@@ -31,11 +37,11 @@ class Verifier(Protocol):
         ...
 
     def invalid(self, result: VerificationResult) -> Tensor | None:
-        """Return which sequences' target distribution was invalid in the last result (NaN, or all -inf), [B]; None:
-        none."""
+        """Return which sequences' target distribution was invalid in the last result (NaN, or all -inf), [B]."""
+        return None if self.distribution is None else _reached_faults(self.distribution, result)
 
 
-class GreedyVerifier:
+class GreedyVerifier(Verifier):
     """The target's argmax at every index; `is_checked` also tests whether any token is left, unlike plain greedy
     decoding."""
 
@@ -54,15 +60,11 @@ class GreedyVerifier:
         if not self.is_checked:
             return scores.argmax(-1)
         best = scores.max(-1)
-        self.faults = torch.where(best.values == -torch.inf, torch.nan, 0.0)[..., None]
+        self.distribution = torch.where(best.values == -torch.inf, torch.nan, 0.0)[..., None]
         return best.indices
 
-    def invalid(self, result: VerificationResult) -> Tensor | None:
-        """See `Verifier`."""
-        return _reached_faults(self.faults, result) if self.is_checked else None
 
-
-class SampledVerifier:
+class SampledVerifier(Verifier):
     """The target's distribution at every index; see `rules.verify_sampled`.
 
     Args:
@@ -76,10 +78,9 @@ class SampledVerifier:
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
-        self.distribution = scores.softmax(-1)[:, None]
-        if self.uniforms is None:
-            return draw(self.distribution[:, 0])
-        return pick(self.uniforms.draw(tokens, 1)[:, 0], self.distribution[:, 0])
+        probs = scores.softmax(-1)
+        self.distribution = probs[:, None]
+        return draw(probs) if self.uniforms is None else pick(self.uniforms.draw(tokens, 1)[:, 0], probs)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
@@ -90,12 +91,8 @@ class SampledVerifier:
         tests = self.uniforms.fresh(tree.tokens.shape[1])
         return verify_sampled(tree, self.distribution, self.rule, uniforms=uniforms, tests=tests)
 
-    def invalid(self, result: VerificationResult) -> Tensor | None:
-        """See `Verifier`."""
-        return _reached_faults(self.distribution, result)
 
-
-class CoupledVerifier:
+class CoupledVerifier(Verifier):
     """The target picks with the very uniforms that the draft was made from (PTP paper, Algorithm 1).
 
     Args:
@@ -107,17 +104,14 @@ class CoupledVerifier:
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
-        self.distribution = distribution_of(scores)[:, None]
-        return pick(self.uniforms.draw(tokens, 1)[:, 0], self.distribution[:, 0])
+        probs = distribution_of(scores)
+        self.distribution = probs[:, None]
+        return pick(self.uniforms.draw(tokens, 1)[:, 0], probs)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
         self.distribution = distribution_of(scores)
         return follow(tree, pick(self.uniforms.current[:, : scores.shape[1]], self.distribution))
-
-    def invalid(self, result: VerificationResult) -> Tensor | None:
-        """See `Verifier`."""
-        return _reached_faults(self.distribution, result)
 
 
 def distribution_of(scores: Tensor) -> Tensor:

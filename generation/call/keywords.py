@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
 
+from .resolved import is_base
 from .sequences import Sequences
 
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
@@ -184,11 +185,6 @@ class Keywords:
 def _is_known(method: Callable[..., object]) -> bool:
     """Return whether a method is one of transformers or of this library."""
     return method.__module__.startswith(("transformers.", f"{_PACKAGE}."))
-
-
-def is_base(method: Callable[..., object]) -> bool:
-    """Return whether a method is that of every model."""
-    return ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -31,11 +31,11 @@ from tokenahead import NgramDrafter
 from tokenahead.extending import AttachableDrafter, DraftSession
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.target.repacking import RepackedTarget
-from tokenahead.generation.target.target import ColumnTarget, RowTarget
+from tokenahead.generation.target.target import ColumnTarget, RaggedTarget
 from tokenahead.generation.trees.contract import DraftTree
 
 BLOCK, ROUNDS, CYCLES = 6, 9, 8
-KINDS: dict[str, type[ColumnTarget]] = {"repacked": RepackedTarget, "never moves": RowTarget}
+KINDS: dict[str, type[ColumnTarget]] = {"repacked": RepackedTarget, "never moves": RaggedTarget}
 WRITES = ("copy_", "index_put_", "_index_put_impl_", "index_copy_")
 COPIES = ("cat", "gather", "index", "index_select", "clone", "where", "masked_fill", "repeat", "constant_pad_nd")
 
@@ -94,7 +94,7 @@ def target(kind: type[ColumnTarget], model: LlamaForCausalLM, context: int, batc
     """A target with a prompt in its cache."""
     cache, ids = DynamicCache(config=model.config), torch.randint(1, 512, (batch, context))
     model(ids, past_key_values=cache, logits_to_keep=1)
-    room = {"limit": context + (ROUNDS + 2) * CYCLES * BLOCK, "span": BLOCK} if kind is RowTarget else {}
+    room = {"limit": context + (ROUNDS + 2) * CYCLES * BLOCK, "span": BLOCK} if kind is RaggedTarget else {}
     return kind(model, cache, ids[:, 0], None, None, **room)
 
 

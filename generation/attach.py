@@ -234,12 +234,7 @@ class Tie:
 
 
 class Route:
-    """Replaces the `generate` of a backbone.
-
-    Args:
-        backbone: The model.
-        tie: Shared with its drafters.
-        vocab_size: Of the backbone when the route was laid.
+    """Replaces the `generate` of a backbone, whose vocabulary had `vocab_size` ids when the route was laid.
 
     Attributes:
         drafters: Those that are attached to it.

@@ -31,7 +31,7 @@ from .call.schedule import AdaptiveSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
-from .target.target import HiddenLayers, RowLengthTarget, RowTarget, Target, TargetOutput
+from .target.target import HiddenLayers, OwnLengthsTarget, RaggedTarget, Target, TargetOutput
 from .trees.contract import DraftTree, VerificationResult
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
@@ -138,8 +138,8 @@ class SpeculativeLoop:
             return output
         except BaseException:  # a user's cache must not end with layers that only this loop can use
             target = vars(self).get("target")
-            if isinstance(target, RowTarget):
-                target.align(max(target.rows.lengths))
+            if isinstance(target, RaggedTarget):
+                target.align(max(target.layout.lengths))
             raise
 
     def _prefill(self) -> None:
@@ -152,7 +152,7 @@ class SpeculativeLoop:
         if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
             cache = cache.self_attention_cache
         if isinstance(cache, SpeculativeCache):
-            self.target = RowLengthTarget(self.runner, cache, mask)
+            self.target = OwnLengthsTarget(self.runner, cache, mask)
         else:
             if mask is not None and kwargs.get("position_ids") is None:  # the model counts columns, padding included
                 kwargs = kwargs | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}

@@ -177,15 +177,10 @@ class OnlineBuffer:
 
 
 class RecordingSession(DraftSession):
-    """A drafter's session that also writes verified tokens to a buffer.
+    """A drafter's session that also writes verified tokens and states of `layers` to a buffer.
 
-    Args:
-        session: The drafter's own.
-        layers: Hidden states to record.
-        keeps_prompt: Whether learning at a token depends on all before it; else only the prompt's last state is
-            recorded.
-        buffer: Holds the tokens.
-        finished: Called at the end with the statistics, and the seconds that the call took.
+    Where `keeps_prompt`, learning at a token depends on all before it; else only the prompt's last state is recorded.
+    `finished` is called at the end with the statistics, and the seconds that the call took.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ _NAMES = {
     "tokenahead.generation.drafters.translation": ("CommonVocabulary", "TranslatedSession", "Translation"),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.backbones": ("target_of",),
-    "tokenahead.generation.target.cache": ("block_mask", "RowLayer", "cache_module_Rows"),
+    "tokenahead.generation.target.cache": ("block_mask", "RaggedLayer", "CacheLayout"),
     "tokenahead.generation.target.repacking": ("RepackedTarget", "shift_cache"),
     "tokenahead.generation.target.replay": (
         "is_recurrent",
@@ -112,7 +112,7 @@ _NAMES = {
     ),
     "tokenahead.generation.target.compressed": ("CompressedTarget",),
     "tokenahead.generation.target.convolved": ("ConvolvedTarget",),
-    "tokenahead.generation.target.target": ("is_recurrent", "RowTarget", "TargetOutput"),
+    "tokenahead.generation.target.target": ("is_recurrent", "RaggedTarget", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",
         "drawn_tree",
@@ -136,7 +136,7 @@ _NAMES = {
         "verify_sampled",
         "verify_tree",
         "verify_tree_greedy",
-        "kept_path",
+        "accepted_path",
         "tree_acceptance",
     ),
     "tokenahead.generation.verification.verifiers": (
@@ -351,7 +351,6 @@ _NAMES = {
 _RENAMED = {
     "CompletionSequences": "Sequences",
     "commands_train": "train",
-    "cache_module_Rows": "Rows",
     "heads_FAMILIES": "FAMILIES",
     "mtp_families_FAMILIES": "FAMILIES",
     "ptp_LOSSES": "LOSSES",

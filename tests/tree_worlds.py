@@ -9,7 +9,7 @@ import itertools
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.internals import DraftTree, Processing, kept_path, path_columns, tree_acceptance
+from tests.internals import DraftTree, Processing, accepted_path, path_columns, tree_acceptance
 
 V = 3
 WARPS = {
@@ -118,7 +118,7 @@ def ends(tree: DraftTree, accept: torch.Tensor, rule: str) -> torch.Tensor:
     distribution = torch.zeros(len(accept), accept.shape[1] + 1, dtype=torch.float64)
     for outcome in itertools.product([False, True], repeat=accept.shape[1]):
         kept = torch.tensor(outcome).expand(accept.shape)
-        last = path_columns(kept_path(tree, kept, rule), tree.depth)[:, -1:]
+        last = path_columns(accepted_path(tree, kept, rule), tree.depth)[:, -1:]
         distribution.scatter_add_(1, last, torch.where(kept, accept, 1 - accept).prod(1, keepdim=True))
     return distribution
 

@@ -79,12 +79,7 @@ def allowed_ids(
 
 
 class Constraints:
-    """The constraints of one call.
-
-    Args:
-        processors: The call's.
-        ends: Ids that end a sequence.
-        prompt_length: Ids of the prompt; None: as in `Sequences`.
+    """The constraints among the processors of one call; without a `prompt_length`, sequences tell it.
 
     Attributes:
         all: The processors that exclude tokens, in their order.
@@ -108,9 +103,7 @@ class Constraints:
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
         """Return the tokens that a draft after every sequence may hold; None: all.
 
-        Args:
-            tokens: The sequences.
-            is_warped: Drafts are drawn from distributions after processors of scores alone.
+        `is_warped` drafts are drawn from distributions after processors of scores alone.
         """
         shortest, spans = min(tokens.lengths), map(_span, self.all)
         acting = [p for p, span in zip(self.all, spans) if span is None or shortest < span.stop]

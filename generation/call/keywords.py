@@ -14,10 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
 
+from .resolved import is_base
 from .sequences import Sequences
 
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
@@ -120,13 +121,10 @@ class Keywords:
         self.constant = {} if self.is_prepared else made
 
     def of_block(self, tokens: Sequences, drafts: Tensor, depth: int, done: list[bool]) -> dict[str, Any]:
-        """Return the keyword arguments of the forward of a block: the last token of every sequence and its drafts.
+        """Return the keyword arguments of a block: the last token of every sequence and its drafts [B, m], `depth`
+        deep.
 
-        Args:
-            tokens: The sequences.
-            drafts: [B, m] int64.
-            depth: The longest path.
-            done: Sequences that have ended, whose keyword arguments are arbitrary.
+        Those of sequences that are `done` are arbitrary.
 
         Raises:
             NotHandedOn: One differs between sequences or tokens, and has no column for each of them.
@@ -189,11 +187,6 @@ def _is_known(method: Callable[..., object]) -> bool:
     return method.__module__.startswith(("transformers.", f"{_PACKAGE}."))
 
 
-def is_base(method: Callable[..., object]) -> bool:
-    """Return whether a method is that of every model."""
-    return ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__
-
-
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
     """Return whether two masks are equal."""
     if one is None or other is None or one.shape != other.shape:
@@ -210,12 +203,9 @@ def _has_columns(value: object, prompt: Tensor) -> bool:
 
 
 def _merged(columns: Columns, take: Tensor | None, count: int) -> dict[str, Any]:
-    """Return the keyword arguments of a block of `count` tokens.
+    """Return the keyword arguments of a block of `count` tokens, `take` [B, count] being the column of each.
 
-    Args:
-        columns: Of each column.
-        take: [B, count] int64, the column of each token; None: any, so that all must agree.
-        count: Tokens of the block.
+    Without `take` all columns must agree.
 
     Raises:
         NotHandedOn: A value differs between columns and has no column of its own.

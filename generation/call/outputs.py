@@ -78,12 +78,8 @@ Entries = tuple[Tensor, ...] | None
 
 
 class Records:
-    """Collects the steps that `output_scores`, `output_logits` and `output_hidden_states` request.
-
-    Args:
-        config: Prepared generation config.
-        batch: Number of sequences.
-    """
+    """Collects the steps that `output_scores`, `output_logits` and `output_hidden_states` of a prepared config
+    request."""
 
     def __init__(self, config: GenerationConfig, batch: int) -> None:
         requested = {"scores": config.output_scores, "logits": config.output_logits}
@@ -95,13 +91,10 @@ class Records:
         self.prompt: tuple[Tensor | None, ...] | None = None
 
     def add(self, outputs: TargetOutput, scores: Tensor, counts: list[int], is_prefill: bool = False) -> None:
-        """Add the first `counts[b]` steps of sequence b.
+        """Add the first `counts[b]` steps of sequence b: logits and scores [B, k, v], hidden states per layer [B, k,
+        D].
 
-        Args:
-            outputs: Logits [B, k, v] and hidden states per layer [B, k, D]; the prompt's [B, L, D] from the prefill.
-            scores: [B, k, v] processed scores.
-            counts: Steps per sequence.
-            is_prefill: Whether the hidden states are the prompt's, which make the first entry.
+        In the prefill, hidden states are the prompt's [B, L, D], which make the first entry.
         """
         values = {"scores": scores, "logits": outputs.logits}
         if "hidden" in self.steps and is_prefill:

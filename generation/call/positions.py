@@ -53,14 +53,8 @@ KNOWN = frozenset(POINTWISE + BY_HISTORY + BY_LENGTH)
 
 
 class Positions:
-    """Positions after sequences.
-
-    Args:
-        tokens: The sequences.
-        size: P, positions after each of them.
-        depths: How many drafted tokens may precede a position.
-        fill: An id for where a sequence has no token.
-    """
+    """P = `size` positions after each sequence, which may follow `depths` of drafted tokens; `fill` is an id for
+    gaps."""
 
     def __init__(self, tokens: Sequences, size: int, depths: range, fill: int) -> None:
         self.tokens, self.size, self.depths, self.fill = tokens, size, depths, fill

@@ -43,13 +43,9 @@ _CHECKED = 4
 
 
 class Processing:
-    """Applies a list of logits processors in its order.
+    """Applies the processors that transformers prepared for a call, in their order.
 
-    Args:
-        processors: The list that transformers prepared for this call of `generate`.
-        pad: An id of the vocabulary, for where a sequence has no token.
-        ends: Ids that end a sequence, after which no processor is called.
-        prompt_length: Ids of the prompt; None: as in `Sequences`.
+    `pad` is an id of the vocabulary, for where a sequence has no token; after `ends` no processor is called.
     """
 
     def __init__(
@@ -157,13 +153,10 @@ class Processing:
                     possible[index][node + 1] = False
 
     def warp(self, probs: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """Return draft probabilities [..., v] after the processors of scores alone.
+        """Return draft probabilities [..., v] after the processors of scores alone, within `allowed` [..., v].
 
         A draft may have any distribution, so that processors which read prefixes are left out: a mask replaces them.
-
-        Args:
-            probs: [..., v].
-            allowed: [..., v] bool, tokens that may be drafted; uniform where the distribution has none of them.
+        Where the distribution has none of the allowed tokens, the result is uniform over them.
         """
         if not self.pointwise and allowed is None:
             return probs

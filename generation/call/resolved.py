@@ -116,3 +116,8 @@ def with_resolved(call: dict[str, Any], resolved: set[str]) -> dict[str, Any]:
         fields = unset | config.update(**{name: fields[name] for name in fields.keys() - unset}).keys()
     others = {name: value for name, value in call.items() if name in NOT_CONFIG or name in fields}
     return others | {"generation_config": config}
+
+
+def is_base(method: Callable[..., object]) -> bool:
+    """Return whether a method is that of every model."""
+    return inspect.ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__

@@ -20,11 +20,7 @@ _PLAIN_BONUS = 1.06  # expectations err upwards, for the best of many is taken, 
 
 
 class AcceptanceRates:
-    """Running acceptance by draft position; old verifications fade.
-
-    Args:
-        longest: Positions.
-    """
+    """Running acceptance by draft position, up to `longest`; old verifications fade."""
 
     def __init__(self, longest: int) -> None:
         self.hits, self.trials = [0.0] * longest, [0.0] * longest

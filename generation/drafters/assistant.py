@@ -71,7 +71,6 @@ class AssistantDrafter(AttachableDrafter):
         if (tokenizer is None) != (assistant_tokenizer is None):
             missing = _TOKENIZERS[tokenizer is not None]
             raise ValueError(f"{missing}=None: translation needs tokenizer= and assistant_tokenizer=")
-        self._backbones = []
         self.fills_blocks = fills_blocks(model.config)
         usual = model.config.block_size - 1 if self.fills_blocks else 5
         self.model, self.num_tokens, self.vocab_size = model, num_tokens or usual, vocab_size

@@ -30,13 +30,7 @@ _LEAST = 1e-30
 
 
 class SharedVocabulary:
-    """The ids by which an assistant and its backbone mean the same tokens: 0 .. `shared` - 1.
-
-    Args:
-        own: Ids of the assistant.
-        theirs: Ids of the backbone.
-        shared: How many of them are the same.
-    """
+    """The ids by which an assistant (of `own` ids) and its backbone (of `theirs`) mean the same: 0 .. `shared` - 1."""
 
     def __init__(self, own: int, theirs: int, shared: int) -> None:
         self.own, self.theirs, self.shared = own, theirs, shared

@@ -54,7 +54,6 @@ class DrafterCascade(AttachableDrafter):
             raise ValueError(f"drafters={drafters!r} must be at least two drafters that can be attached")
         if not least > 0:
             raise ValueError(f"least={least!r} must be positive")
-        self._backbones = []
         self.drafters, self.least, self.joins = list(drafters), least, joins
         self.last = self.drafters[-1]
         self.trusts = [[Trust() for _ in self.drafters[:-1]] for _ in (False, True)]  # of greedy and of sampled calls

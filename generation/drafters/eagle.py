@@ -24,7 +24,7 @@ from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import Rows
+from ..target.cache import CacheLayout
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
@@ -60,8 +60,8 @@ class EagleSession(DraftSession):
         """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
         self.view, self.prompt = view, self.head.fuse(outputs.hidden_states)
         mask, options = view.mask[:, -self.prompt.shape[1] :], self.options
-        self.rows = Rows(mask, view.is_padded, options.max_length, most_nodes(options), view.counts)
-        self.rows.take_over(self.cache)
+        self.layout = CacheLayout(mask, view.is_padded, options.max_length, most_nodes(options), view.counts)
+        self.layout.take_over(self.cache)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Pair the features of the accepted path with the tokens after them."""
@@ -79,7 +79,7 @@ class EagleSession(DraftSession):
             return DraftTree.chain(tokens.ids[:, :0])
         for pairs in self.pairs:
             self._settle(pairs)
-        self.pairs, self.rows.ahead = [], 0
+        self.pairs, self.layout.ahead = [], 0
         masks = self.options.masks(tokens)
         if self.options.draft_tree is None:
             return self._chain(length, masks)
@@ -88,25 +88,25 @@ class EagleSession(DraftSession):
     def _settle(self, pairs: _Pairs) -> None:
         """Run new pairs for good."""
         new = pairs.new
-        self.rows.ahead = 0 if new else -pairs.ids.shape[1]
+        self.layout.ahead = 0 if new else -pairs.ids.shape[1]
         features = self._run(pairs.features, pairs.ids)
         self.features = features[:, -1:]
         if new is not None and not new.is_even:
             last = (new.on_device - 1).clamp(min=0)[:, None, None]  # a sequence that has ended keeps any
             self.features = features.gather(1, last.expand(-1, 1, features.shape[2]))
         if new is not None:
-            self.rows.keep(new)
+            self.layout.keep(new)
 
     def _run(self, features: Tensor, ids: Tensor, seen: Tensor | None = None, level: int = 0) -> Tensor:
         """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen` of all
         levels."""
-        rows, size = self.rows, ids.shape[1]
-        rows.is_exact = seen is None and not rows.needs_mask(size)
-        mask = None if rows.is_exact else rows.visible(size, new=seen)[:, None]
-        depths = cached_range(rows.ahead, size, ids.device) if seen is None else level
-        positions = (rows.counts[:, None] + depths).clamp(min=0).expand(-1, size)
+        layout, size = self.layout, ids.shape[1]
+        layout.is_exact = seen is None and not layout.needs_mask(size)
+        mask = None if layout.is_exact else layout.visible(size, new=seen)[:, None]
+        depths = cached_range(layout.ahead, size, ids.device) if seen is None else level
+        positions = (layout.counts[:, None] + depths).clamp(min=0).expand(-1, size)
         features = self.head.rows(features, ids, positions, mask, self.cache)
-        rows.ahead += size
+        layout.ahead += size
         return features
 
     def _chain(self, length: int, masks: DraftMasks | None) -> DraftTree:

@@ -1,15 +1,9 @@
-"""Drafts from the window distribution of a head: one hidden state describes the next n tokens.
+"""Drafts of heads: one hidden state describes the next n tokens.
 
-Drafts of heads that attend: a decoder layer per head (Gloeckle et al., Mehra et al.), or one before them (Hydra++).
-
-Their own cache holds verified tokens only: drafts never enter it, so that nothing is ever rolled back. A verified block
-is fed as far as the row that kept most of it; what other sequences did not keep stands after all that they kept, is
-seen by nobody, and is written over by the next block.
-
-Drafts of heads above draft layers whose cache, as the backbone's, knows how long every sequence is (EvaByte).
-
-The layers' own cache holds verified tokens only. A verified block is fed as far as the row that kept most of it, and
-what other sequences did not keep leaves the cache at once.
+Heads that attend (a decoder layer per head, Gloeckle et al., Mehra et al.; or one before them, Hydra++) and draft
+layers whose cache knows how long every sequence is (EvaByte) have caches of verified tokens only: drafts never enter
+them. A verified block is read as far as the most new tokens of any sequence; columns after a sequence's own are seen by
+nobody and overwritten by the next block, or leave the cache at once.
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, chosen, warped
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import Rows, block_mask
+from ..target.cache import CacheLayout, block_mask
 from ..target.target import HiddenLayers, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import grow
@@ -41,15 +35,15 @@ class HeadSession(DraftSession):
 
     The distribution comes from the hidden state just before that token, so that one backbone call verifies a draft and
     yields the state for the next. Greedy drafts are argmaxes of the exact conditionals. Where the target is warped by
-    processors that look at scores alone (temperature, top-k, top-p, ...), each conditional is warped in the same way
-    before a token is drawn from it. The verifier is handed the distributions that the tokens were really drawn from.
+    processors of scores alone (temperature, top-k, top-p, ...), each conditional is warped in the same way before a
+    token is drawn from it. The verifier gets the distributions that the tokens were really drawn from.
 
     Args:
         distribution: From features [..., F] of one position, the token [...] after it and a number to the distribution
             of the next so many tokens.
         options: Of the call.
         hidden_layers: The states that features are made from.
-        read: Makes features [B, T, F] from the backbone's hidden states; the last states if not given.
+        read: Makes features [B, T, F] from the backbone's hidden states; the last states if None.
         vocabulary: The tokens that may be drafted; None: all.
     """
 
@@ -70,14 +64,14 @@ class HeadSession(DraftSession):
         self._unchecked = True
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Keeps the state before the first new token."""
+        """Take the state before the first new token."""
         self.hidden = self.read(outputs.hidden_states)[:, -1]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """A chain or a tree after every sequence, with paths of at most `length` tokens.
+        """Return a chain or a tree after every sequence, with paths of at most `length` tokens.
 
         Raises:
-            ValueError: The head's logits are not numbers (looked at once per call of `generate`).
+            ValueError: The head's logits are not numbers (tested once per call of `generate`).
         """
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
@@ -101,7 +95,7 @@ class HeadSession(DraftSession):
     def _chain(
         self, distribution: WindowDistribution, length: int, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Up to `length` tokens, and their distributions where drawn; they end with a token of which no sequence was
+        """Return up to `length` tokens, and their distributions where drawn, up to one of which no sequence was
         sure."""
         options = self.options
         if masks is not None:
@@ -122,7 +116,7 @@ class HeadSession(DraftSession):
         return draft[:, :length], probs[:, :length] if options.do_sample else None
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Keeps the state before each sequence's last token; a sequence that has ended keeps any."""
+        """Take the state before each sequence's last token; any state where it has ended."""
         states = self.read(outputs.hidden_states or ())
         self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
 
@@ -131,7 +125,7 @@ class HeadSession(DraftSession):
         return draw(q), q
 
     def _choose_within(self, masks: DraftMasks, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of one position after the other, also where all positions [B, n, v] come at once."""
+        """Return tokens of one position after the other, also where all positions [B, n, v] come at once."""
         if probs.dim() == 2:
             q = warped(probs, self.options, self.vocabulary is not None, masks)
             return chosen(q, self.options, masks), q
@@ -139,7 +133,7 @@ class HeadSession(DraftSession):
         return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)
 
     def coverage(self, tokens: Tensor) -> float | None:
-        """The share of tokens [N] that could be drafted; None where all can."""
+        """Return the share of tokens [N] that could be drafted; None where all can."""
         return None if self.vocabulary is None else self.vocabulary.coverage(tokens)
 
 
@@ -186,13 +180,7 @@ def _refuse_nan(*values: Tensor) -> None:
 
 
 class AttendingHeadSession(HeadSession):
-    """The drafts of one call.
-
-    Args:
-        heads: The attached heads: `features`, `distribution_after` and `hidden_layers` are used.
-        options: Of the call.
-        read: Makes features [B, T, F] from the backbone's hidden states; the heads' own if not given.
-    """
+    """The drafts of one call of attached heads, or of features that `read` makes in their place."""
 
     def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., Tensor] | None = None) -> None:
         layers, part = heads.hidden_layers, heads.draft_vocabulary
@@ -200,7 +188,7 @@ class AttendingHeadSession(HeadSession):
         self.cache = DynamicCache()
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Runs over the prompt; what an earlier call left in the backbone's cache is not looked at.
+        """Run over the prompt; columns of an earlier call in the backbone's cache are ignored.
 
         Raises:
             ValueError: A backbone whose cache shows no columns.
@@ -209,27 +197,27 @@ class AttendingHeadSession(HeadSession):
             raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
         size = outputs.hidden_states[-1].shape[1]
         self.view, span = view, self.num_tokens + 1
-        self.rows = Rows(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
-        self.rows.take_over(self.cache)
-        self.rows.ahead = -size
+        self.layout = CacheLayout(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
+        self.layout.take_over(self.cache)
+        self.layout.ahead = -size
         self.hidden = self._run(outputs.hidden_states, size)[:, -1]
-        self.rows.ahead = 0
+        self.layout.ahead = 0
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Runs over the tokens that verification kept."""
-        kept = self.view.new_tokens
-        if kept.longest == 0:
+        """Run over the new tokens."""
+        new = self.view.new_tokens
+        if new.longest == 0:
             return
-        features = self._run(outputs.first(kept.longest), kept.longest)
-        last = to_device(result.num_accepted.clamp(max=kept.longest - 1), features.device)  # an ended one's is any
+        features = self._run(outputs.first(new.longest), new.longest)
+        last = to_device(result.num_accepted.clamp(max=new.longest - 1), features.device)  # an ended one's is any
         self.hidden = features[cached_arange(len(features), features.device), last]
-        self.rows.keep(kept)
+        self.layout.keep(new)
 
     def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:
-        """Features [B, T, F] of new columns."""
-        rows, config = self.rows, self.options.backbone.config.get_text_config()
-        positions = (rows.counts[:, None] + cached_range(rows.ahead, size, rows.ends.device)).clamp(min=0)
-        return self.read(states, block_mask(rows, size, config), positions, self.cache)
+        """Return features [B, T, F] of new columns."""
+        layout, config = self.layout, self.options.backbone.config.get_text_config()
+        positions = (layout.counts[:, None] + cached_range(layout.ahead, size, layout.ends.device)).clamp(min=0)
+        return self.read(states, block_mask(layout, size, config), positions, self.cache)
 
 
 class DraftLayersSession(HeadSession):
@@ -255,18 +243,18 @@ class DraftLayersSession(HeadSession):
         self.layer, self.run, self.cache = layer, run, cache
 
     def begin(self, outputs: Any, view: CacheView) -> None:
-        """Runs over the prompt; what an earlier call left in the backbone's cache is not looked at."""
+        """Run over the prompt; columns of an earlier call in the backbone's cache are ignored."""
         states, self.view = outputs.hidden_states[self.layer], view
         mask = None if view.mask is None else view.mask[:, -states.shape[1] :]
         self.hidden = self.run(states, attention_mask=mask, cache=self.cache)[:, -1]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Runs over the tokens that verification kept."""
-        kept = self.view.new_tokens
-        if kept.longest == 0:
+        """Run over the new tokens."""
+        new = self.view.new_tokens
+        if new.longest == 0:
             return
-        features = self.run(outputs.state(self.layer)[:, : kept.longest], cache=self.cache)
-        self.cache.keep_last(kept.longest, kept)
+        features = self.run(outputs.state(self.layer)[:, : new.longest], cache=self.cache)
+        self.cache.keep_last(new.longest, new)
         # a sequence that has ended keeps any
-        last = to_device(result.num_accepted.clamp(max=kept.longest - 1), features.device)
+        last = to_device(result.num_accepted.clamp(max=new.longest - 1), features.device)
         self.hidden = features[cached_arange(len(features), features.device), last]

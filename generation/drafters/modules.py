@@ -33,12 +33,12 @@ from ...modeling.masks import cached_range
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import Rows
+from ..target.cache import CacheLayout
 from ..target.convolved import module_layers, own_columns
 from ..target.indexed import note_positions, real_tokens
 from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult, taken
-from ..trees.growth import Ancestry, grow, most_nodes
+from ..trees.growth import Ancestry, chain_of, grow, most_nodes
 
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""
@@ -79,8 +79,8 @@ class ModuleSession(DraftSession):
         # pending columns are read again, and sequences with fewer new tokens go back by as many meanwhile
         span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
         mask = view.mask[:, -self.pending :]
-        self.rows = Rows(mask, view.is_padded, self.options.max_length, span, view.counts)
-        self.rows.take_over(self.cache, module_layers(self.model.config))
+        self.layout = CacheLayout(mask, view.is_padded, self.options.max_length, span, view.counts)
+        self.layout.take_over(self.cache, module_layers(self.model.config))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Append the newest states of every sequence, right-aligned."""
@@ -95,7 +95,7 @@ class ModuleSession(DraftSession):
             self.states = taken(self.states, source.to(self.states.device).clamp(min=0))
         # sequences with fewer new tokens while columns are pending read older ones again
         self.states = self.states[:, -(wanted + _LAG + self.num_tokens + 1) :]
-        self.rows.keep(new)
+        self.layout.keep(new)
         self.pending = wanted
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
@@ -123,33 +123,32 @@ class ModuleSession(DraftSession):
                 break
         if len(drafts) >= self.depth:  # only columns whose tokens are verified count, in all modules alike
             self.pending = min(self.pending, self.depth - 1)
-        draft = torch.stack(drafts[:length], 1)
-        return DraftTree.chain(draft, torch.stack(probs[:length], 1) if self.options.do_sample else None)
+        return chain_of(drafts[:length], probs[:length], self.options)
 
     def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: dict[str, Any] | None = None) -> Tensor:
         """Run module k over columns that begin `first` after the backbone's, [B, R, H]."""
-        self.rows.ahead = first
+        self.layout.ahead = first
         embeddings = self.model.module_embeddings()(ids)
         if self.prompt is not None:
-            own = cached_range(first, ids.shape[1], self.rows.ends.device)
-            embeddings = self.prompt.embeddings(embeddings, self.rows.counts[:, None] + own + k)
+            own = cached_range(first, ids.shape[1], self.layout.ends.device)
+            embeddings = self.prompt.embeddings(embeddings, self.layout.counts[:, None] + own + k)
         inputs = {"position_ids": prepared["position_ids"]} if prepared else self._inputs(k, ids.shape[1])
         note_positions(self.cache, inputs["position_ids"])
         with own_columns(self.model.mtp, self.cache):
             return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
     def _inputs(self, k: int, size: int, seen: Tensor | None = None, depths: Tensor | None = None) -> dict[str, Any]:
-        """Return the inputs of module k for columns, which begin `rows.ahead` after the backbone's."""
-        rows, kind = self.rows, self.model.mtp.kinds[min(k, self.depth) - 1]
+        """Return the inputs of module k for columns, which begin `layout.ahead` after the backbone's."""
+        layout, kind = self.layout, self.model.mtp.kinds[min(k, self.depth) - 1]
         config = self.model.config.get_text_config()
         window = config.sliding_window if "sliding" in kind else None
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
-        rows.is_exact = seen is None and not rows.needs_mask(size)
-        mask = None if rows.is_exact else rows.visible(size, window, chunk, new=seen, depths=depths)[:, None]
-        mask = real_tokens(rows, size) if masks_padding_alone(config) else mask
-        own = cached_range(rows.ahead, size, rows.ends.device) if depths is None else depths[:, -size:]
+        layout.is_exact = seen is None and not layout.needs_mask(size)
+        mask = None if layout.is_exact else layout.visible(size, window, chunk, new=seen, depths=depths)[:, None]
+        mask = real_tokens(layout, size) if masks_padding_alone(config) else mask
+        own = cached_range(layout.ahead, size, layout.ends.device) if depths is None else depths[:, -size:]
         # blocks of columns are chosen by positions, which then begin with the columns of the modules' own cache
-        counts = rows.ends if chooses_blocks(config) else rows.counts
+        counts = layout.ends if chooses_blocks(config) else layout.counts
         positions = (counts[:, None] + own).clamp(min=0)
         return {
             "position_ids": positions if self.prompt is None else self.prompt.positions(positions),
@@ -166,22 +165,18 @@ class ModuleSession(DraftSession):
         modules = self.model.mtp
         if self.depth == 1 or len(set(modules.kinds)) > 1:
             return None
-        self.rows.ahead = -hidden.shape[1]
+        self.layout.ahead = -hidden.shape[1]
         inputs = self._inputs(1, hidden.shape[1])
         return modules.options(0, hidden, **inputs)
 
     def _nodes(self, k: int, states: Tensor, ids: Tensor, distances: Tensor, seen: Tensor) -> Tensor:
         """Run module k, from 1 to D, over nodes of a tree: [B, R, H].
 
-        Args:
-            k: The module.
-            states: [B, R, H].
-            ids: [B, R] int64.
-            distances: [n] int64, by how many columns nodes follow the backbone's last one; the last R are these.
-            seen: [B, R, n] bool, the nodes that they see beside settled columns.
+        `distances` [n] are the columns by which nodes follow the backbone's last one, the last R being these; `seen`
+        [B, R, n] are the nodes that they see beside settled columns.
         """
         count = ids.shape[1]
-        self.rows.ahead = 1 - k + len(distances) - count
+        self.layout.ahead = 1 - k + len(distances) - count
         inputs = self._inputs(k, count, seen, distances[None] - 1)
         return self.model.mtp.step(k, states, self.model.module_embeddings()(ids), **inputs)
 

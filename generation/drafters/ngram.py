@@ -43,7 +43,6 @@ class NgramDrafter(LookUpDrafter):
         for name, value in {"longest": longest, "num_tokens": num_tokens, "branches": branches}.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        self._backbones = []
         self.longest, self.num_tokens, self.branches = longest, num_tokens, branches
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:

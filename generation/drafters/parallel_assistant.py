@@ -17,7 +17,7 @@ from ..call.sequences import Sequences
 from ..parallel import ParallelDrafter, make_uniforms
 from ..protocols import CacheView
 from ..target.cache import block_mask
-from ..target.target import RowTarget, TargetOutput
+from ..target.target import RaggedTarget, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Uniforms
 from .assistant import AssistantDrafter
@@ -132,19 +132,16 @@ class SeparateSession(ParallelSession):
         new = self.view.new_tokens
         self.unread = [unread + (count or new.longest) for unread, count in zip(self.unread, new.counts)]
         if self.options.drafts:
-            cast(RowTarget, self.chain.target).rows.keep(new)
+            cast(RaggedTarget, self.chain.target).layout.keep(new)
 
     def _chosen(
         self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens and distributions of a draft; where slots give distributions, the model's own drafts its first
-        token.
+        """Return tokens and distributions of a draft, from the last token's logits [B, v] and those or states of the
+        slots.
 
-        Args:
-            first: [B, v] logits of the last token.
-            slots: [B, A, v] logits of the slots, or [B, A, D] their states (`_drafts`).
-            drawn: [B, length], which pick; there is a slot less where the first token is no slot's.
-            masks: The tokens that the draft may hold.
+        Where slots give distributions, the model's own drafts the first token, and there is a slot less than `drawn`
+        [B, length].
         """
         exists = torch.ones_like(drawn, dtype=torch.bool)
         if self.is_one_hot:
@@ -167,10 +164,10 @@ class SeparateSession(ParallelSession):
     def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Read new tokens, and slots after them; return logits [B, v] of the last token, and logits or states of the
         slots."""
-        model, rows = self.chain.model, cast(RowTarget, self.chain.target).rows
+        model, layout = self.chain.model, cast(RaggedTarget, self.chain.target).layout
         count, slots, device = max(self.unread), length if self.is_one_hot else length - 1, model.device
-        rows.ahead = 2 - count  # the prompt was read up to its last token
-        depths = rows.counts[:, None] + cached_range(rows.ahead, count + slots, device)
+        layout.ahead = 2 - count  # the prompt was read up to its last token
+        depths = layout.counts[:, None] + cached_range(layout.ahead, count + slots, device)
         is_slot = (cached_arange(count + slots, device) >= count).long()
         positions = (depths - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:
@@ -178,7 +175,7 @@ class SeparateSession(ParallelSession):
         inputs = self._slot_inputs(drawn[:, :slots], device) if slots else {}
         outputs = model(
             self.vocabulary.readable(tokens.newest(count)).to(device),
-            attention_mask=block_mask(rows, count + slots, model.config.get_text_config(), model.dtype),
+            attention_mask=block_mask(layout, count + slots, model.config.get_text_config(), model.dtype),
             position_ids=positions,
             past_key_values=self.chain.target.cache,
             use_cache=True,

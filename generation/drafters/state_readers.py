@@ -36,7 +36,7 @@ from ...modeling.wrapped_models import has_own_cache
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import RowLayer, Rows
+from ..target.cache import CacheLayout, RaggedLayer
 from ..target.target import HiddenLayers, States, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import block_chain, grow_chain
@@ -119,7 +119,7 @@ class Gemma4Chain(DraftSession):
         for kind in set(own.layer_types):
             layer = self.cache.layers[self.layers[kind]]
             window = own.sliding_window - 1 if kind == "sliding_attention" else None
-            if isinstance(layer, RowLayer):
+            if isinstance(layer, RaggedLayer):
                 keys, values, seen = layer.verified(window)
             else:
                 keys, values = (part[:, :, -(window or 0) :] for part in (layer.keys, layer.values))
@@ -191,8 +191,8 @@ class DFlashSession(DraftSession):
         self.view, states = view, self._states(outputs.hidden_states or ())
         mask, span = view.mask[:, -states.shape[1] :].to(states.device), self.num_tokens + 1
         counts, room = view.counts.to(states.device), self.options.max_length
-        self.rows = Rows(mask, view.is_padded, room, span + self.model.config.block_size, counts)
-        self.rows.take_over(self.cache)
+        self.layout = CacheLayout(mask, view.is_padded, room, span + self.model.config.block_size, counts)
+        self.layout.take_over(self.cache)
         self.accepted.append((states, None))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
@@ -224,28 +224,28 @@ class DFlashSession(DraftSession):
 
     def _run(self, states: Tensor, new: NewTokens | None, block: Tensor) -> Tensor:
         """Store states [B, C, n D], of which `new` are a sequence's (None: the prompt's), and fill in a block."""
-        rows, config, (batch, size, _), width = self.rows, self.model.config, block.shape, states.shape[1]
+        layout, config, (batch, size, _), width = self.layout, self.model.config, block.shape, states.shape[1]
         depths, among = cached_arange(size, states.device)[None], states.new_ones(batch, size, size, dtype=torch.bool)
         if new is None:  # the prompt, which ends where the sequences do
-            rows.ahead, begin, positions = 0, -width, cached_range(-width, width, states.device)
+            layout.ahead, begin, positions = 0, -width, cached_range(-width, width, states.device)
         else:
-            rows.ahead, begin, positions = width, 0, cached_arange(width, states.device)
+            layout.ahead, begin, positions = width, 0, cached_arange(width, states.device)
             count = to_device(new.on_device, states.device)[:, None]
             among = torch.cat([(positions < count)[:, None].expand(-1, size, -1), among], dim=-1)
             depths = torch.cat([positions.expand(batch, -1), depths + count], dim=1)
         windows = {kind: config.sliding_window + 1 if "sliding" in kind else None for kind in config.layer_types}
-        seen = {kind: rows.visible(size, window, new=among, depths=depths) for kind, window in windows.items()}
+        seen = {kind: layout.visible(size, window, new=among, depths=depths) for kind, window in windows.items()}
         depths = torch.cat([positions.expand(batch, -1), depths[:, -size:].expand(batch, -1)], dim=1)
-        rows.ahead = begin
+        layout.ahead = begin
         outputs = self.model(
             noise_embeds=block,
             context_hidden_states=states,
-            position_ids=(rows.counts[:, None] + depths).clamp(min=0),
+            position_ids=(layout.counts[:, None] + depths).clamp(min=0),
             attention_mask={kind: model_mask(mask, config, block.dtype) for kind, mask in seen.items()},
             past_key_values=self.cache,
         )
         if new is not None:
-            rows.keep(new)
+            layout.keep(new)
         return outputs.last_hidden_state
 
 

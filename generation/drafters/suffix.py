@@ -75,7 +75,6 @@ class SuffixDrafter(LookUpDrafter):
             raise ValueError(f"factor={factor!r} must be positive")
         if not 0 <= least <= 1:
             raise ValueError(f"least={least!r} must be a probability")
-        self._backbones = []
         self.depth, self.num_tokens, self.max_nodes = depth, num_tokens, max_nodes
         self.factor, self.least, self.counts = factor, least, SuffixCounts(depth, max_nodes)
 

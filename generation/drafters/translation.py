@@ -34,7 +34,7 @@ from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView
-from ..target.target import RowTarget, TargetOutput
+from ..target.target import RaggedTarget, TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from .assistant_session import AssistantSession, SharedVocabulary
 
@@ -74,13 +74,8 @@ class Script:
 
 
 class TextCodec:
-    """A tokenizer for texts that begin anywhere.
-
-    Args:
-        tokenizer: Of a model.
-        size: How many ids that model has.
-        other: The tokenizer of the other model; special tokens that it lacks are dropped.
-    """
+    """A tokenizer of a model of `size` ids, for texts that begin anywhere; special tokens that `other` lacks are
+    dropped."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, other: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.size = tokenizer, size
@@ -226,11 +221,7 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
 class CommonVocabulary(SharedVocabulary):
     """The tokens that two vocabularies have in common, which alone are drafted; the distribution is restricted to them.
 
-    Args:
-        own: Ids of the assistant.
-        theirs: Ids of the backbone.
-        own_ids: [N] int64, the assistant's ids of the common tokens.
-        ids: [N] int64, the backbone's, rising.
+    `own_ids` [N] are the assistant's ids of them, and `ids` [N] the backbone's, rising.
     """
 
     def __init__(self, own: int, theirs: int, own_ids: Tensor, ids: Tensor) -> None:
@@ -273,7 +264,7 @@ class TranslatedSession(AssistantSession):
         read: How many ids the backbone's sequences had.
     """
 
-    target: RowTarget
+    target: RaggedTarget
 
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, vocabulary: SharedVocabulary, translation: Translation
@@ -320,14 +311,14 @@ class TranslatedSession(AssistantSession):
 
     def _feed(self) -> Tensor:
         """Bring the assistant's cache to the end of the text, and return the logits [B, V] of the next token."""
-        texts, device = [script.ids for script in self.scripts], self.target.rows.ends.device
+        texts, device = [script.ids for script in self.scripts], self.target.layout.ends.device
         same = map(_common, texts, self.cached, self.sure)
         count = max(len(ids) - min(count, len(ids) - 1) for ids, count in zip(texts, same))
         self.target.keep(NewTokens([len(ids) - end for ids, end in zip(texts, self.ends)], device))
         self.cached, self.ends = [list(ids) for ids in texts], [len(ids) for ids in texts]
         self.sure = [script.settled for script in self.scripts]
-        self.target.rows.ahead = -count
-        positions = self.target.rows.counts[:, None] + cached_range(-count, count, device)
+        self.target.layout.ahead = -count
+        positions = self.target.layout.counts[:, None] + cached_range(-count, count, device)
         return self._extend(_padded(texts, count, device), position_ids=positions.clamp(min=0))
 
 

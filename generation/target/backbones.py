@@ -41,7 +41,7 @@ from .convolved import ConvolvedTarget
 from .indexed import layer_class
 from .repacking import EvenTarget, RepackedTarget
 from .static import FixedTarget, PlannedCache
-from .target import ColumnTarget, RowTarget, is_recurrent
+from .target import ColumnTarget, RaggedTarget, is_recurrent
 
 logger = logging.get_logger(__name__)
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
@@ -246,7 +246,7 @@ def target_of(
     span: int = 0,
 ) -> ColumnTarget:
     """Return the target of a model on a cache of transformers with the prompt in it; see `ColumnTarget` and
-    `RowTarget`."""
+    `RaggedTarget`."""
     if not is_repackable(cache, model.config):
         return EvenTarget(model, cache, like, mask, model_kwargs)
     if has_short_convolutions(model.config):
@@ -256,23 +256,17 @@ def target_of(
     is_known = all(type(layer) in _FIXED or _has_blocks(layer) for layer in cache.layers)
     takes_masks = takes_dense_masks(model) or chooses_blocks(model.config) or compresses_windows(model.config)
     if is_known and takes_masks and not cache.offloading:
-        kind = CompressedTarget if compresses_windows(model.config) else RowTarget
+        kind = CompressedTarget if compresses_windows(model.config) else RaggedTarget
         return kind(model, cache, like, mask, model_kwargs, limit=limit, span=span)
     return RepackedTarget(model, cache, like, mask, model_kwargs)
 
 
 def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
-    """Return an obstacle to blocks of tokens in a call, of a backbone's positions or columns.
+    """Return an obstacle to blocks of tokens in a call up to position `end`, of a backbone's positions or columns.
 
     Frequencies may depend on the longest position: a token of a block would be rotated as the later ones are, and
     not as it is alone. That happens at a border alone, and not after one that is crossed once. Where attention
     chooses blocks of columns, tokens after padding may see nothing, and get the mean of all columns.
-
-    Args:
-        model: The backbone.
-        model_kwargs: Prepared keyword arguments of the model.
-        prompt: [B, L] int64.
-        end: The longest position that the call may reach.
     """
     mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values"), type(model).__name__
     if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
@@ -302,9 +296,7 @@ def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -
 def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
     """Return an obstacle to our loop in a call on any backbone, in the user's words.
 
-    Args:
-        config: Of the call.
-        of_drafts: Also name caches without rollback, which hinder drafts alone.
+    Caches without rollback hinder drafts alone: without `of_drafts` they are none.
     """
     for name, is_plain in _PLAIN.items():
         value = getattr(config, name, None)

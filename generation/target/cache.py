@@ -38,7 +38,7 @@ _NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose 
 Slots = tuple[Tensor, Tensor] | tuple[slice, slice]
 
 
-class Rows:
+class CacheLayout:
     """The ends of the sequences of a batch, which all layers of a cache share.
 
     Args:
@@ -79,9 +79,9 @@ class Rows:
         begins = max(self.lengths) + self.ahead
         return self.mask is not None or self.window > 0 or not self.is_even or (count > 1 and begins > 0)
 
-    def take_over(self, cache: Cache, kind: type[RowLayer] | None = None) -> None:
+    def take_over(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
         """Replace the layers of a cache, one after the other, by layers with the same content that never move."""
-        kind = kind or RowLayer
+        kind = kind or RaggedLayer
         near = [vars(layer) for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         self.window = max((max(held["sliding_window"], held.get("compress_rate", 0)) for held in near), default=0)
         for index, layer in enumerate(cache.layers):
@@ -93,12 +93,12 @@ class Rows:
     def give_back(self, cache: Cache, columns: int) -> None:
         """Lay a cache out as after plain decoding, with so many columns."""
         for index, layer in enumerate(cache.layers):
-            if isinstance(layer, RowLayer):
+            if isinstance(layer, RaggedLayer):
                 cache.layers[index] = layer.give_back(columns)
 
     def holds(self, cache: Cache) -> bool:
-        """Return whether these rows are those of all layers of a cache."""
-        return all(isinstance(layer, RowLayer) for layer in cache.layers)
+        """Return whether these layout are those of all layers of a cache."""
+        return all(isinstance(layer, RaggedLayer) for layer in cache.layers)
 
     def select(self, cache: Cache, chosen: list[int]) -> None:
         """Continue with some of the sequences alone; the cache is copied."""
@@ -107,7 +107,7 @@ class Rows:
         self.mask = None if self.mask is None else self.mask[index]
         self.padding = None if self.padding is None else self.padding[index]
         self.is_even, self._slots = len(set(self.lengths)) == 1, {}
-        for layer in cast("list[RowLayer]", cache.layers):
+        for layer in cast("list[RaggedLayer]", cache.layers):
             for name, _ in layer.states:
                 if (held := getattr(layer, name)) is not None:
                     setattr(layer, name, held[index.to(held.device)])
@@ -123,7 +123,7 @@ class Rows:
         """Put the columns `path` [B, k] of the last block in a row, from `ends` on."""
         first = self.ends[:, None]
         for layer in cache.layers:
-            if isinstance(layer, RowLayer):
+            if isinstance(layer, RaggedLayer):
                 layer.put_in_row(first + path, first + cached_arange(path.shape[1], path.device))
 
     def size(self, is_ring: bool) -> int:
@@ -223,12 +223,16 @@ class Rows:
 
 
 def block_mask(
-    rows: Rows, count: int, config: PreTrainedConfig, dtype: torch.dtype | None = None, tree: DraftTree | None = None
+    layout: CacheLayout,
+    count: int,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | None = None,
+    tree: DraftTree | None = None,
 ) -> Any:
     """Return the mask of b and the nodes: they see all real columns of the cache, their ancestors and themselves.
 
     Args:
-        rows: Of a cache that never moves.
+        layout: Of a cache that never moves.
         count: F, the tokens of the block.
         config: The backbone's, of its text; distances in attention windows are those of columns, as in its own masks.
         dtype: The backbone's; None: masks are for layers outside a model, which choose theirs from a dict.
@@ -241,8 +245,8 @@ def block_mask(
     auxiliary = None if tree is None else tree.auxiliary
     new = None if tree is None or tree.is_chain else tree.mask()
     new = new if auxiliary is None else auxiliary.mask[None]
-    rows.is_exact = new is None and not rows.needs_mask(count)
-    if rows.is_exact:
+    layout.is_exact = new is None and not layout.needs_mask(count)
+    if layout.is_exact:
         return None
     kinds = mask_kinds(config)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -251,64 +255,64 @@ def block_mask(
     near = near if chunk or window else set()
     masks: dict[str, Tensor | None] = dict.fromkeys(kinds & _WITHOUT_COLUMNS)
     if dtype is None or not near or kinds - near:
-        full = model_mask(rows.visible(count, new=new), config, dtype)
+        full = model_mask(layout.visible(count, new=new), config, dtype)
         masks |= dict.fromkeys({"full_attention", *kinds} - near - _WITHOUT_COLUMNS, full)
     if near:
         depths = None if new is None or tree is None else tree.positions()
-        seen = rows.visible(count, None if chunk else window, chunk, new, depths)
+        seen = layout.visible(count, None if chunk else window, chunk, new, depths)
         masks |= dict.fromkeys(near, model_mask(seen, config, dtype))
     if dtype is None or (near and len(masks) > 1):
         return masks
     return next(mask for mask in masks.values() if mask is not None)
 
 
-class RowLayer(CacheLayerMixin):
+class RaggedLayer(CacheLayerMixin):
     """Keys and values [B, H, C, D] of a layer, and keys [B, C, D] of an indexer where it has one.
 
     Args:
-        rows: The ends of the sequences.
+        layout: The ends of the sequences.
         origin: The layer of transformers that it replaces, whose content it takes.
     """
 
-    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
         super().__init__()
-        self.rows, self.origin = rows, origin
+        self.layout, self.origin = layout, origin
         self.is_sliding = isinstance(origin, DynamicSlidingWindowLayer)
         self.indexer_keys: Tensor | None = None
         self.states = _STATES if isinstance(origin, DynamicIndexedLayer) else _STATES[:2]
-        size = rows.size(self.is_sliding)
+        size = layout.size(self.is_sliding)
         for name, dim in self.states:
             states = getattr(origin, name, None)
             if states is not None and states.numel():
-                setattr(self, name, laid_out(states, rows.prompt - states.shape[dim], dim, size))
+                setattr(self, name, laid_out(states, layout.prompt - states.shape[dim], dim, size))
                 setattr(origin, name, None)
 
     def _written(self, name: str, dim: int, states: Tensor) -> Tensor:
         """Write the block's states to their columns, and return a view of the columns that attention gets."""
         count = states.shape[dim]
-        self.rows.reserve(count)
-        size, held = self.rows.size(self.is_sliding), getattr(self, name)
+        self.layout.reserve(count)
+        size, held = self.layout.size(self.is_sliding), getattr(self, name)
         if held is None:
             held = laid_out(states.narrow(dim, 0, 0), 0, dim, size)
         elif held.shape[dim] < size:
             held = self._grown(held, dim, size)
         setattr(self, name, held)
         stored = min(count, size)  # a ring stores the end of a longer first block, and attention gets the whole block
-        slots = self.rows.slots(self.rows.ahead + count - stored, stored, size, states.device)
+        slots = self.layout.slots(self.layout.ahead + count - stored, stored, size, states.device)
         new = states if stored == count else states.narrow(dim, count - stored, stored)
         if isinstance(slots[1], slice):
             held.narrow(dim, slots[1].start, stored).copy_(new)
         else:
             held.movedim(dim, 1)[slots] = new.movedim(dim, 1)
-        return states if stored < count else held.narrow(dim, 0, self.rows.width(count, size))
+        return states if stored < count else held.narrow(dim, 0, self.layout.width(count, size))
 
     def _grown(self, held: Tensor, dim: int, size: int) -> Tensor:
         """Return a layer's columns in more slots; a ring's move to others."""
-        rows, old = self.rows, held.shape[dim]
+        layout, old = self.layout, held.shape[dim]
         if not self.is_sliding:
             return laid_out(held, 0, dim, size)
-        last = rows.ends[:, None] + (max(rows.ahead, 0) - 1)
-        slots = cached_arange(old, rows.ends.device)
+        last = layout.ends[:, None] + (max(layout.ahead, 0) - 1)
+        slots = cached_arange(old, layout.ends.device)
         columns = last - (last - slots) % old
         columns = torch.where(columns < 0, slots, columns).to(held.device)
         grown = laid_out(held.narrow(dim, 0, 0), 0, dim, size)
@@ -351,11 +355,11 @@ class RowLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Return the columns before the next block of the longest sequence."""
-        return max(self.rows.lengths) + self.rows.ahead
+        return max(self.layout.lengths) + self.layout.ahead
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many columns attention gets, and the first; read where no mask is given."""
-        return self.rows.width(query_length, self.rows.size(self.is_sliding)), 0
+        return self.layout.width(query_length, self.layout.size(self.is_sliding)), 0
 
     def get_max_length(self) -> int:
         """Return -1: it grows."""
@@ -364,11 +368,11 @@ class RowLayer(CacheLayerMixin):
     def verified(self, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys and values [B, H, W, D] of the last `window` verified tokens (None: all), and their mask [B, W]
         or None."""
-        rows, width = self.rows, max(self.rows.lengths)
+        layout, width = self.layout, max(self.layout.lengths)
         seen = None
-        if rows.needs_mask(1) or window is not None:
-            rows.ahead = -1  # what the last token sees
-            seen, width = rows.visible(1, window)[:, 0], rows.width(1, rows.size(self.is_sliding))
+        if layout.needs_mask(1) or window is not None:
+            layout.ahead = -1  # what the last token sees
+            seen, width = layout.visible(1, window)[:, 0], layout.width(1, layout.size(self.is_sliding))
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         return keys[:, :, :width], values[:, :, :width], seen
 

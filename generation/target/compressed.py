@@ -27,15 +27,15 @@ from transformers.cache_utils import DynamicLayer
 
 from ...modeling.masks import cached_arange, cached_range
 from ..trees.contract import DraftTree
-from .cache import RowLayer, Rows, laid_out, rounded
-from .target import RowTarget, each_state
+from .cache import CacheLayout, RaggedLayer, laid_out, rounded
+from .target import RaggedTarget, each_state
 
 _PARTS = {"kv": 0.0, "gate": -torch.inf}
 """What entries are made of, and what stands for it before the first window."""
 
 
-class CompressedLayer(RowLayer):
-    """A `RowLayer` with compressed windows, where its origin has them; values are the keys then.
+class CompressedLayer(RaggedLayer):
+    """A `RaggedLayer` with compressed windows, where its origin has them; values are the keys then.
 
     Of each compressor it holds, by the names of transformers' layer and the compressor's: `buffer_kv` and
     `buffer_gate`, rings [B, C, d] of tokens; `compressed_kv`, the entries [B, T, d]; where windows overlap,
@@ -48,8 +48,8 @@ class CompressedLayer(RowLayer):
     rotary: nn.Module
     fed = 0
 
-    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
-        super().__init__(rows, origin)
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
         given = vars(origin)
         self.compressors = list(given.get("compressed_kv", ()))
         if not self.compressors:
@@ -58,13 +58,13 @@ class CompressedLayer(RowLayer):
         for name in self.compressors:
             for part in _PARTS:
                 buffer, overlap = given[f"buffer_{part}"][name], given.get(f"overlap_{part}", {}).get(name)
-                size = rows.size(True)
-                buffer = None if buffer is None else laid_out(buffer, rows.prompt - buffer.shape[1], 1, size)
+                size = layout.size(True)
+                buffer = None if buffer is None else laid_out(buffer, layout.prompt - buffer.shape[1], 1, size)
                 self._hold(f"buffer_{part}_{name}", buffer)
                 self._hold(f"overlap_{part}_{name}", None if overlap is None else overlap[:, None])
                 given[f"buffer_{part}"][name] = None
             self._hold(f"compressed_kv_{name}", given["compressed_kv"][name])
-            self._hold(f"overlap_from_{name}", rows.ends // self.rate - 1)
+            self._hold(f"overlap_from_{name}", layout.ends // self.rate - 1)
             given["compressed_kv"][name] = None
 
     def _hold(self, name: str, states: torch.Tensor | None) -> None:
@@ -73,16 +73,16 @@ class CompressedLayer(RowLayer):
 
     def _first(self, like: torch.Tensor) -> torch.Tensor:
         """Return the window that the end of each sequence lies in, [B] int64."""
-        return (self.rows.ends // self.rate).to(like.device)
+        return (self.layout.ends // self.rate).to(like.device)
 
     def _full(self, length: int) -> int:
         """Return how many windows of a sequence are full behind the block."""
-        return (length + self.rows.ahead + self.fed) // self.rate
+        return (length + self.layout.ahead + self.fed) // self.rate
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RowLayer`."""
+        """See `RaggedLayer`."""
         if not self.compressors:
             return super().update(key_states, value_states)
         keys = self._written("keys", 2, key_states)
@@ -95,7 +95,7 @@ class CompressedLayer(RowLayer):
 
         The shifts make positions of windows 0.
         """
-        self.fed, lengths = kv.shape[1], self.rows.lengths
+        self.fed, lengths = kv.shape[1], self.layout.lengths
         for part, states in zip(_PARTS, (kv, gate)):
             self._written(f"buffer_{part}_{name}", 1, states)
         count = max(self._full(length) - length // self.rate for length in lengths)
@@ -126,13 +126,13 @@ class CompressedLayer(RowLayer):
         """Write entries [B, n, d] that were rotated by 0, and return those of all windows that any sequence closed."""
         held = getattr(self, f"compressed_kv_{name}")
         if count := compressed.shape[1]:
-            size = rounded(self.rows.capacity // self.rate + 2)
+            size = rounded(self.layout.capacity // self.rate + 2)
             held = compressed[:, :0] if held is None else held
             held = held if held.shape[1] >= size else laid_out(held, 0, 1, size)
             windows = self._first(held)[:, None] + cached_arange(count, held.device)
             held[cached_arange(len(held), held.device)[:, None], windows] = self._rotated(compressed, windows)
             setattr(self, f"compressed_kv_{name}", held)
-        return compressed if held is None else held[:, : max(map(self._full, self.rows.lengths))]
+        return compressed if held is None else held[:, : max(map(self._full, self.layout.lengths))]
 
     def _rotated(self, entries: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
         """Return entries [B, n, d] of windows [B, n], rotated by the position that each begins with."""
@@ -143,12 +143,12 @@ class CompressedLayer(RowLayer):
         return apply_rotary_pos_emb(entries[:, None], cos / scaled, sin / scaled)[:, 0]
 
     def give_back(self, columns: int) -> DynamicLayer:
-        """See `RowLayer`."""
+        """See `RaggedLayer`."""
         states, self.states = self.states, self.states[: 1 if self.compressors else None]
         layer = super().give_back(columns)
         self.states, given = states, vars(layer)
         for name in self.compressors:
-            windows, row = columns // self.rate, cached_arange(len(self.rows.lengths), self.rows.ends.device)
+            windows, row = columns // self.rate, cached_arange(len(self.layout.lengths), self.layout.ends.device)
             index, entries = windows - 1 - getattr(self, f"overlap_from_{name}"), getattr(self, f"compressed_kv_{name}")
             for part in _PARTS:
                 buffer, overlap = (getattr(self, f"{kind}_{part}_{name}") for kind in ("buffer", "overlap"))
@@ -163,7 +163,7 @@ class CompressedLayer(RowLayer):
         return layer
 
 
-class CompressedTarget(RowTarget):
+class CompressedTarget(RaggedTarget):
     """A model on a cache of `CompressedLayer`.
 
     Attributes:
@@ -191,7 +191,7 @@ class CompressedTarget(RowTarget):
         last: int | None,
         options: dict[str, Any],
     ) -> Any:
-        if block.shape[1] > 1 or self.rows.is_even:
+        if block.shape[1] > 1 or self.layout.is_even:
             with self._given_columns(places) if self.is_padded else nullcontext():
                 return super()._call(block, places, tree, last, options)
         # a token alone sees all entries, those of sequences that are ahead: of two, each sees its own
@@ -203,7 +203,7 @@ class CompressedTarget(RowTarget):
 
     @contextmanager
     def _given_columns(self, places: torch.Tensor) -> Iterator[None]:
-        columns, own = self.rows.ends[:, None] + places, get_ident()
+        columns, own = self.layout.ends[:, None] + places, get_ident()
 
         def changed(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return (*args[:2], columns.to(args[2].device), *args[3:]) if get_ident() == own else args

@@ -26,14 +26,14 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from ...configuration.fields import has_short_convolutions
 from ...modeling.masks import cached_arange, cached_range
 from ..trees.contract import DraftTree
-from .cache import RowLayer, Rows, Slots, rounded
+from .cache import CacheLayout, RaggedLayer, Slots, rounded
 from .indexed import layer_class, real_tokens
-from .target import RowTarget
+from .target import RaggedTarget
 
 
 @LinearAttentionCacheLayerMixin.register
-class ConvolvedLayer(RowLayer):
-    """A `RowLayer` with the inputs [B, d, C] of convolutions, in rings of their own, `inputs_0`, `inputs_1`, ...
+class ConvolvedLayer(RaggedLayer):
+    """A `RaggedLayer` with the inputs [B, d, C] of convolutions, in rings of their own, `inputs_0`, `inputs_1`, ...
 
     It offers what transformers' layer with convolutions does, and says that it holds nothing: convolutions then give it
     every block.
@@ -41,8 +41,8 @@ class ConvolvedLayer(RowLayer):
 
     record_past, kernel = True, 1
 
-    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
-        super().__init__(rows, origin)
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
         given = vars(origin)
         self.rings = [f"inputs_{index}" for index in given["conv_states"]]
         self.states = (*self.states, *((name, 2) for name in self.rings))
@@ -51,65 +51,65 @@ class ConvolvedLayer(RowLayer):
             setattr(self, name, None)
             if held is not None and given["has_previous_state"][index]:
                 self.kernel = given["conv_kernel_size"][index]
-                ring, kept = self._ring(name, held), min(self.kernel, rows.prompt, held.shape[2])
-                _put(ring, rows.slots(-kept, kept, ring.shape[2], held.device), held[..., -kept:])
+                ring, kept = self._ring(name, held), min(self.kernel, layout.prompt, held.shape[2])
+                _put(ring, layout.slots(-kept, kept, ring.shape[2], held.device), held[..., -kept:])
                 given["conv_states"][index] = None
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int = 1, **kwargs: object
     ) -> torch.Tensor:
         """Write a block's inputs [B, d, F], and return them behind the k - 1 inputs before them."""
-        rows, name, fed = self.rows, self.rings[state_idx], conv_states.shape[2]
+        layout, name, fed = self.layout, self.rings[state_idx], conv_states.shape[2]
         self.kernel = conv_kernel_size
-        rows.reserve(fed)
-        if rows.ahead < 0 and (rows.mask is not None or min(rows.lengths) + rows.ahead < 0):
-            conv_states = conv_states * real_tokens(rows, fed)[:, None].to(conv_states.device)
+        layout.reserve(fed)
+        if layout.ahead < 0 and (layout.mask is not None or min(layout.lengths) + layout.ahead < 0):
+            conv_states = conv_states * real_tokens(layout, fed)[:, None].to(conv_states.device)
         ring, device, before = self._ring(name, conv_states), conv_states.device, conv_kernel_size - 1
         size = ring.shape[2]
-        earlier = _at(ring, rows.slots(rows.ahead - before, before, size, device))
+        earlier = _at(ring, layout.slots(layout.ahead - before, before, size, device))
         whole, kept = torch.cat([earlier, conv_states], dim=2), min(fed, size)
-        _put(ring, rows.slots(rows.ahead + fed - kept, kept, size, device), conv_states[..., fed - kept :])
+        _put(ring, layout.slots(layout.ahead + fed - kept, kept, size, device), conv_states[..., fed - kept :])
         return whole
 
     def _ring(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return a ring, with room for what blocks may read and write until the next rollback, [B, d, C]."""
-        rows, size = self.rows, rounded(self.kernel + self.rows.span)
+        layout, size = self.layout, rounded(self.kernel + self.layout.span)
         ring: torch.Tensor | None = getattr(self, name)
         if ring is not None and ring.shape[2] >= size:
             return ring
         room = like.new_zeros(*like.shape[:2], size)
         if ring is not None:  # blocks have become longer
             old = ring.shape[2]
-            first = max(rows.ahead, 0) - old
-            held = _at(ring, rows.slots(first, old, old, ring.device))
-            _put(room, rows.slots(first, old, size, ring.device), held)
+            first = max(layout.ahead, 0) - old
+            held = _at(ring, layout.slots(first, old, old, ring.device))
+            _put(room, layout.slots(first, old, size, ring.device), held)
         setattr(self, name, room)
         return room
 
     def get_seq_length(self) -> int:
         """Return where a block's positions begin; before all that scores are scaled by, where sequences differ."""
-        return super().get_seq_length() if self.rows.is_even else -self.rows.capacity
+        return super().get_seq_length() if self.layout.is_even else -self.layout.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """Return how many columns attention gets, and what is to be added to 0, 1, ... for their numbers."""
         columns = self.columns(query_length)
-        if self.rows.is_exact or len(columns) > 1:  # they are 0, 1, ..., or each sequence has its own
+        if self.layout.is_exact or len(columns) > 1:  # they are 0, 1, ..., or each sequence has its own
             return columns.shape[1], 0
         return columns.shape[1], columns[0] - cached_arange(columns.shape[1], columns.device)
 
     def columns(self, fed: int) -> torch.Tensor:
         """Return the columns that attention gets in a forward of F tokens, [1 or B, W]."""
-        rows = self.rows
-        rows.reserve(fed)
-        size = rows.size(self.is_sliding)
+        layout = self.layout
+        layout.reserve(fed)
+        size = layout.size(self.is_sliding)
         if fed > size:  # attention gets the block
-            columns = rows.ends[:, None] + cached_range(rows.ahead, fed, rows.ends.device)
+            columns = layout.ends[:, None] + cached_range(layout.ahead, fed, layout.ends.device)
         else:
-            columns = rows.columns(rows.width(fed, size), size, fed)
-        return columns[:1] if rows.is_even else columns
+            columns = layout.columns(layout.width(fed, size), size, fed)
+        return columns[:1] if layout.is_even else columns
 
     def give_back(self, columns: int) -> DynamicLayer:
-        """See `RowLayer`."""
+        """See `RaggedLayer`."""
         states, self.states = self.states, self.states[:2]
         layer = super().give_back(columns)
         self.states, given = states, vars(layer)
@@ -130,12 +130,12 @@ def _put(ring: torch.Tensor, slots: Slots, inputs: torch.Tensor) -> None:
     ring.movedim(2, 1)[slots] = inputs.movedim(2, 1)
 
 
-def module_layers(config: PreTrainedConfig) -> type[RowLayer] | None:
+def module_layers(config: PreTrainedConfig) -> type[RaggedLayer] | None:
     """Return the class of layers that modules of a model read; None: any."""
     return ConvolvedLayer if has_short_convolutions(config) else layer_class(config)
 
 
-class ConvolvedTarget(RowTarget):
+class ConvolvedTarget(RaggedTarget):
     """A model on a cache of `ConvolvedLayer`."""
 
     takes_trees = False
@@ -166,7 +166,7 @@ def own_columns(part: nn.Module, cache: Cache) -> Iterator[None]:
         cache: Nothing happens but on layers of `ConvolvedLayer`, where sequences end in different columns.
     """
     hooks = []
-    if any(isinstance(layer, ConvolvedLayer) and not layer.rows.is_even for layer in cache.layers):
+    if any(isinstance(layer, ConvolvedLayer) and not layer.layout.is_even for layer in cache.layers):
         distances: dict[tuple[bool, int], torch.Tensor] = {}
         for attention in (module for module in part.modules() if "rel_logits_proj" in dict(module.named_children())):
             hooks += _hooks(attention, cache, distances)
@@ -183,7 +183,7 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch
     is_scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
 
     def places(fed: int) -> torch.Tensor:
-        return layer.rows.ends[:, None] + cached_range(layer.rows.ahead, fed, layer.rows.ends.device)
+        return layer.layout.ends[:, None] + cached_range(layer.layout.ahead, fed, layer.layout.ends.device)
 
     def scaled(states: torch.Tensor, fed_dim: int) -> torch.Tensor:
         if not is_scaled:

@@ -16,11 +16,11 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
 from ...modeling.masks import cached_arange, cached_range
-from .cache import RowLayer, Rows, laid_out
+from .cache import CacheLayout, RaggedLayer, laid_out
 
 
-class AlignedLayer(RowLayer):
-    """A `RowLayer` of which attention gets the columns up to the block's end, right-aligned.
+class AlignedLayer(RaggedLayer):
+    """A `RaggedLayer` of which attention gets the columns up to the block's end, right-aligned.
 
     What stands before a sequence is no token: zeros. The keys of the index say in their last channel what is one.
     """
@@ -28,12 +28,12 @@ class AlignedLayer(RowLayer):
     fed = 0
 
     def _written(self, name: str, dim: int, states: torch.Tensor) -> torch.Tensor:
-        self.rows.is_exact, self.fed = True, states.shape[dim]
+        self.layout.is_exact, self.fed = True, states.shape[dim]
         held = super()._written(name, dim, states)
-        if self.rows.is_even:
+        if self.layout.is_even:
             return held
-        width, ends = held.shape[dim], self.rows.ends.to(held.device)
-        source = cached_arange(width, held.device) - (width - self.rows.ahead - self.fed - ends)[:, None]
+        width, ends = held.shape[dim], self.layout.ends.to(held.device)
+        source = cached_arange(width, held.device) - (width - self.layout.ahead - self.fed - ends)[:, None]
         shape = [len(source), *[1] * (dim - 1), width, *[1] * (held.dim() - dim - 1)]
         aligned = held.gather(dim, source.clamp(min=0).view(shape).expand(held.shape))
         return aligned.masked_fill((source < 0).view(shape), 0)
@@ -43,8 +43,8 @@ class AlignedLayer(RowLayer):
         return super().get_seq_length() + self.fed
 
 
-class PositionedLayer(RowLayer):
-    """A `RowLayer` that may hold the positions [B, 3, C] of columns: the first layer of a cache does, for all.
+class PositionedLayer(RaggedLayer):
+    """A `RaggedLayer` that may hold the positions [B, 3, C] of columns: the first layer of a cache does, for all.
 
     A model puts the positions of a block behind those that it finds; so the block's own must stand in its columns
     before the forward (`note_positions`).
@@ -53,12 +53,12 @@ class PositionedLayer(RowLayer):
     positions: torch.Tensor | None = None
     shown = 0
 
-    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
-        super().__init__(rows, origin)
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
         self.states = (*self.states, ("positions", 2))
         given = cast(DynamicIndexedLayer, origin).indexer_position_ids
         if given is not None:
-            self.positions = laid_out(given.transpose(0, 1), rows.prompt - given.shape[2], 2, rows.size(False))
+            self.positions = laid_out(given.transpose(0, 1), layout.prompt - given.shape[2], 2, layout.size(False))
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
@@ -75,32 +75,32 @@ class PositionedLayer(RowLayer):
         self.shown = self._written("positions", 2, three.transpose(0, 1)).shape[2]
 
     def give_back(self, columns: int) -> DynamicLayer:
-        """See `RowLayer`."""
+        """See `RaggedLayer`."""
         layer = cast(DynamicIndexedLayer, super().give_back(columns))
         positions = vars(layer).pop("positions", None)
         layer.indexer_position_ids = None if positions is None else positions.transpose(0, 1)
         return layer
 
 
-class BlockLayer(RowLayer):
-    """A `RowLayer` with keys of an index [B, 1, C, D], where its origin has them."""
+class BlockLayer(RaggedLayer):
+    """A `RaggedLayer` with keys of an index [B, 1, C, D], where its origin has them."""
 
     idx_keys: torch.Tensor | None = None
 
-    def __init__(self, rows: Rows, origin: DynamicLayer) -> None:
-        super().__init__(rows, origin)
+    def __init__(self, layout: CacheLayout, origin: DynamicLayer) -> None:
+        super().__init__(layout, origin)
         if "idx_keys" not in vars(origin):
             return
         self.states, given = (*self.states, ("idx_keys", 2)), vars(origin)["idx_keys"]
         if given is not None:
-            self.idx_keys = laid_out(given, rows.prompt - given.shape[2], 2, rows.size(False))
+            self.idx_keys = laid_out(given, layout.prompt - given.shape[2], 2, layout.size(False))
 
     def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
         """Write the index's keys of a block [B, 1, F, D], and return a view of the columns that attention gets."""
         return self._written("idx_keys", 2, idx_k)
 
 
-def layer_class(config: PreTrainedConfig) -> type[RowLayer] | None:
+def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
     """Return the class of layers that a model's attention reads; None: any."""
     kinds = ((masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer))
     return next((kind for is_of, kind in kinds if is_of(config)), None)
@@ -113,10 +113,10 @@ def note_positions(cache: Cache, position_ids: torch.Tensor) -> None:
         layer.note(position_ids)
 
 
-def real_tokens(rows: Rows, fed: int) -> torch.Tensor:
+def real_tokens(layout: CacheLayout, fed: int) -> torch.Tensor:
     """Return which positions of the next block are tokens, [B, F] bool."""
-    columns = rows.ends[:, None] + cached_range(rows.ahead, fed, rows.ends.device)
-    if rows.mask is None:
+    columns = layout.ends[:, None] + cached_range(layout.ahead, fed, layout.ends.device)
+    if layout.mask is None:
         return columns >= 0
-    inside = rows.mask.gather(1, columns.clamp(0, rows.prompt - 1)) & (columns >= 0)
-    return inside | (columns >= rows.prompt)
+    inside = layout.mask.gather(1, columns.clamp(0, layout.prompt - 1)) & (columns >= 0)
+    return inside | (columns >= layout.prompt)

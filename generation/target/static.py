@@ -20,8 +20,8 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...modeling.masks import cached_range
 from ..trees.contract import DraftTree
-from .cache import RowLayer, Rows, rounded
-from .target import RowTarget, States, TargetOutput, each_state
+from .cache import CacheLayout, RaggedLayer, rounded
+from .target import RaggedTarget, States, TargetOutput, each_state
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 
@@ -52,8 +52,8 @@ def planned_cache(
     return cache
 
 
-class FixedRows(Rows):
-    """The ends of the sequences of a batch, in a cache of a fixed size; arguments as for `Rows`.
+class FixedLayout(CacheLayout):
+    """The ends of the sequences of a batch, in a cache of a fixed size; arguments as for `CacheLayout`.
 
     Attributes:
         block_slots: The slots [B, 1, F] of the next block, of layers without and with a window.
@@ -68,9 +68,9 @@ class FixedRows(Rows):
         """Return True: attention gets empty columns, too."""
         return True
 
-    def take_over(self, cache: Cache, kind: type[RowLayer] | None = None) -> None:
-        """See `Rows`; the size of the new layers is fixed."""
-        super().take_over(cache, kind or FixedRowLayer)
+    def take_over(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
+        """See `CacheLayout`; the size of the new layers is fixed."""
+        super().take_over(cache, kind or FixedLayer)
 
     def width(self, count: int, size: int) -> int:
         """Return all columns."""
@@ -84,11 +84,11 @@ class FixedRows(Rows):
         self.block_slots = tuple(columns % self.size(is_ring) for is_ring in (False, True))
 
 
-class FixedRowLayer(RowLayer):
+class FixedLayer(RaggedLayer):
     """Keys and values [B, H, C, D] of a layer, whose number of columns never changes."""
 
     is_compileable = True
-    rows: FixedRows
+    layout: FixedLayout
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -97,13 +97,13 @@ class FixedRowLayer(RowLayer):
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         batch, heads = key_states.shape[:2]
         row, head = (torch.arange(count, device=key_states.device) for count in (batch, heads))
-        index = row[:, None, None], head[:, None], self.rows.block_slots[self.is_sliding].to(key_states.device)
+        index = row[:, None, None], head[:, None], self.layout.block_slots[self.is_sliding].to(key_states.device)
         keys[index], values[index] = key_states, value_states
         return keys, values
 
     def lay_out(self, is_compiled: bool) -> None:
         """Allocate the final size; graphs need not copy it, and serve that of another call, too."""
-        size = self.rows.size(self.is_sliding)
+        size = self.layout.size(self.is_sliding)
         for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
                 held = self._grown(held, dim, size) if held.shape[dim] < size else held
@@ -113,14 +113,14 @@ class FixedRowLayer(RowLayer):
 
     def get_seq_length(self) -> Any:
         """Return the columns before the next block of the longest sequence, on the device."""
-        return self.rows.ends.max() + self.rows.ahead
+        return self.layout.ends.max() + self.layout.ahead
 
 
-class FixedTarget(RowTarget):
+class FixedTarget(RaggedTarget):
     """A model on a cache of a fixed size; `span` is the longest block, as far as it is known."""
 
-    rows_type = FixedRows
-    rows: FixedRows
+    layout_type = FixedLayout
+    layout: FixedLayout
     cache: PlannedCache
 
     def __init__(self, *args: Any, span: int) -> None:
@@ -170,11 +170,11 @@ class FixedTarget(RowTarget):
     ) -> Any:
         if tree is not None and tree.auxiliary is None:  # what is filled in may be beyond a table of positions
             depths = torch.nn.functional.pad(depths[..., : self.count], (0, block.shape[1] - self.count))
-        self.rows.begin(depths.shape[-1])
-        if self.laid_out != (room := (self.rows.size(False), self.rows.size(True))):
+        self.layout.begin(depths.shape[-1])
+        if self.laid_out != (room := (self.layout.size(False), self.layout.size(True))):
             self.laid_out = room
             for layer in self.cache.layers:
-                if isinstance(layer, FixedRowLayer):
+                if isinstance(layer, FixedLayer):
                     layer.lay_out(self.compiled is not None)
         return super()._call(block, depths, tree, last, options)
 

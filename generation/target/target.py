@@ -24,7 +24,7 @@ from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult, taken
-from .cache import RowLayer, Rows, block_mask
+from .cache import CacheLayout, RaggedLayer, block_mask
 from .indexed import layer_class, note_positions
 from .replay import Replay
 
@@ -116,7 +116,7 @@ class Target(CacheView, Protocol):
         """
 
 
-class RowLengthTarget(Target):
+class OwnLengthsTarget(Target):
     """A model whose cache stores a length per sequence, so that no mask is needed.
 
     Attributes:
@@ -179,12 +179,8 @@ class Continuation:
         }
 
     def inputs(self, numbers: Tensor, last_position: int | None = None) -> dict[str, Tensor]:
-        """Return the keyword arguments of a forward.
-
-        Args:
-            numbers: [B, F] int64, how many real tokens precede each token of the block.
-            last_position: The largest position.
-        """
+        """Return the keyword arguments of a forward, from how many real tokens precede each token of the block [B,
+        F]."""
         positions = numbers if self.start is None else numbers + self.start
         if last_position is not None:
             positions = positions.clamp(max=last_position)
@@ -263,7 +259,7 @@ class ColumnTarget(Target):
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()
 
 
-class RowTarget(ColumnTarget):
+class RaggedTarget(ColumnTarget):
     """A model on a cache that never moves.
 
     Args:
@@ -272,26 +268,26 @@ class RowTarget(ColumnTarget):
         span: The longest block, as far as it is known.
 
     Attributes:
-        rows: The ends of the sequences in the cache.
+        layout: The ends of the sequences in the cache.
         open: [b] int64, which of the batch they are; None: all of them.
     """
 
     takes_trees = True
-    rows_type = Rows
-    layer_type: type[RowLayer] | None = None
+    layout_type = CacheLayout
+    layer_type: type[RaggedLayer] | None = None
     open: Tensor | None = None
 
     def __init__(self, *args: Any, limit: int, span: int) -> None:
         super().__init__(*args)
         self.call: Callable[..., Any] = self.model
         self.limit = limit
-        self.rows = self.rows_type(self.mask, self.is_padded, limit, span)
-        self.rows.take_over(self.cache, self.layer_type or layer_class(self.model.config))
+        self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
+        self.layout.take_over(self.cache, self.layer_type or layer_class(self.model.config))
 
     @property
     def counts(self) -> Tensor:
         """Real tokens per sequence, [B] int64."""
-        return self.rows.counts if self.open is None else self.ended.index_copy(0, self.open, self.rows.counts)
+        return self.layout.counts if self.open is None else self.ended.index_copy(0, self.open, self.layout.counts)
 
     def leave_out(self, done: list[bool]) -> None:
         """See `Target`: the cache is copied, so that half of its sequences must have ended since the last time.
@@ -300,13 +296,13 @@ class RowTarget(ColumnTarget):
         """
         held = list(range(len(done))) if self.open is None else self.held
         chosen = [index for index, sequence in enumerate(held) if not done[sequence]]
-        if not chosen or 2 * len(chosen) > len(held) or not self.rows.holds(self.cache):
+        if not chosen or 2 * len(chosen) > len(held) or not self.layout.holds(self.cache):
             return
-        if max(self.rows.lengths) > _COPIED * (self.limit - min(self.rows.lengths[index] for index in chosen)):
+        if max(self.layout.lengths) > _COPIED * (self.limit - min(self.layout.lengths[index] for index in chosen)):
             return
         self.ended, self.held = self.counts, [held[index] for index in chosen]
         self.open = torch.tensor(self.held, device=self.ended.device)
-        self.rows.select(self.cache, chosen)
+        self.layout.select(self.cache, chosen)
         self.continuation.select(torch.tensor(chosen, device=self.ended.device))
 
     def _forward(self, block: Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
@@ -314,7 +310,7 @@ class RowTarget(ColumnTarget):
         if self.open is not None:
             block = block[self.open]
             tree = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
-        self.rows.ahead, auxiliary = 0, tree.auxiliary
+        self.layout.ahead, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
             outputs = self._call(block, tree.positions(), tree, self.last_position, options)
             if self.open is None:
@@ -330,17 +326,17 @@ class RowTarget(ColumnTarget):
 
     def extend(self, block: Tensor, **options: Any) -> Any:
         """See `ColumnTarget`."""
-        depths = cached_range(self.rows.ahead, block.shape[1], block.device)
+        depths = cached_range(self.layout.ahead, block.shape[1], block.device)
         outputs = self._call(block, depths, None, self.last_position, options)
-        self.rows.ahead += block.shape[1]
+        self.layout.ahead += block.shape[1]
         return outputs
 
     def _call(
         self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: dict[str, Any]
     ) -> Any:
         config, count = self.model.config.get_text_config(), depths.shape[-1]
-        mask = None if masks_padding_alone(config) else block_mask(self.rows, count, config, self.model.dtype, tree)
-        inputs = self.continuation.inputs(self.rows.counts[:, None] + depths, last)
+        mask = None if masks_padding_alone(config) else block_mask(self.layout, count, config, self.model.dtype, tree)
+        inputs = self.continuation.inputs(self.layout.counts[:, None] + depths, last)
         note_positions(self.cache, inputs["position_ids"])
         inputs |= {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
         return self.call(block, **(inputs | options))
@@ -353,12 +349,12 @@ class RowTarget(ColumnTarget):
         if self.open is not None:
             new, path = new.of(self.held, self.open), None if path is None else path[self.open]
         if path is not None and new.longest > 1:
-            self.rows.keep_path(self.cache, path[:, : new.longest])
-        self.rows.keep(new)
+            self.layout.keep_path(self.cache, path[:, : new.longest])
+        self.layout.keep(new)
 
     def align(self, columns: int) -> None:
         """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""
-        self.rows.give_back(self.cache, columns)
+        self.layout.give_back(self.cache, columns)
 
 
 def _spread(values: Tensor, open_ones: Tensor, batch: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Draft trees and how they grow: from likely tokens, from draws, or in a fixed shape. Knows no model.
 
-Trees grow level by level through one callback, `expand(tokens [B, k], parents [B, k])`, which is told the tokens of the
-nodes whose children are wanted next, the frontier, and the places of their parents in the frontier before (-1 at
-first), and returns what it thinks of their next tokens, [B, k, V].
+Trees grow level by level through one callback, `expand(tokens [B, k], parents [B, k])`, which gets the tokens of the
+nodes whose children come next, the frontier, and the indices of their parents in the frontier before (-1 at first), and
+returns scores of their next tokens, [B, k, V].
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Expand = Callable[[Tensor, Tensor], Tensor]
 
 
 def joined_chains(certain: DraftTree, drawn: DraftTree) -> DraftTree:
-    """A tree of a chain of certain tokens and of a chain of draws, which do not depend on each other.
+    """Return a tree of a chain of certain tokens and of a chain of draws, which do not depend on each other.
 
     The drawn chain goes along the certain one as far as both agree, and branches off with its first token that differs.
     That token is a draw among all but the certain one, whatever came before: so the certain child comes first, and
-    what agrees with it is a node that is never accepted. (Of several draws at a place this would not hold.)
+    a draw that agrees with it is a node that is never accepted. (Several draws at an index would break this.)
 
     Args:
         certain: [B, k] tokens; where a sequence has fewer (`num_nodes`), any will do, for each is a guess.
@@ -44,14 +44,15 @@ def joined_chains(certain: DraftTree, drawn: DraftTree) -> DraftTree:
     parents = torch.cat([certain.parents, torch.nn.functional.pad(later, (1, 0), value=-1)], dim=1)
     if drawn.probs is None:
         return DraftTree(tokens, parents, depth=max(size, length))
-    rows = torch.nn.functional.pad(drawn.probs, (0, 0, 0, size))[:, : size + 1]  # of b and the certain tokens
-    probs = torch.cat([rows, torch.nn.functional.pad(drawn.probs[:, 1:], (0, 0, 0, 1))], dim=1)
+    after_certain = torch.nn.functional.pad(drawn.probs, (0, 0, 0, size))[:, : size + 1]  # and after b
+    probs = torch.cat([after_certain, torch.nn.functional.pad(drawn.probs[:, 1:], (0, 0, 0, 1))], dim=1)
     marks = (cached_arange(size + length, device) < size).expand(batch, -1)
     return DraftTree(tokens, parents, probs, depth=max(size, length), certain=marks)
 
 
 def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int) -> DraftTree:
-    """The likeliest paths of a drafter (EAGLE-2, arXiv 2406.16858): certain tokens, so that ranking them is exact.
+    """Return the likeliest paths of a drafter (EAGLE-2, arXiv 2406.16858): certain tokens, so that ranking them is
+    exact.
 
     Every frontier node offers its `top_k` likeliest children; the `top_k` best of a level, by the log-probability of
     their path, are the next frontier, and the best of all are the tree. Of equal nodes the earlier is better, so that
@@ -74,8 +75,8 @@ def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, t
     start = 0
     for level in range(depth):
         best = _best(values[-1], width)
-        place = best // width if level else parents[0]
-        step, token = expand(tokens[-1].gather(1, best), place).float().topk(width)
+        index = best // width if level else parents[0]
+        step, token = expand(tokens[-1].gather(1, best), index).float().topk(width)
         # rounding must not make a child better than its parent
         values.append((values[-1].gather(1, best)[..., None] + step.clamp(max=0)).flatten(1))
         parents.append((best + start)[..., None].expand(token.shape).flatten(1))
@@ -86,12 +87,12 @@ def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, t
 
 
 def _prune(values: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int) -> DraftTree:
-    """The tree of the best candidates [B, n], whose parents are numbers of candidates."""
+    """Return the tree of the best candidates [B, n], whose parents are numbers of candidates."""
     size = min(size, values.shape[1])
     chosen = _best(values, size).sort(-1).values
-    place = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))
-    place.scatter_(1, chosen + 1, (cached_arange(size, tokens.device) + 1).expand_as(chosen))
-    parents = place.gather(1, parents.gather(1, chosen) + 1) - 1
+    index = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))
+    index.scatter_(1, chosen + 1, (cached_arange(size, tokens.device) + 1).expand_as(chosen))
+    parents = index.gather(1, parents.gather(1, chosen) + 1) - 1
     return DraftTree(tokens.gather(1, chosen), parents, depth=depth)
 
 
@@ -105,13 +106,13 @@ def drawn_tree(
     generator: torch.Generator | None = None,
     columns: Tensor | None = None,
 ) -> DraftTree:
-    """A dynamic tree of draws without replacement, with their distributions.
+    """Return a dynamic tree of draws without replacement, with their distributions.
 
-    Only what is known before a node's children are drawn may decide how many there are: dropping some afterwards by
-    their probability would leave tokens that are no draws of their distribution, and the emitted text would be biased.
-    So the block's size is split over the levels beforehand, and on every level the draws that are worth most, by the
-    chance that their path is kept (`_chance_kept`), say how many each frontier node makes. Which nodes are in the
-    frontier, those of the level that are worth most, may depend on all draws before.
+    The number of a node's children may depend only on what precedes their draws: dropping some afterwards by their
+    probability would leave tokens that are no draws of their distribution, and bias the output. So the block's size is
+    split over the levels beforehand, and on every level the draws that are worth most, by the chance that their path is
+    accepted (`_chance_accepted`), decide how many each frontier node makes. The frontier, the nodes of the level that
+    are worth most, may depend on all draws before.
 
     Args:
         distribution: [B, V] probabilities of the first token, as they are to be sampled (temperature, top-k, ...
@@ -121,7 +122,7 @@ def drawn_tree(
         top_k: The most children per node, and nodes in the frontier.
         total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
         generator: Source of randomness.
-        columns: [v] int64, the tokens that any distribution has; drawing looks at no others. None: all of them.
+        columns: [v] int64, the tokens that any distribution has; no others are drawn. None: all of them.
 
     Raises:
         ValueError: A size that leaves nothing to draft.
@@ -131,32 +132,27 @@ def drawn_tree(
     sizes = level_sizes(depth + 1, width, total_tokens - 1)
     rows = cached_arange(len(distribution), distribution.device)[:, None]
     probs = distribution.new_zeros(len(distribution), sum(sizes) + 1, distribution.shape[1])
-    q, worth, place, start = distribution[:, None], torch.ones_like(distribution[:, :1]), torch.zeros_like(rows), 1
+    q, worth, index, start = distribution[:, None], torch.ones_like(distribution[:, :1]), torch.zeros_like(rows), 1
     tokens, parents = [], []
     for level, size in enumerate(sizes):
-        probs[rows, place] = q
+        probs[rows, index] = q
         token, worth, parent = _draw_children(q, worth, width, size, generator, columns)
         tokens.append(token)
-        parents.append(place.gather(1, parent) - 1)
+        parents.append(index.gather(1, parent) - 1)
         if level + 1 < len(sizes):
             best = _best(worth, min(width, size))
             q = expand(token.gather(1, best), parent.gather(1, best) if level else torch.full_like(best, -1))
-            worth, place, start = worth.gather(1, best), best + start, start + size
+            worth, index, start = worth.gather(1, best), best + start, start + size
     return DraftTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), probs, depth=len(sizes))
 
 
 def _draw_children(
     q: Tensor, worth: Tensor, width: int, size: int, generator: torch.Generator | None, columns: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, chances that their paths are kept, and parents (places in the frontier) of a level, all [B, size].
+    """Return tokens, chances that their paths are accepted, and parents (in the frontier) of a level, all [B, size].
 
-    Args:
-        q: [B, k, V] distributions of the frontier.
-        worth: [B, k] chances that its paths are kept.
-        width: The most children per node.
-        size: Children in all.
-        generator: Source of randomness.
-        columns: See `drawn_tree`.
+    The frontier has distributions q [B, k, V], and its paths the chances `worth` [B, k]; `width` is the most children
+    per node, and `size` their number in all.
     """
     q = q if columns is None else q.index_select(-1, columns)
     drawn = race_order(q, width, generator)
@@ -164,23 +160,22 @@ def _draw_children(
     # to none
     mean = torch.nn.functional.pad(q.square().sum(-1, keepdim=True), (0, width - 1))
     exists = (q > 0).sum(-1, keepdim=True) > cached_arange(width, q.device)
-    slots = _best((worth[..., None] * _chance_kept(mean) * exists).flatten(1), size).sort(-1).values
+    slots = _best((worth[..., None] * _chance_accepted(mean) * exists).flatten(1), size).sort(-1).values
     own = q.gather(-1, drawn)
     left = (1 - own.cumsum(-1) + own).clamp(min=torch.finfo(q.dtype).eps)
-    reached = (worth[..., None] * _chance_kept((own / left).clamp(max=1)) * (own > 0)).flatten(1)
+    reached = (worth[..., None] * _chance_accepted((own / left).clamp(max=1)) * (own > 0)).flatten(1)
     tokens = drawn if columns is None else columns[drawn]
     return tokens.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
 
 
-def _chance_kept(q: Tensor) -> Tensor:
-    """About how likely each of a node's draws is the one that is kept, [.., w], in the order in which they are drawn.
+def _chance_accepted(q: Tensor) -> Tensor:
+    """Return about how likely each of a node's draws is the accepted one, [.., w], in the order in which they are
+    drawn.
 
-    Where draft and target agree a draw is accepted however improbable it is, and what is left after a refusal agrees
-    less and less. Measured, the r-th draw is accepted with about (1 + q) / 2 r (docs/trees.md), so that the first is
-    worth a deep subtree, and the only one where the draft is sure. The text does not depend on it, only its speed.
-
-    Args:
-        q: [.., w] the probability of each draw given the draws before.
+    Where draft and target agree a draw is accepted however improbable it is, and after a rejection they agree less and
+    less. Measured, the r-th draw is accepted with about (1 + q) / 2 r (docs/trees.md), so that the first is worth a
+    deep subtree, and the only one where the draft is sure. The output does not depend on it, only its speed. Of each
+    draw, q [.., w] is the probability given the draws before.
     """
     accepted = (1 + q) / (2 * (cached_arange(q.shape[-1], q.device) + 1))
     refused = torch.nn.functional.pad((1 - accepted).cumprod(-1)[..., :-1], (1, 0), value=1.0)
@@ -188,23 +183,24 @@ def _chance_kept(q: Tensor) -> Tensor:
 
 
 def level_sizes(levels: int, width: int, size: int) -> list[int]:
-    """Nodes per level: an even share of what is left, or as many as the level before can have."""
-    sizes, room = [], width
+    """Return nodes per level: an even share of the rest, or as many as the level before can have."""
+    sizes, most = [], width
     for level in range(levels):
-        share = min(-(-(size - sum(sizes)) // (levels - level)), room)
+        share = min(-(-(size - sum(sizes)) // (levels - level)), most)
         if share:
             sizes.append(share)
-            room = min(width, share) * width
+            most = min(width, share) * width
     return sizes
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """The best `count` of [B, n], best first; of equal ones the first is better, as `topk` does not promise."""
+    """Return the best `count` of [B, n], best first; of equal ones the first is better, which `topk` does not
+    promise."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def check_size(depth: int, top_k: int, total_tokens: int) -> None:
-    """Refuses sizes of a dynamic tree that leave nothing to draft, or are none.
+    """Refuse sizes of a dynamic tree that leave nothing to draft, or are none.
 
     Raises:
         ValueError: See above.
@@ -215,7 +211,8 @@ def check_size(depth: int, top_k: int, total_tokens: int) -> None:
 
 
 def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Expand) -> DraftTree:
-    """A tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th likeliest token below its parent.
+    """Return a tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th likeliest token below its
+    parent.
 
     Args:
         choices: The paths of all nodes as ranks, counted from 0.
@@ -241,9 +238,9 @@ class _Level(NamedTuple):
 
     Attributes:
         width: Ranks in use.
-        slots: [n] where each node's token is among the likeliest `width` of every frontier node.
+        slots: [n] the index of each node's token among the likeliest `width` of every frontier node.
         inner: [k] the nodes that have children, counted in the level: the next frontier.
-        before: [k] the places of their parents in this level's own frontier, -1 for b.
+        before: [k] the indices of their parents in this level's own frontier, -1 for b.
     """
 
     width: int
@@ -254,7 +251,7 @@ class _Level(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _plan(choices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, list[_Level]]:
-    """Parents [m] and levels of a shape, made once: a tensor from a list is a copy that the device waits for."""
+    """Return parents [m] and levels of a shape, made once: a tensor from a list is a copy that the device waits for."""
     parents, _ = static_tree(choices)
     paths, levels = _sorted_paths(choices), list[_Level]()
     frontier: dict[tuple[int, ...], int] = {(): 0}
@@ -267,12 +264,12 @@ def _plan(choices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[T
             inner = [i for i, path in enumerate(nodes) if path in inside]
             before = [frontier[nodes[i][:-1]] if length > 1 else -1 for i in inner]
             levels.append(_Level(width, *(torch.tensor(part, device=device) for part in (slots, inner, before))))
-            frontier = {nodes[i]: place for place, i in enumerate(inner)}
+            frontier = {nodes[i]: index for index, i in enumerate(inner)}
         return parents.to(device), levels
 
 
 def static_tree(choices: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """The shape that rank paths describe.
+    """Return the shape that rank paths describe.
 
     Args:
         choices: The paths of all nodes as ranks counted from 0, in any order.
@@ -299,7 +296,7 @@ def _sorted_paths(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def choices_from_accuracies(accuracies: Tensor, num_nodes: int) -> list[tuple[int, ...]]:
-    """The tree of a given size that keeps most drafts, if every head were right independently of the others.
+    """Return the tree of a size with most accepted drafts, if every head were right independently of the others.
 
     A path is worth the product of its accuracies, and no path is worth more than its parent or its elder sibling; so
     that taking the best next child or sibling again and again gives the best tree.

@@ -1,14 +1,13 @@
-r"""The contract between drafters, the backbone and verification: a tree of drafted tokens, and a verification result on
-it.
+r"""The contract between drafters, the backbone and verification: a tree of drafted tokens, and its verification result.
 
-The backbone is fed a block: b, the token that the last verification added, and then the m nodes of a tree. Node i has
-place i + 1 in the block; parents come before their children, so that a path reads upwards in places:
+The backbone reads a block: b, the token that the last verification added, and then the m nodes of a tree. Node i has
+index i + 1 in the block; parents come before their children, so that indices rise along a path:
 
-                  b             place 0                           tokens      the  a cat dog man
+                  b             index 0                           tokens      the  a cat dog man
                 /   \                                             parents      -1 -1   0   0   1
-             the     a          places 1, 2 (nodes 0, 1)          positions  0  1  1   2   2   2  (b's first)
+             the     a          indices 1, 2 (nodes 0, 1)         positions  0  1  1   2   2   2  (b's first)
             /   \     \
-          cat   dog   man       places 3, 4, 5 (nodes 2, 3, 4)
+          cat   dog   man       indices 3, 4, 5 (nodes 2, 3, 4)
 
 A chain is the tree whose nodes have one child each. Nothing here makes the host wait for an accelerator.
 """
@@ -33,16 +32,16 @@ class DraftTree:
     Attributes:
         tokens: [B, m] int64; siblings are tried in the order of their nodes.
         parents: [B, m] int64 node numbers, smaller than their children's; -1 is b.
-        probs: [B, m + 1, V] probabilities that the children of each place were drawn from; rows of places without
-            children are never read, and a chain leaves the last one out. None: the tokens are certain given what is
+        probs: [B, m + 1, V] probabilities that the children of each index of the block were drawn from; rows without
+            children are never read, and a chain leaves the last one out. None: the tokens are certain given those
             before them (argmax, top-k, n-grams).
         replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
         depth: The longest path that the tree could have, fixed before drafting; at most m.
         num_nodes: [B] real nodes of every sequence, if not all of them; the others are never accepted.
-        certain: [B, m] bool, nodes of a drawn tree that were not drawn: their tokens are certain given what is before
-            their parents' children, stand before the drawn ones among these, and are taken out of `probs` for them.
+        certain: [B, m] bool, nodes of a drawn tree that were not drawn: their tokens are certain given those before
+            their parents' children, precede the drawn ones among these, and are taken out of `probs` for them.
             Whether there is such a node must not depend on draws among its siblings. None: all nodes were drawn.
-        auxiliary: Rows that ride along in the block after the nodes; only their drafter reads them.
+        auxiliary: Positions after the nodes in the block; only their drafter reads them.
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
     """
 
@@ -63,40 +62,40 @@ class DraftTree:
     def chain(
         cls, draft: Tensor, q: Tensor | None = None, num_nodes: Tensor | None = None, auxiliary: Any = None
     ) -> DraftTree:
-        """One path of tokens.
+        """Return a tree of one path.
 
         Args:
             draft: [B, m] int64.
             q: [B, m, V] probabilities that the tokens were drawn from; None: certain tokens.
             num_nodes: [B] real tokens of every sequence, if not all of them.
-            auxiliary: Rows that ride along.
+            auxiliary: See the class.
         """
         parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
         return cls(draft, parents, q, num_nodes=num_nodes, auxiliary=auxiliary, is_chain=True)
 
     def positions(self) -> Tensor:
-        """Distance of every place from b, [B, m + 1] int64."""
+        """Return the distance of every index from b, [B, m + 1] int64."""
         if self.is_chain:
             return cached_arange(self.tokens.shape[1] + 1, self.tokens.device).expand(len(self.tokens), -1)
         return self.mask().sum(-1) - 1
 
     def mask(self) -> Tensor:
-        """What every place may attend to, itself and its ancestors: [B, m + 1, m + 1] bool, column 0 True."""
+        """Return what every index attends to, itself and its ancestors: [B, m + 1, m + 1] bool, column 0 True."""
         return self._ancestors
 
     def paths(self) -> Tensor:
-        """The places on the way from b to every place, [B, m + 1, depth + 1]; its own place is repeated after."""
+        """Return the indices from b to every index, [B, m + 1, depth + 1]; its own is repeated after."""
         return path_columns(self.mask(), self.depth)
 
     def real(self) -> Tensor | None:
-        """Which nodes count, [B, m] bool; None: all of them."""
+        """Return which nodes count, [B, m] bool; None: all of them."""
         if self.num_nodes is None:
             return None
         return cached_arange(self.tokens.shape[1], self.tokens.device) < self.num_nodes[:, None]
 
     @cached_property
     def _ancestors(self) -> Tensor:
-        """`mask`, by jumps that double: after j of them a place knows its nearest 2^j - 1 ancestors."""
+        """`mask`, by jumps that double: after j of them an index has its nearest 2^j - 1 ancestors."""
         batch, size = len(self.tokens), self.tokens.shape[1] + 1
         if self.is_chain:
             return _triangle(size, self.tokens.device).expand(batch, size, size)
@@ -110,14 +109,14 @@ class DraftTree:
 
 @dataclass(eq=False)
 class VerificationResult:
-    """What verification keeps of a tree, and the token that it adds; k is `DraftTree.depth`.
+    """The accepted part of a tree, and the token that verification adds; k is `DraftTree.depth`.
 
     Attributes:
         num_accepted: [B] int64 accepted nodes.
         tokens: [B, k + 1] int64; the first `num_accepted` are the accepted drafts, the next is the added token, the
             rest is arbitrary.
-        tree_path: [B, k + 1] int64, `path` of a tree; None: the first nodes of a chain are kept.
-        invalid: [B] bool, rows whose added token was drawn from scores that are no distribution; None: not looked at.
+        tree_path: [B, k + 1] int64, `path` of a tree; None: the first nodes of a chain are accepted.
+        invalid: [B] bool, sequences whose target distribution was invalid (NaN or all -inf); None: not checked.
     """
 
     num_accepted: Tensor
@@ -127,7 +126,7 @@ class VerificationResult:
 
     @cached_property
     def path(self) -> Tensor:
-        """Positions of the accepted path in the block, [B, k + 1] int64: b's is 0, and the last is repeated after."""
+        """Indices of the accepted path in the block, [B, k + 1] int64: b's is 0, and the last is repeated after."""
         if self.tree_path is not None:
             return self.tree_path
         return torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), self.num_accepted[:, None])
@@ -135,8 +134,8 @@ class VerificationResult:
     @property
     def nodes(self) -> Tensor:
         """The accepted nodes in the order of their path, [B, k] int64, and -1 after them."""
-        behind = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]
-        return (self.path[:, 1:] - 1).masked_fill(behind, -1)
+        is_after = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]
+        return (self.path[:, 1:] - 1).masked_fill(is_after, -1)
 
     @property
     def added(self) -> Tensor:
@@ -145,18 +144,18 @@ class VerificationResult:
 
 
 def path_columns(members: Tensor, depth: int) -> Tensor:
-    """The members of paths in order.
+    """Return the members of paths in order.
 
     Args:
-        members: [..., m + 1] bool, the places on a path; place 0 is one of them.
-        depth: The most members beside place 0.
+        members: [..., m + 1] bool, the indices on a path; 0 is one of them.
+        depth: The most members beside 0.
 
     Returns:
-        [..., depth + 1] int64, the members' places in rising order, which is that of the path; the last is repeated.
+        [..., depth + 1] int64, the members' indices in rising order, which is that of the path; the last is repeated.
     """
-    places = cached_arange(members.shape[-1], members.device)
-    last = (members * places).amax(-1, keepdim=True)
-    return torch.where(members, places, last).sort(-1).values[..., : depth + 1]
+    index = cached_arange(members.shape[-1], members.device)
+    last = (members * index).amax(-1, keepdim=True)
+    return torch.where(members, index, last).sort(-1).values[..., : depth + 1]
 
 
 def taken(states: Tensor, index: Tensor) -> Tensor:
@@ -177,11 +176,11 @@ def _triangle(length: int, device: torch.device) -> Tensor:
 
 
 def follow(tree: DraftTree, picks: Tensor) -> VerificationResult:
-    """Goes from b to the child that the target picks, as long as there is one, and adds the pick at the end.
+    """Follow the target's picks from b down, as long as there is a child with the pick, and add the pick at the end.
 
     Args:
         tree: Any tree; its distributions are not read.
-        picks: [B, m + 1] int64, the token that the target picks after every place: the argmax of its scores, or a draw
+        picks: [B, m + 1] int64, the token that the target picks after every index: the argmax of its scores, or a draw
             that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
     """
     if not tree.tokens.shape[1]:
@@ -200,13 +199,13 @@ def _of_real(tree: DraftTree, wanted: Tensor) -> Tensor:
 
 
 def elder_siblings(tree: DraftTree) -> Tensor:
-    """[B, m, m] bool: whether node j is an elder sibling of node i."""
+    """Return whether node j is an elder sibling of node i, [B, m, m] bool."""
     nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)
     return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])
 
 
 def descend(tree: DraftTree, wanted: Tensor) -> Tensor:
-    """Goes down to the first wanted child of each place: which places [B, m + 1] are on the way, b's among them."""
+    """Return the indices [B, m + 1] bool on the way down to the first wanted child of each, b's among them."""
     taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)
     taken = torch.nn.functional.pad(taken, (1, 0), value=True)
     return (taken[:, None] | ~tree.mask()).all(-1)

@@ -35,11 +35,11 @@ _TOKENS, _FEWEST = 24, 4
 """Tokens of a trial, and the fewest that tell anything."""
 _GAIN = 0.97
 """A larger tree must be faster by this factor, beyond what clocks vary."""
-_LEAST_ROOM = 8
-"""Tokens that must fit after the prompt: less text teaches nothing, and a tree of the usual size is drafted."""
+_LEAST = 8
+"""Tokens that must fit after the prompt: shorter outputs tell nothing, and a tree of the usual size is drafted."""
 Tree = dict[str, int]
 Pace = Callable[[Tree], float | None]
-"""From a tree to the seconds that a token takes with it; None where the text ends too soon to tell."""
+"""From a tree to the seconds that a token takes with it; None where the output ends too soon to tell."""
 
 
 def grow_chain(
@@ -58,7 +58,7 @@ def grow_chain(
         token, distribution = step(drafts[-1] if drafts else None)
         drafts.append(token)
         probs.append(distribution)
-    return _chain_of(drafts, probs, options)
+    return chain_of(drafts, probs, options)
 
 
 def block_chain(
@@ -70,28 +70,24 @@ def block_chain(
 ) -> DraftTree:
     """Return a chain of a token for each position, up to the first of which no sequence is sure.
 
-    Args:
-        logits: [B, m, v] of a drafter, which no drafted token changes.
-        options: Of the call.
-        masks: The tokens that may be drafted (`DraftOptions.masks`).
-        draft_ids: [v], see `draft_probs`.
-        vocab_size: See `draft_probs`.
+    No drafted token changes the logits [B, m, v]; the other arguments are those of `DraftOptions.choose`.
     """
     drafts, probs = zip(*(options.choose(step, draft_ids, vocab_size, masks) for step in logits.unbind(1)))
     length = options.sure_length(torch.stack(drafts, 1), torch.stack(probs, 1)) if options.threshold else len(drafts)
-    return _chain_of(drafts[:length], probs[:length], options)
+    return chain_of(drafts[:length], probs[:length], options)
 
 
-def _chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: DraftOptions) -> DraftTree:
+def chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: DraftOptions) -> DraftTree:
+    """Return a chain of tokens [B], with their distributions where the call samples."""
     known = [each for each in probs if each is not None and options.do_sample]
     return DraftTree.chain(torch.stack(list(drafts), 1), torch.stack(known, 1) if known else None)
 
 
 class Growth(Protocol):
-    """What a drafter thinks of the next tokens while one tree grows, level by level.
+    """The drafter's distributions of next tokens while one tree grows, level by level.
 
     Attributes:
-        draft_ids: [v] int64, the token ids that columns of logits stand for; None: every token, in order.
+        draft_ids: [v] int64, the token ids of the columns of logits; None: every token, in order.
         vocab_size: V; not read where every token has a column.
     """
 
@@ -99,11 +95,11 @@ class Growth(Protocol):
     vocab_size: int
 
     def first(self) -> Tensor:
-        """Logits [B, v] of what follows b."""
+        """Return logits [B, v] of the token after b."""
         ...
 
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Logits [B, k, v] of what follows the nodes of the next frontier.
+        """Return logits [B, k, v] of the tokens after the nodes of the next frontier.
 
         Args:
             tokens: [B, k] int64 token ids of the nodes.
@@ -113,74 +109,75 @@ class Growth(Protocol):
 
 
 def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks | None = None) -> DraftTree:
-    """A tree whose paths have at most `length` tokens: of draws where the call samples, else of likely tokens.
+    """Return a tree whose paths have at most `length` tokens: of draws where the call samples, else of likely tokens.
 
     A tree of fixed shape has likely tokens in any case.
 
     Args:
-        growth: What the drafter thinks.
+        growth: The drafter's distributions.
         options: Of the call; `draft_tree` is complete (`tree_options`).
         length: At least 1.
-        masks: What the call's constraints let the tree hold (`DraftOptions.masks`).
+        masks: The tokens that the tree may hold (`DraftOptions.masks`).
     """
     tree, logits = dict(options.draft_tree or {}), growth.first()
+    vocabulary = growth.draft_ids, growth.vocab_size, masks
 
     def after(tokens: Tensor, parents: Tensor) -> Tensor:
         if masks is not None:
             masks.extend(tokens, parents)
         return growth.after(tokens, parents)
 
-    def ranking(logits: Tensor) -> Tensor:
-        return _log_distribution(logits, growth, masks)
+    def ranked_after(columns: Tensor, parents: Tensor) -> Tensor:
+        return ranking(after(_ids(growth, columns), parents))
 
-    def rating(logits: Tensor) -> Tensor:  # ranks alone are read, and logits have them
-        return logits if masks is None else ranking(logits)
+    def ranking(logits: Tensor) -> Tensor:
+        if "choices" in tree and masks is None:  # ranks alone are read, and logits have them
+            return logits
+        return _log_distribution(logits, growth, masks)
 
     if "choices" in tree:
         choices = [path for path in tree["choices"] if len(path) <= length]
-        found = ranked_tree(
-            choices, rating(logits), lambda tokens, parents: rating(after(_ids(growth, tokens), parents))
-        )
-        return _spelled(growth, found)
-    tree["depth"] = min(tree["depth"], length - 1)
-    if options.do_sample:
-        given = growth.draft_ids, growth.vocab_size, masks
-        return drawn_tree(
-            draft_probs(logits, options, *given),
-            lambda tokens, parents: draft_probs(after(tokens, parents), options, *given),
-            columns=growth.draft_ids if masks is None else None,  # masks may leave others alone
-            **tree,
-        )
-    found = dynamic_tree(ranking(logits), lambda tokens, parents: ranking(after(_ids(growth, tokens), parents)), **tree)
-    return _spelled(growth, found)
+        likely = ranked_tree(choices, ranking(logits), ranked_after)
+    else:
+        tree["depth"] = min(tree["depth"], length - 1)
+        if options.do_sample:
+            return drawn_tree(
+                draft_probs(logits, options, *vocabulary),
+                lambda tokens, parents: draft_probs(after(tokens, parents), options, *vocabulary),
+                columns=growth.draft_ids if masks is None else None,  # masks may leave others alone
+                **tree,
+            )
+        likely = dynamic_tree(ranking(logits), ranked_after, **tree)
+    likely.tokens = _ids(growth, likely.tokens)
+    return likely
 
 
-def tree_options(given: Any, longest: int | None = None) -> tuple[dict[str, Any], int]:
-    """The complete options of a tree of drafts, and the length of its longest path.
+def tree_options(tree: object, longest: int | None = None) -> tuple[dict[str, Any], int]:
+    """Return the complete options of a tree of drafts, and the length of its longest path.
 
     Args:
-        given: `draft_tree`: any of `depth`, `top_k`, `total_tokens` (b included), where paths are one longer than
+        tree: `draft_tree`: any of `depth`, `top_k`, `total_tokens` (b included), where paths are one longer than
             `depth`; or the rank paths of a tree of fixed shape, as a list or as `{"choices": list}`.
         longest: The most tokens that a path may have; None: any number.
 
     Raises:
         ValueError: Other keys, a value out of range, or a tree that is deeper than the drafter.
     """
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        given = {"choices": given}
-    if not isinstance(given, dict) or not (given.keys() <= _DEFAULTS.keys() or given.keys() == {"choices"}):
+    if isinstance(tree, Sequence) and not isinstance(tree, str):
+        tree = {"choices": tree}
+    if not isinstance(tree, dict) or not (tree.keys() <= _DEFAULTS.keys() or tree.keys() == {"choices"}):
         raise ValueError(
-            f"draft_tree={given!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or be 'auto'"
+            f"draft_tree={tree!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or be 'auto'"
         )
-    options, length = _fixed(given) if "choices" in given else _dynamic(given, longest)
+    options, length = _fixed(tree) if "choices" in tree else _dynamic(tree, longest)
     if longest is not None and length > longest:
-        instead = "shorter paths" if "choices" in given else f"depth={longest - 1} or less"
-        raise ValueError(f"draft_tree={given!r} has paths of {length} tokens, more than {longest}: choose {instead}")
+        instead = "shorter paths" if "choices" in tree else f"depth={longest - 1} or less"
+        raise ValueError(f"draft_tree={tree!r} has paths of {length} tokens, more than {longest}: choose {instead}")
     return options, length
 
 
-def _fixed(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    choices = given["choices"]
+def _fixed(tree: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    choices = tree["choices"]
     is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
     if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
         raise ValueError(
@@ -191,22 +188,22 @@ def _fixed(given: dict[str, Any]) -> tuple[dict[str, Any], int]:
     return {"choices": choices}, max(map(len, choices))
 
 
-def _dynamic(given: dict[str, Any], longest: int | None) -> tuple[dict[str, Any], int]:
+def _dynamic(tree: dict[str, Any], longest: int | None) -> tuple[dict[str, Any], int]:
     fitting = {} if longest is None else {"depth": max(min(_DEFAULTS["depth"], longest - 1), 0)}
-    options = _DEFAULTS | fitting | given
+    options = _DEFAULTS | fitting | tree
     check_size(**options)
     return options, options["depth"] + 1
 
 
 def most_nodes(options: DraftOptions) -> int:
-    """Return how many tokens a drafter looks at, as far as is known: those that a tree leaves out, too, and b."""
+    """Return how many tokens a drafter evaluates, as far as is known: b, and those that a tree leaves out, too."""
     tree = _DEFAULTS | options.draft_tree if options.draft_tree else {"depth": 0, "top_k": 0, "total_tokens": 0}
     grown = (tree["depth"] + 1) * tree["top_k"] + tree["total_tokens"]
     return 1 + max(options.num_tokens, len(tree.get("choices", ())) or grown)
 
 
 class Ancestry:
-    """Which nodes of the frontiers so far every node of the newest one descends from.
+    """The ancestors of every node of the newest frontier among all nodes so far.
 
     Attributes:
         mask: [B, k, n] bool, the newest k of n nodes: their ancestors and themselves; None before the first level.
@@ -216,7 +213,7 @@ class Ancestry:
         self.mask: Tensor | None = None
 
     def extend(self, parents: Tensor) -> Tensor:
-        """The mask [B, k, n + k] of the next frontier, whose parents [B, k] are places in the one before."""
+        """Return the mask [B, k, n + k] of the next frontier, whose parents [B, k] are indices in the one before."""
         size = parents.shape[1]
         itself = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
         self.mask = itself if self.mask is None else torch.cat([taken(self.mask, parents), itself], dim=-1)
@@ -224,19 +221,14 @@ class Ancestry:
 
 
 def _ids(growth: Growth, columns: Tensor) -> Tensor:
-    """Token ids of columns of logits."""
+    """Return the token ids of columns of logits."""
     return columns if growth.draft_ids is None else growth.draft_ids[columns]
 
 
-def _spelled(growth: Growth, tree: DraftTree) -> DraftTree:
-    tree.tokens = _ids(growth, tree.tokens)
-    return tree
-
-
 def _log_distribution(logits: Tensor, growth: Growth, masks: DraftMasks | None) -> Tensor:
-    """What ranks nodes: the drafter's raw distribution, in float32 at least (in half precision ties are common).
+    """Return log-probabilities that rank nodes, in float32 at least (in half precision ties are common).
 
-    Excluded tokens have -inf, and the others what the drafter thinks of them without those.
+    Excluded tokens have -inf, and the others are normalised without those.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if masks is None:
@@ -258,31 +250,24 @@ def choose_tree(
     common: dict[str, Any],
     may_try: bool = True,
 ) -> CallOptions:
-    """Return options whose `draft_tree="auto"` is settled by trials on this prompt.
+    """Return options whose `draft_tree="auto"` is settled by trials on this prompt, or a tree of the usual size.
 
-    Args:
-        generate: From a drafter, a prompt and keyword arguments to what the backbone generates with its drafts.
-        drafter: Makes the drafts, and remembers the tree.
-        options: Of the call.
-        config: Of the call.
-        prompt: [B, L] int64.
-        positions: The most tokens that the backbone reads; None: any number.
-        common: Further keyword arguments of trials.
-        may_try: False: a tree of the usual size is drafted, without trials.
+    `generate` takes a drafter, a prompt and keyword arguments, among them `common`; the backbone reads `positions` at
+    most (None: any number).
     """
-    room, do_sample = (positions or 1 << 30) - prompt.shape[1], bool(config.do_sample)
+    left, do_sample = (positions or 1 << 30) - prompt.shape[1], bool(config.do_sample)
     longest = min(drafter.longest_draft() or DEEPEST, options.num_assistant_tokens or DEEPEST, DEEPEST)
     common = common | options.extra | {"verification": options.verification, "use_mtp": options.use_mtp}
 
     def pace(tree: Tree) -> float | None:
-        begun, trial = time.perf_counter(), _trial_config(config, min(_TOKENS, room))
+        begun, trial = time.perf_counter(), _trial_config(config, min(_TOKENS, left))
         out = generate(drafter, prompt, common | {"generation_config": trial, "draft_tree": tree})
         seconds, counts = time.perf_counter() - begun, out.speculation.rows_accepted if out.speculation else []
-        tokens = sum(1 + count for row in counts for count in row)
+        tokens = sum(1 + count for accepted in counts for count in accepted)
         return seconds / tokens if tokens >= _FEWEST else None
 
     # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials
-    is_possible = may_try and room >= _LEAST_ROOM and not common.get("synced_gpus")
+    is_possible = may_try and left >= _LEAST and not common.get("synced_gpus")
     with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
         chosen = fastest_tree(pace, longest) if is_possible else None
     if chosen is not None:
@@ -291,12 +276,8 @@ def choose_tree(
 
 
 def fastest_tree(pace: Pace, longest: int) -> Tree | None:
-    """Return the fastest of the trees that are tried; None where the text ends too soon to tell.
-
-    Args:
-        pace: Runs a trial.
-        longest: The most tokens of a path.
-    """
+    """Return the fastest of the trees that are tried, of paths up to `longest`; None where an output ends too soon to
+    tell."""
     depths = sorted({min(length, longest) - 1 for length in _LENGTHS})
     chains = [{"depth": depth, "top_k": 1, "total_tokens": depth + 2} for depth in depths]
     pace(chains[0])  # what a first call sets up, later ones do not
@@ -304,22 +285,22 @@ def fastest_tree(pace: Pace, longest: int) -> Tree | None:
     if best is None:
         return None
     wider = [{"depth": best[1]["depth"], "top_k": top_k, "total_tokens": total} for top_k, total in _SIZES]
-    found = _best_of(pace, wider, best)
-    return None if found is None else found[1]
+    best = _best_of(pace, wider, best)
+    return None if best is None else best[1]
 
 
 def _best_of(pace: Pace, trees: list[Tree], best: tuple[float, Tree] | None) -> tuple[float, Tree] | None:
     """Return the pace and the fastest of some trees and the `best` so far; None where a trial told nothing."""
     for tree in trees:
-        if (found := pace(tree)) is None:
+        if (seconds := pace(tree)) is None:
             return None
-        if best is None or found < _GAIN * best[0]:
-            best = found, tree
+        if best is None or seconds < _GAIN * best[0]:
+            best = seconds, tree
     return best
 
 
 def _trial_config(config: GenerationConfig, tokens: int) -> GenerationConfig:
-    """Return the call's own config for so many tokens of one text per prompt."""
+    """Return the call's own config for so many tokens of one output per prompt."""
     config = copy.deepcopy(config)
     config.update(
         max_new_tokens=tokens, max_length=None, min_length=0, min_new_tokens=None,

@@ -105,7 +105,7 @@ def verify(
     uniforms: Tensor | None = None,
     tests: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draws from the distributions of `token_acceptance` or `block_acceptance`.
+    """Draw from the distributions of `token_acceptance` or `block_acceptance`.
 
     Args:
         draft: [B, m] int64, drawn from `q`.
@@ -115,11 +115,11 @@ def verify(
         generator: Source of randomness.
         uniforms: [B, m + 1]; where s drafts are accepted, the token is added by inverse CDF of `uniforms[:, s]`, which
             the draft must not have used.
-        tests: [B, m] uniforms that drafts are accepted by, used for nothing else; None: drawn here.
+        tests: [B, m] uniforms that accept drafts, used for nothing else; None: drawn here.
 
     Returns:
-        num_accepted [B] and next_token [B], int64; and what `draw_checked` says of the added token's distribution, [B]
-        (NaN: it was none); None with `uniforms`.
+        num_accepted [B] and next_token [B], int64; and the check of `draw_checked` of the added token's distribution,
+        [B] (NaN: it was none); None with `uniforms`.
 
     Raises:
         ValueError: An unknown rule.
@@ -173,12 +173,12 @@ def verify_sampled(
     uniforms: Tensor | None = None,
     tests: Tensor | None = None,
 ) -> VerificationResult:
-    """Verification of any tree against a target that is sampled: what is emitted has the target's distribution.
+    """Verify any tree against a sampled target: the emitted tokens have the target's distribution.
 
     Args:
-        tree: Any tree; where it has no distributions, the target draws a token at every place, and both rules `follow`
+        tree: Any tree; where it has no distributions, the target draws a token at every index, and both rules `follow`
             them.
-        p: [B, m + 1, V] the target's distribution after every place, with all its logits processors.
+        p: [B, m + 1, V] the target's distribution after every index, with all its logits processors.
         rule: `"token"` or `"block"`.
         generator: Source of randomness.
         uniforms: Of chains, see `verify`.
@@ -200,7 +200,7 @@ def verify_sampled(
 def verify_tree(
     tree: DraftTree, p: Tensor, generator: torch.Generator | None = None, rule: str = "block"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`verify_sampled` as plain tensors.
+    """Return the result of `verify_sampled` as plain tensors.
 
     Returns:
         nodes [B, depth] int64, the accepted nodes in the order of their path and -1 after them; num_accepted [B]; and
@@ -211,21 +211,13 @@ def verify_tree(
 
 
 def verify_tree_greedy(tree: DraftTree, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keeps the path of the target's argmaxes, and adds the argmax after it.
-
-    Args:
-        tree: Any tree.
-        scores: [B, m + 1, V] scores of the target after all logits processors.
-
-    Returns:
-        nodes [B, depth], num_accepted [B] and next_token [B], as `verify_tree` gives them.
-    """
+    """Accept the path of the target's argmaxes from scores [B, m + 1, V]; the result is that of `verify_tree`."""
     result = follow(tree, scores.argmax(-1))
     return result.nodes, result.num_accepted, result.added
 
 
 def _add(mass: Tensor, uniforms: Tensor | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
-    """A token [B] from unnormalised distributions [B, v], and what `draw_checked` says of them."""
+    """Return a token [B] from unnormalised distributions [B, v], and the check of `draw_checked`."""
     if uniforms is None:
         return draw_checked(mass, generator)
     return pick(uniforms.double(), mass.double() / mass.double().sum(-1, keepdim=True)), None
@@ -254,31 +246,31 @@ def _block_weights(ratios: Tensor) -> Tensor:
 
 
 def _residuals(q: Tensor, p: Tensor, weight: Tensor) -> Tensor:
-    """Normalised max(0, weight p - q) for all rows, [B, m + 1, v]; the last row is p's."""
+    """Return normalised max(0, weight p - q) for all rows, [B, m + 1, v]; the last row is p's."""
     rows = _normalised((weight[:, :-1] * p[:, :-1] - q).clamp(min=0), p[:, :-1])
     return torch.cat([rows, p[:, -1:]], dim=1)
 
 
 def _normalised(mass: Tensor, fallback: Tensor) -> Tensor:
-    """`mass` divided by its sum, or `fallback` where rounding left no mass."""
+    """Return `mass` divided by its sum, or `fallback` where rounding left no mass."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > 0, mass / total, fallback)
 
 
 def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Tensor, Tensor]:
-    """The probabilities from which a tree is verified; certain tokens count as draws from distributions without a
-    choice.
+    """Return the probabilities from which a tree is verified; certain tokens count as draws without a choice.
 
     Args:
         tree: Any tree.
-        p: [B, m + 1, V] the target's distribution after every place; its dtype is that of all results.
+        p: [B, m + 1, V] the target's distribution after every index; its dtype is that of all results.
         rule: `"token"` or `"block"`.
 
     Returns:
         accept [B, m]: `"token"`: the probability to take node i where its parent is taken and its elder siblings are
-            refused. `"block"`: the probability to keep the path to node i where all before it in post-order are
-            refused. 0 for a token that the target excludes, that cannot have been drawn, or that repeats a certain one.
-        residual [B, m + 1, V]: distribution of the token that is added where the accepted path ends at place j.
+            rejected. `"block"`: the probability to accept the path to node i where all before it in post-order are
+            rejected. 0 for a token that the target excludes, that cannot have been drawn, or that repeats a certain
+            one.
+        residual [B, m + 1, V]: distribution of the token that is added where the accepted path ends at index j.
 
     Raises:
         ValueError: An unknown rule.
@@ -303,20 +295,10 @@ def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Te
 def verify_drawn_tree(
     tree: DraftTree, p: Tensor, rule: str = "block", generator: torch.Generator | None = None
 ) -> VerificationResult:
-    """Draws from the probabilities of `tree_acceptance`.
-
-    Args:
-        tree: A tree with distributions.
-        p: [B, m + 1, V] the target's distribution after every place.
-        rule: `"token"` or `"block"`.
-        generator: Source of randomness.
-
-    Raises:
-        ValueError: An unknown rule.
-    """
+    """Draw from the probabilities of `tree_acceptance`; arguments and errors as there."""
     accept, residual = tree_acceptance(tree, p, rule)
     kept = torch.rand(accept.shape, dtype=p.dtype, device=p.device, generator=generator) < accept
-    reached = kept_path(tree, kept, rule)
+    reached = accepted_path(tree, kept, rule)
     accepted, columns = reached.sum(1) - 1, path_columns(reached, tree.depth)
     added = draw(residual[cached_arange(len(p), p.device), columns[:, -1]], generator)[:, None]
     drafts = torch.nn.functional.pad(tree.tokens, (1, 0)).gather(1, columns)[:, 1:]
@@ -325,23 +307,20 @@ def verify_drawn_tree(
     )
 
 
-def kept_path(tree: DraftTree, kept: Tensor, rule: str) -> Tensor:
-    """The path that a rule keeps, once every node was tried with its probability.
+def accepted_path(tree: DraftTree, kept: Tensor, rule: str) -> Tensor:
+    """Return the path that a rule accepts, [B, m + 1] bool, the indices on it; index 0 always is.
 
     Args:
         tree: Any tree.
         kept: [B, m] bool, independent events of the probabilities that `tree_acceptance` gives for the rule.
-        rule: `"token"`: down to the first child that is kept, as long as there is one. `"block"`: to the first kept
+        rule: `"token"`: down to the first child with its event, as long as there is one. `"block"`: to the first such
             node in post-order.
-
-    Returns:
-        [B, m + 1] bool, the places on the path; place 0 always is.
     """
     return descend(tree, kept) if rule == "token" else _first_in_post_order(tree, kept)
 
 
 def check_rule(rule: str) -> None:
-    """Refuses an unknown name of a rule.
+    """Refuse an unknown name of a rule.
 
     Raises:
         ValueError: Neither `"token"` nor `"block"`.
@@ -351,14 +330,14 @@ def check_rule(rule: str) -> None:
 
 
 def _own_probs(tree: DraftTree, dtype: torch.dtype) -> Tensor | None:
-    """The distributions in a dtype, as a copy where what is drawn or certain will change them."""
+    """Return the distributions in a dtype, as a copy where verification changes them."""
     is_changed = not tree.replacement or tree.certain is not None
     return None if tree.probs is None else tree.probs.to(dtype, copy=is_changed)
 
 
 def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tensor) -> Tensor:
-    """The distribution [B, V] of a node given its elder siblings, 0 where the node is none; moves `probs` on to the
-    next one."""
+    """Return the distribution [B, V] of a node given its elder siblings, 0 where there is no node; advance `probs` past
+    it."""
     here, token = (cached_arange(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
     alone = torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
     if probs is None:
@@ -375,14 +354,14 @@ def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tens
 
 
 def _first_in_post_order(tree: DraftTree, wanted: Tensor) -> Tensor:
-    """Takes the first wanted node in post-order, or b: which places [B, m + 1] are on the way to it."""
+    """Return the indices [B, m + 1] bool on the way to the first wanted node in post-order, or b."""
     unwanted = torch.nn.functional.pad(~wanted, (1, 0))
     place = _post_order(tree).masked_fill(unwanted, unwanted.shape[1]).argmin(1)
     return tree.mask()[cached_arange(len(place), place.device), place]
 
 
 def _post_order(tree: DraftTree) -> Tensor:
-    """How many places come before each: all below it, and all at and below its and its ancestors' elder siblings."""
+    """Return how many nodes precede each: all below it, and all at and below its and its ancestors' elder siblings."""
     mask = tree.mask()
     below = mask.sum(1)
     before = (elder_siblings(tree) * below[:, None, 1:]).sum(-1)

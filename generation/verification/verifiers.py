@@ -1,11 +1,8 @@
-"""How the drafts of one call are verified, and how its first token is chosen: greedy, sampled, or picked by
-uniforms.
+"""Verifiers of one call (greedy, sampled, coupled by uniforms), which also choose its first token; and its uniforms.
 
-Where the uniforms of a call come from: one for every output position, and fresh ones for everything else.
-
-They are numbers of a counter-based generator: row i reads a stream of its own, so that what it reads depends on its
-seed and on how far it has come, and not on the rows next to it or on how long the texts may become. Heads and modules
-draw from torch's own generator: a draw of theirs may need a number for every token of the vocabulary.
+Uniforms are numbers of a counter-based generator: sequence i reads a stream of its own, so that its numbers depend on
+its seed and on how far it has come, and not on other sequences or on the length limit. Heads and modules draw from
+torch's own generator: a draw of theirs may need a number for every token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,27 +21,30 @@ from .rules import verify_sampled
 
 
 class Verifier(Protocol):
-    """Verification in one call of `generate`."""
+    """Verification in one call of `generate`.
+
+    Attributes:
+        distribution: [B, m + 1, v] the target's, in the last verification; None: it cannot be invalid.
+    """
+
+    distribution: Tensor | None = None
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
-        """The token after the prompt, [B], from processed scores [B, v]."""
+        """Return the token after the prompt, [B], from processed scores [B, v]."""
         ...
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
-        """What is kept of a draft, and the token that is added, from processed scores [B, m + 1, v]."""
+        """Return the verification result of a draft, from processed scores [B, m + 1, v]."""
         ...
 
     def invalid(self, result: VerificationResult) -> Tensor | None:
-        """Rows [B] whose last verification result rests on scores that are no distribution (NaN, or all -inf); None
-        where none can be."""
+        """Return which sequences' target distribution was invalid in the last result (NaN, or all -inf), [B]."""
+        return None if self.distribution is None else _reached_faults(self.distribution, result)
 
 
-class GreedyVerifier:
-    """The target's argmax at every place.
-
-    Args:
-        is_checked: Also look for places where every token is excluded; plain greedy decoding does not.
-    """
+class GreedyVerifier(Verifier):
+    """The target's argmax at every index; `is_checked` also tests whether any token is left, unlike plain greedy
+    decoding."""
 
     def __init__(self, is_checked: bool = False) -> None:
         self.is_checked = is_checked
@@ -61,21 +61,17 @@ class GreedyVerifier:
         if not self.is_checked:
             return scores.argmax(-1)
         best = scores.max(-1)
-        self.faults = torch.where(best.values == -torch.inf, torch.nan, 0.0)[..., None]
+        self.distribution = torch.where(best.values == -torch.inf, torch.nan, 0.0)[..., None]
         return best.indices
 
-    def invalid(self, result: VerificationResult) -> Tensor | None:
-        """See `Verifier`."""
-        return _reached_faults(self.faults, result) if self.is_checked else None
 
-
-class SampledVerifier:
-    """The target's distribution at every place; see `verification.verify_sampled`.
+class SampledVerifier(Verifier):
+    """The target's distribution at every index; see `rules.verify_sampled`.
 
     Args:
         rule: `"block"` (None) or `"token"`.
-        uniforms: Where given, all that is random comes from there; the added token is picked by the uniform of its
-            position.
+        uniforms: The source of all that is random; the added token is picked by the uniform of its position. None:
+            torch's own generator.
     """
 
     def __init__(self, rule: str | None = None, uniforms: Uniforms | None = None) -> None:
@@ -83,10 +79,9 @@ class SampledVerifier:
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
-        self.distribution = scores.softmax(-1)[:, None]
-        if self.uniforms is None:
-            return draw(self.distribution[:, 0])
-        return pick(self.uniforms.draw(tokens, 1)[:, 0], self.distribution[:, 0])
+        probs = scores.softmax(-1)
+        self.distribution = probs[:, None]
+        return draw(probs) if self.uniforms is None else pick(self.uniforms.draw(tokens, 1)[:, 0], probs)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
@@ -99,12 +94,8 @@ class SampledVerifier:
         tests = self.uniforms.fresh(tree.tokens.shape[1])
         return verify_sampled(tree, self.distribution, self.rule, uniforms=uniforms, tests=tests)
 
-    def invalid(self, result: VerificationResult) -> Tensor | None:
-        """See `Verifier`."""
-        return _reached_faults(self.distribution, result)
 
-
-class CoupledVerifier:
+class CoupledVerifier(Verifier):
     """The target picks with the very uniforms that the draft was made from (PTP paper, Algorithm 1).
 
     Args:
@@ -116,30 +107,26 @@ class CoupledVerifier:
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
-        self.distribution = distribution_of(scores)[:, None]
-        return pick(self.uniforms.draw(tokens, 1)[:, 0], self.distribution[:, 0])
+        probs = distribution_of(scores)
+        self.distribution = probs[:, None]
+        return pick(self.uniforms.draw(tokens, 1)[:, 0], probs)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
         self.distribution = distribution_of(scores)
         return follow(tree, pick(self.uniforms.current[:, : scores.shape[1]], self.distribution))
 
-    def invalid(self, result: VerificationResult) -> Tensor | None:
-        """See `Verifier`."""
-        return _reached_faults(self.distribution, result)
-
 
 def distribution_of(scores: Tensor) -> Tensor:
-    """Probabilities in float64: cumulative sums over a large vocabulary in float32 misplace picks."""
+    """Return probabilities in float64: cumulative sums over a large vocabulary in float32 misplace picks."""
     return scores.double().softmax(-1)
 
 
 def _reached_faults(distribution: Tensor, result: VerificationResult) -> Tensor:
-    """Rows [B] bool in which a place on the accepted path has no distribution; softmax makes NaN of all its entries
-    there.
+    """Return which sequences have an index without a distribution on the accepted path, [B] bool.
 
-    A drawn chain keeps no draft whose distribution is none, so that its verification result knows from the draw of the
-    added token.
+    Softmax makes NaN of all its entries. A drawn chain accepts no draft without a distribution, so that the draw of the
+    added token tells.
     """
     if result.invalid is not None:
         return result.invalid
@@ -159,14 +146,14 @@ class Uniforms:
     Args:
         rows: B.
         device: Where they are needed.
-        table: [B, positions] in [0, 1), given by the user.
-        seed: An int, of which row i reads stream i, or one int per sequence; None: drawn from torch's global generator.
+        table: [B, positions] in [0, 1), of the user.
+        seed: An int, of which sequence i reads stream i, or one int per sequence; None: drawn from torch's generator.
         stay: The uniform of a position is the same in every cycle, whatever is drafted or rejected on the way (coupled
             verification). Otherwise every cycle draws fresh ones: a speculative rule must not use again what a
             rejected draft has used.
 
     Attributes:
-        current: [B, n], of the positions from the next one on, as `draw` gave them last.
+        current: [B, n], of the positions from the next one on, of the last `draw`.
     """
 
     current: Tensor
@@ -186,7 +173,7 @@ class Uniforms:
         self.used = 0
 
     def draw(self, tokens: Sequences, count: int) -> Tensor:
-        """u of the next `count` output positions of every sequence, [B, count]."""
+        """Return u of the next `count` output positions of every sequence, [B, count]."""
         if not self.stay:
             self.current = self.fresh(count)
         elif tokens.is_even:
@@ -197,7 +184,7 @@ class Uniforms:
         return self.current
 
     def fresh(self, count: int) -> Tensor:
-        """Numbers that nobody has read before, [B, count]."""
+        """Return numbers that were never read before, [B, count]."""
         self.used += count
         return self.others.read(self.used - count, count)
 
@@ -210,7 +197,7 @@ class _Stream:
         self.table = torch.empty(len(streams), 0, device=device) if table is None else table
 
     def upto(self, stop: int) -> Tensor:
-        """The beginning of all streams, [B, stop or more]."""
+        """Return the beginning of all streams, [B, stop or more]."""
         begun = self.table.shape[1]
         if stop > begun:
             count = (stop - begun + _CHUNK - 1) // _CHUNK * _CHUNK
@@ -219,23 +206,20 @@ class _Stream:
         return self.table
 
     def read(self, start: int, count: int) -> Tensor:
-        """Numbers from `start` on, [B, count]."""
+        """Return numbers from `start` on, [B, count]."""
         return self.upto(start + count)[:, start : start + count]
 
 
 def seed_streams(seed: int | Sequence[int] | None, rows: int) -> Tensor:
-    """The stream of every sequence.
+    """Return the stream of every sequence, [B, 2] int64 on the host: seed, number of the stream.
 
     Args:
-        seed: An int: row i reads stream i of it; one int per sequence: every sequence reads stream 0 of its own, so
-            that a row writes the same text in any batch; None: an int from torch's global generator.
+        seed: An int: sequence i reads stream i of it; one int per sequence: every sequence reads stream 0 of its own,
+            so that it has the same output in any batch; None: an int from torch's global generator.
         rows: B.
 
-    Returns:
-        [B, 2] int64 on the host: seed, number of the stream.
-
     Raises:
-        ValueError: Something else than whole numbers of 64 bits, or another number of them than there are rows.
+        ValueError: Anything but whole numbers of 64 bits, or another number of them than there are sequences.
     """
     if seed is None:
         seed = int(torch.randint(2**62, ()))
@@ -254,5 +238,5 @@ def seed_streams(seed: int | Sequence[int] | None, rows: int) -> Tensor:
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as int64 shows them."""
+    """Return the same 64 bits as int64."""
     return (seed + 2**63) % 2**64 - 2**63

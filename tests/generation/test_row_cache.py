@@ -7,16 +7,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.backbones import backbone
 from tests.internals import (
+    CacheLayout,
     DraftTree,
     NewTokens,
-    RowTarget,
+    RaggedTarget,
     block_mask,
     cache_module,
     grouped_attention,
     model_mask,
     target_of,
 )
-from tests.internals import cache_module_Rows as Rows
 
 PROMPT, BLOCK = 9, 5
 KEPT = [[3, 1], [5, 2], [1, 5], [4, 4], [2, 3], [5, 1], [1, 1], [3, 5]]
@@ -28,7 +28,7 @@ def steps(model, span, ids):
     cache, expected, ends = DynamicCache(config=model.config), model(ids, use_cache=False).logits, [PROMPT, PROMPT]
     model(ids[:, :PROMPT], past_key_values=cache)
     target = target_of(model, cache, ids[:, 0], None, limit=PROMPT, span=span)
-    assert isinstance(target, RowTarget)
+    assert isinstance(target, RaggedTarget)
     for kept in KEPT:
         block = torch.stack([text[end : end + BLOCK] for text, end in zip(ids, ends)])
         logits = target.forward(block, DraftTree.chain(block[:, 1:]), None).logits
@@ -49,7 +49,7 @@ def test_room_grows_and_rings_are_laid_out_anew(name, step, monkeypatch):
     monkeypatch.setattr(cache_module, "_STEP", step)
     sizes = set()
     for target, _ in steps(backbone(name).double(), 0, texts()):
-        sizes.add(tuple(layer.rows.size(layer.is_sliding) for layer in target.cache.layers))
+        sizes.add(tuple(layer.layout.size(layer.is_sliding) for layer in target.cache.layers))
     assert len(sizes) > 1 or name == "mistral"
 
 
@@ -57,7 +57,7 @@ def test_nothing_moves_and_attention_gets_little_more_than_the_longest_text():
     found = set()
     for target, ends in steps(backbone().double(), 100, texts()):
         found |= {(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in target.cache.layers}
-        assert target.rows.width(BLOCK, target.rows.capacity) <= max(ends) + 2 * BLOCK + 64
+        assert target.layout.width(BLOCK, target.layout.capacity) <= max(ends) + 2 * BLOCK + 64
     assert len(found) == 2
 
 
@@ -81,6 +81,6 @@ def test_layers_of_kinds_without_a_window_get_the_whole_mask():
     """A config may name a window that none of its layers has."""
     config = backbone("mistral").config
     config.layer_types = ["indexed_attention"] * 2
-    rows = Rows(torch.tensor([[False] + [True] * 11]), True, 12, 2)
+    rows = CacheLayout(torch.tensor([[False] + [True] * 11]), True, 12, 2)
     mask = block_mask(rows, 2, config, torch.float32)
     assert mask[0, 0].sum(-1).tolist() == [12, 13]

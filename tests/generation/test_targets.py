@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from tests.backbones import ATTENTION_WINDOW, backbone
 from tests.internals import (
+    CacheLayout,
     DraftTree,
     NewTokens,
     block_mask,
@@ -13,7 +14,6 @@ from tests.internals import (
     target_of,
 )
 from tests.internals import cache_module as rows_module
-from tests.internals import cache_module_Rows as Rows
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2"]
 LENGTHS = [9, 4]
@@ -117,7 +117,7 @@ def test_the_kept_path_is_continued_by_row(model, kept):
         last, attention_mask=mask.long(), position_ids=(mask.sum(1, keepdim=True) - 1), past_key_values=target.cache
     )
     for row in range(2):
-        if ends[row] == max(ends) or not target.rows.window:  # a window would count the columns in between
+        if ends[row] == max(ends) or not target.layout.window:  # a window would count the columns in between
             torch.testing.assert_close(
                 outputs.logits[row, -1], alone(model, [*written[row], int(last[row])]), atol=model.tolerance, rtol=0
             )
@@ -144,7 +144,7 @@ def test_masks_by_hand():
     near = full.clone()
     for place, distance in enumerate([0, 1, 1, 2]):  # from b; a window of 6 sees itself and 5 before
         near[place, : 8 - (ATTENTION_WINDOW - 1 - distance)] = False
-    rows = Rows(cached, True, 12, 4)
+    rows = CacheLayout(cached, True, 12, 4)
     both = block_mask(rows, 4, model.config, model.dtype, draft)
     assert torch.equal(both["full_attention"][0, 0, :, :12], full) and not both["full_attention"][..., 12:].any()
     assert torch.equal(both["sliding_attention"][0, 0, :, :12], near) and not both["sliding_attention"][..., 12:].any()

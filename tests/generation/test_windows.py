@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.assisted import assisted_generate
 from tests.families import CHUNKED, family_config, family_model, shake
-from tests.internals import RowLayer, cache_module
+from tests.internals import RaggedLayer, cache_module
 from tests.internals import drafters_modules as modules
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, KnowingChains, KnowingTrees
@@ -46,7 +46,7 @@ def columns(cache):
     return [
         layer.keys.shape[-2]
         for layer in cache.layers
-        if isinstance(layer, (DynamicSlidingWindowLayer, RowLayer)) and layer.is_sliding
+        if isinstance(layer, (DynamicSlidingWindowLayer, RaggedLayer)) and layer.is_sliding
     ]
 
 

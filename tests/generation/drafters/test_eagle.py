@@ -77,7 +77,9 @@ class _Watched(EagleSession):
         tree = super().propose(tokens, length)
         if length < 1:
             return tree
-        assert torch.equal(self.rows.counts, self.view.counts) and self.rows.lengths == [n - 1 for n in tokens.lengths]
+        assert torch.equal(self.layout.counts, self.view.counts) and self.layout.lengths == [
+            n - 1 for n in tokens.lengths
+        ]
         for row, (start, end) in enumerate(zip(self.starts, tokens.lengths)):
             if end == tokens.prompt_length + GREEDY["max_new_tokens"]:
                 continue  # the row has ended, and drafts whatever comes

@@ -53,11 +53,11 @@ def test_the_cache_of_heads_that_attend_gives_what_a_whole_pass_gives(kind, fami
 
     def watched(self, tokens, length):
         open_rows = [row for row, length in enumerate(tokens.lengths) if length < 18]  # others have ended
-        for row, count in ((row, int(self.rows.counts[row])) for row in open_rows):
+        for row, count in ((row, int(self.layout.counts[row])) for row in open_rows):
             text = tokens.ids[row, : tokens.lengths[row] - 1][-count:]
             features = heads.features(heads._run_backbone(text[None], None, None).hidden_states)[0, -1]
             seen.append((row, float((features - self.hidden[row]).abs().max())))
-        assert torch.equal(self.rows.counts, self.view.counts) and self.rows.ahead == 0
+        assert torch.equal(self.layout.counts, self.view.counts) and self.layout.ahead == 0
         return propose(self, tokens, length)
 
     monkeypatch.setattr(AttendingHeadSession, "propose", watched)

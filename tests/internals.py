@@ -213,7 +213,7 @@ _NAMES = {
         "build_head",
         "init_head",
     ),
-    "tokenahead.modeling.heads.balanced_trees": ("balanced",),
+    "tokenahead.modeling.heads.balanced_trees": ("TreeDistribution", "balanced"),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
         "SequentialDistribution",

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..masks import numbers
 from .circuits import LOG, LatentDistribution, Ring, Scale, Walk, column, moved, never
 
-_TABLES = 2**18
+_TABLES = 2**22
 """Entries of the tables of pairs up to which they are made: few launches, where they are small."""
 
 
@@ -53,19 +53,19 @@ class TreeDistribution(LatentDistribution):
 
     @cached_property
     def _sums(self) -> Tensor:
-        """Probabilities [..., 1 + (n - 2) r, r]: the root's, and every node's given each state of its parent."""
+        """Probabilities [..., 1 + (n - 2) r, r] in one launch: the root's, and every node's given its parent."""
         return torch.cat([self.root_logits[..., None, :], self.node_logits.flatten(-3, -2)], -2).softmax(-1)
 
     @cached_property
     def root(self) -> Tensor:
         """Probabilities [..., r] of the first state."""
-        return self._sums[..., 0, :]
+        return self._sums[..., 0, :] if self.counts_launches else self.root_logits.softmax(-1)
 
     @cached_property
     def steps(self) -> list[Tensor]:
         """Probabilities [..., 2^d, r, r] of the nodes of every level d from 1 on; the identity where one is none."""
-        steps = self._sums[..., 1:, :].unflatten(-2, self.node_logits.shape[-3:-1])
-        counts = [2**d for d in range(1, self.depth)]
+        counts, steps = [2**d for d in range(1, self.depth)], self.node_logits
+        steps = self._sums[..., 1:, :].unflatten(-2, steps.shape[-3:-1]) if self.counts_launches else steps.softmax(-1)
         if not self.is_perfect and counts:
             same = torch.eye(self.rank, dtype=steps.dtype, device=steps.device).expand_as(steps[..., :1, :, :])
             found, nodes = count(sum(counts[:-1])), list(range(sum(counts[:-1])))
@@ -106,7 +106,7 @@ class TreeDistribution(LatentDistribution):
             if position is None or position < len(known):
                 return None if position is None else known[position]
             return column(leaves[position], (yield moved(weights, leaves[position])))
-        if level > 0 and level + 1 == self.depth and unit is never and self._pairs is not None:
+        if self.counts_launches and unit is never and 0 < level == self.depth - 1 and self._pairs is not None:
             return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
         step = self.steps[level - 1][..., index, :, :] if is_latent else None
@@ -151,24 +151,34 @@ class TreeDistribution(LatentDistribution):
         rows = self._pairs[..., index, :, :, :]
         flat = rows.reshape(-1, *rows.shape[-3:])
         torch.bmm(weights.reshape(-1, 1, self.rank), flat[:, 1:].flatten(-2), out=flat[:, :1].flatten(-2))
-        seen = column(rows[..., :-1, :], (yield rows[..., 0, -1, :]))
+        token = yield rows[..., 0, -1, :]
+        seen = rows[..., :-1, :].gather(-1, token[..., None, None, None].expand(*rows.shape[:-2], self.rank, 1))[..., 0]
         shown = seen @ leaves[second]
         return column(shown[..., 1:, :], (yield shown[..., 0, :]))
 
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Every state's row of every node; a known first token weighs those on its path to the root."""
-        tables = self._sums
-        if not self.is_perfect:
-            tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
-        if not known:
-            return tables, None
-        message, factors = known[0], list[Tensor]()
-        other = _one(message.dtype, message.device).expand(*message.shape[:-1], 1, self.rank)
+        if self.is_perfect and self.counts_launches:
+            return self._sums, self._factors(known[0]) if known else None
+        tables = torch.cat([self.root[..., None, :], *(step.flatten(-3, -2) for step in self.steps)], -2)
+        if known:
+            message = known[0]
+            for level in reversed(range(1, self.depth)):
+                start = 1 + (2**level - 2) * self.rank
+                message = tables[..., start : start + self.rank, :].mul_(message[..., None, :]).sum(-1)
+            tables[..., 0, :].mul_(message)
+        return tables, None
+
+    def _factors(self, message: Tensor) -> Tensor:
+        """What a first token [..., r] makes of all rows of `_sums`, put together in one launch."""
+        factors = list[Tensor]()
         for level in reversed(range(1, self.depth)):
-            others = other.expand(*message.shape[:-1], (2**level - 1) * self.rank, self.rank)
+            others = _one(message.dtype, message.device).expand(
+                *message.shape[:-1], (2**level - 1) * self.rank, self.rank
+            )
             factors = [message[..., None, :].expand(*message.shape, self.rank), others, *factors]
             message = moved(message, self.steps[level - 1][..., 0, :, :].mT)
-        return tables, torch.cat([message[..., None, :], *factors], -2)
+        return torch.cat([message[..., None, :], *factors], -2)
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)

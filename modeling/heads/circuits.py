@@ -235,6 +235,11 @@ class LatentDistribution(WindowDistribution):
         """Whether weights can take the probabilities of a whole window, which are seldom below chance."""
         return self.full_window * math.log(self.size) < _RANGE
 
+    @cached_property
+    def counts_launches(self) -> bool:
+        """Whether a launch costs more than small products do: on accelerators."""
+        return self._all_leaves.device.type != "cpu"
+
     @property
     def full_window(self) -> int:
         """n, bound tokens included."""
@@ -352,9 +357,8 @@ class ChainDistribution(LatentDistribution):
 
 
 def column(table: Tensor, token: Tensor) -> Tensor:
-    """Return the column [..., r] of a table [..., r, v], or [..., s, r] of one [..., s, r, v], at a token [...]."""
-    index = token[(..., *[None] * (table.dim() - token.dim()))]
-    return table.gather(-1, index.expand(*table.shape[:-1], 1))[..., 0]
+    """Return the column [..., r] of a table [..., r, v] at a token [...]."""
+    return table.gather(-1, token[..., None, None].expand(*table.shape[:-1], 1))[..., 0]
 
 
 def _unit(weights: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributions import CIRCUITS, chi_square, golden
-from tests.internals import balanced, circuit_from_logits, draw, logsumexp
+from tests.internals import TreeDistribution, balanced, circuit_from_logits, draw, logsumexp
 
 CASES = {case["name"]: case for case in json.loads((CIRCUITS / "index.json").read_text())["cases"]}
 DENSITY = [name for name, case in CASES.items() if case["type"] == "density"]
@@ -103,8 +103,10 @@ def random_distribution(kind, window, size, rank=3, count=1, dtype=torch.float64
 
 
 @pytest.mark.parametrize("window", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
-def test_draws_after_a_bound_token_follow_the_conditional_joint(kind, window):
+@pytest.mark.parametrize("kind", ["cp", "hmm", "btree", "btree on an accelerator"])
+def test_draws_after_a_bound_token_follow_the_conditional_joint(kind, window, monkeypatch):
+    monkeypatch.setattr(TreeDistribution, "counts_launches", kind.endswith("accelerator"))
+    kind = kind.split()[0]
     bound = random_distribution(kind, window, 2, count=20_000, dtype=torch.float32).condition(torch.ones(20_000).long())
     windows = torch.cartesian_prod(*[torch.arange(2)] * (window - 1)).view(-1, window - 1)
     exact = random_distribution(kind, window, 2, count=len(windows)).condition(torch.ones(len(windows)).long())
@@ -140,7 +142,8 @@ def test_long_drafts_of_bytes_in_float32_state_their_conditionals(kind, bound, l
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("bound", [0, 1, 2, 3])
 @pytest.mark.parametrize("window", [4, 6, 8, 16])
-def test_greedy_drafts_of_trees_are_the_argmax_with_and_without_tables_of_pairs(window, bound, learns):
+def test_greedy_drafts_of_trees_by_pairs_as_on_accelerators(window, bound, learns, monkeypatch):
+    monkeypatch.setattr(TreeDistribution, "counts_launches", True)
     distribution = random_distribution("btree", window, 5, rank=4, count=30)
     distribution.leaf_logits.requires_grad_(learns)
     exact = random_distribution("btree", window, 5, rank=4, count=30)

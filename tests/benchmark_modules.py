@@ -7,16 +7,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import families_table  # noqa: E402
 import serving_table  # noqa: E402
-from ahead import layer_divergences, marginal_log_probs, next_token_spread  # noqa: E402
 from analyze import analysis_figure, analyze, drafter_and_data  # noqa: E402
 
-__all__ = [
-    "analysis_figure",
-    "analyze",
-    "drafter_and_data",
-    "families_table",
-    "layer_divergences",
-    "marginal_log_probs",
-    "next_token_spread",
-    "serving_table",
-]
+__all__ = ["analysis_figure", "analyze", "drafter_and_data", "families_table", "serving_table"]

@@ -257,6 +257,7 @@ _NAMES = {
         "race_order",
         "raced",
     ),
+    "tokenahead.training.analysis": ("layer_divergences", "marginal_log_probs", "next_token_spread"),
     "tokenahead.training.box": (
         "BoxDamagedError",
         "EXCERPT",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from tests.benchmark_modules import layer_divergences, marginal_log_probs, next_token_spread
+from tests.internals import layer_divergences, marginal_log_probs, next_token_spread
 from tests.modeling.heads.backbones import backbone
 from tests.models import tiny_model
 

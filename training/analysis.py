@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from tokenahead.modeling import EvaByteForMTPC
-from tokenahead.modeling.heads.backbone_parts import BackboneParts
+from ..modeling import EvaByteForMTPC
+from ..modeling.heads.backbone_parts import BackboneParts
 
 MOST_BRANCHES = 10**6
 """Continuations that an exact enumeration may have."""

@@ -20,7 +20,6 @@ import train  # noqa: E402
 __all__ = ["CONFIG", "HELD_OUT", "ROOT", "TRAIN", "card", "release", "text", "train", "untrained_box"]
 
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-CONFIG |= {"num_pred_heads": 8}  # a few more than are drafted
 """Of a model of a few thousand parameters."""
 
 

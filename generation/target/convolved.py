@@ -59,16 +59,16 @@ class ConvolvedLayer(RaggedLayer):
         self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int = 1, **kwargs: object
     ) -> torch.Tensor:
         """Write a block's inputs [B, d, F], and return them behind the k - 1 inputs before them."""
-        layout, name, fed = self.layout, self.rings[state_idx], conv_states.shape[2]
+        layout, name, count = self.layout, self.rings[state_idx], conv_states.shape[2]
         self.kernel = conv_kernel_size
-        layout.reserve(fed)
+        layout.reserve(count)
         if layout.ahead < 0 and (layout.mask is not None or min(layout.lengths) + layout.ahead < 0):
-            conv_states = conv_states * real_tokens(layout, fed)[:, None].to(conv_states.device)
+            conv_states = conv_states * real_tokens(layout, count)[:, None].to(conv_states.device)
         ring, device, before = self._ring(name, conv_states), conv_states.device, conv_kernel_size - 1
         size = ring.shape[2]
         earlier = _at(ring, layout.slots(layout.ahead - before, before, size, device))
-        whole, kept = torch.cat([earlier, conv_states], dim=2), min(fed, size)
-        _put(ring, layout.slots(layout.ahead + fed - kept, kept, size, device), conv_states[..., fed - kept :])
+        whole, kept = torch.cat([earlier, conv_states], dim=2), min(count, size)
+        _put(ring, layout.slots(layout.ahead + count - kept, kept, size, device), conv_states[..., count - kept :])
         return whole
 
     def _ring(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -97,15 +97,15 @@ class ConvolvedLayer(RaggedLayer):
             return columns.shape[1], 0
         return columns.shape[1], columns[0] - cached_arange(columns.shape[1], columns.device)
 
-    def columns(self, fed: int) -> torch.Tensor:
+    def columns(self, count: int) -> torch.Tensor:
         """Return the columns that attention gets in a forward of F tokens, [1 or B, W]."""
         layout = self.layout
-        layout.reserve(fed)
+        layout.reserve(count)
         size = layout.size(self.is_sliding)
-        if fed > size:  # attention gets the block
-            columns = layout.ends[:, None] + cached_range(layout.ahead, fed, layout.ends.device)
+        if count > size:  # attention gets the block
+            columns = layout.ends[:, None] + cached_range(layout.ahead, count, layout.ends.device)
         else:
-            columns = layout.columns(layout.width(fed, size), size, fed)
+            columns = layout.columns(layout.width(count, size), size, count)
         return columns[:1] if layout.is_even else columns
 
     def give_back(self, columns: int) -> DynamicLayer:
@@ -148,13 +148,13 @@ class ConvolvedTarget(RaggedTarget):
     def _call(
         self,
         block: torch.Tensor,
-        places: torch.Tensor,
+        positions: torch.Tensor,
         tree: DraftTree | None,
         last: int | None,
         options: dict[str, Any],
     ) -> Any:
         with own_columns(self.model.get_decoder(), self.cache):
-            return super()._call(block, places, tree, last, options)
+            return super()._call(block, positions, tree, last, options)
 
 
 @contextmanager
@@ -182,15 +182,15 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch
     layer, own, config = cast(ConvolvedLayer, cache.layers[attention.layer_idx]), get_ident(), attention.config
     is_scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
 
-    def places(fed: int) -> torch.Tensor:
-        return layer.layout.ends[:, None] + cached_range(layer.layout.ahead, fed, layer.layout.ends.device)
+    def columns(count: int) -> torch.Tensor:
+        return layer.layout.ends[:, None] + cached_range(layer.layout.ahead, count, layer.layout.ends.device)
 
-    def scaled(states: torch.Tensor, fed_dim: int) -> torch.Tensor:
+    def scaled(states: torch.Tensor, token_dim: int) -> torch.Tensor:
         if not is_scaled:
             return states
-        counts = (places(states.shape[fed_dim]) + 1).to(states.device).float()
+        counts = (columns(states.shape[token_dim]) + 1).to(states.device).float()
         factor = 1 + config.log_scaling_alpha * (counts / config.log_scaling_n_floor).clamp(min=1).log()
-        shape = [len(factor), *(-1 if dim == fed_dim else 1 for dim in range(1, states.dim()))]
+        shape = [len(factor), *(-1 if dim == token_dim else 1 for dim in range(1, states.dim()))]
         return (states.float() * factor.view(shape)).to(states.dtype)
 
     def queries(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -199,9 +199,9 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch
     def bias(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         if get_ident() != own:
             return output
-        fed = output.shape[2]
-        if (key := (layer.is_sliding, fed)) not in distances:
-            distances[key] = places(fed)[..., None] - layer.columns(fed)[:, None]
+        count = output.shape[2]
+        if (key := (layer.is_sliding, count)) not in distances:
+            distances[key] = columns(count)[..., None] - layer.columns(count)[:, None]
         away, extent = distances[key][:, None].to(output.device), module.rel_extent
         learned = (args[0] @ module.proj).transpose(1, 2)
         found = learned.gather(-1, away.clamp(0, extent - 1).expand_as(output))

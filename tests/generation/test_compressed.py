@@ -9,25 +9,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from tests.families import family_config, family_model, random_ids, shake
 from tests.internals import CompressedTarget, DraftTree, NewTokens, target_of
 from tests.models import left_padded
+from tests.verified_blocks import check_blocks
 from tokenahead import AssistantDrafter
-
-KEPT = [[1, 1, 1], [4, 1, 2], [0, 1, 1], [1, 4, 3], [4, 4, 4], [1, 2, 1], [3, 4, 1], [4, 0, 1], [2, 4, 4]]
-BLOCKS = [1, 4, 1, 4, 4, 2, 4, 4, 4]
-"""Tokens that are fed; of one alone, transformers hides no entries of the heavily compressed."""
 
 
 def model_of(**changes):
     torch.manual_seed(3)
     return shake(AutoModelForCausalLM.from_config(family_config("deepseek_v4", 0, **changes))).eval()
-
-
-@torch.no_grad()
-def filled(model, ids):
-    """transformers' own cache with these tokens, one after the other."""
-    cache = DynamicCache(config=model.config)
-    for token in ids.unbind(1):
-        logits = model(token[:, None], past_key_values=cache).logits
-    return cache, logits
 
 
 @pytest.mark.parametrize("prompt", [1, 4, 13])
@@ -36,26 +24,7 @@ def filled(model, ids):
 def test_blocks_give_what_single_tokens_give_and_the_cache_that_they_leave(prompt, rates):
     names = ("heavily_compressed_attention", "compressed_sparse_attention")
     model, texts = model_of(compress_rates=dict(zip(names, rates))), random_ids(3, 48)
-    cache, ends = DynamicCache(config=model.config), [prompt] * 3
-    model(texts[:, :prompt], past_key_values=cache)
-    target = target_of(model, cache, texts[:, 0], None, limit=prompt, span=0)
-    assert isinstance(target, CompressedTarget)
-    alone = DynamicCache(config=model.config)
-    want = torch.cat([model(token[:, None], past_key_values=alone).logits for token in texts.unbind(1)], 1)
-    for kept, fed in zip(KEPT, BLOCKS):
-        block = torch.stack([text[end : end + fed] for text, end in zip(texts, ends)])
-        drafts = block.clone()
-        for row, count in enumerate(kept):
-            drafts[row, max(count, 1) :] = 95  # what is rejected is not the text
-        logits = target.forward(drafts, DraftTree.chain(drafts[:, 1:]), None).logits
-        assert logits.shape[1] == fed
-        for row, (end, count) in enumerate(zip(ends, kept)):
-            torch.testing.assert_close(logits[row, :count], want[row, end : end + count], atol=2e-5, rtol=0)
-        target.keep(NewTokens(kept, texts.device))
-        ends = [end + count for end, count in zip(ends, kept)]
-    last = max(range(3), key=ends.__getitem__)
-    target.align(ends[last])
-    expected, _ = filled(model, texts[last : last + 1, : ends[last]])
+    cache, expected, last = check_blocks(model, texts, prompt, CompressedTarget)
     for got, wanted in zip(cache.layers, expected.layers):
         assert type(got) is type(wanted) and got.cumulative_length == wanted.cumulative_length
         pairs = [(got.keys, wanted.keys), (got.values, wanted.values)]

@@ -4,16 +4,15 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids, shake
-from tests.internals import ConvolvedTarget, DraftTree, NewTokens, target_of
+from tests.internals import ConvolvedTarget
 from tests.internals import cache_module as rows_module
 from tests.models import left_padded
+from tests.verified_blocks import check_blocks
 from tokenahead import AssistantDrafter, NgramDrafter
 
-KEPT = [[1, 1, 1], [4, 1, 2], [0, 1, 1], [1, 4, 3], [4, 4, 4], [1, 2, 1], [3, 4, 1], [4, 0, 1], [2, 4, 4], [7, 1, 3]]
-BLOCKS = [1, 4, 1, 4, 4, 2, 4, 4, 4, 9]
 KINDS = [["hybrid_sliding", "hybrid"], ["hybrid", "hybrid"], ["hybrid_sliding", "hybrid_sliding"]]
 
 
@@ -42,28 +41,12 @@ def ragged(lengths, vocabulary):
 @torch.no_grad()
 def test_blocks_give_what_single_tokens_give_and_the_cache_that_they_leave(prompt, attention, kinds):
     model, texts = model_of(attention, layer_types=kinds), random_ids(3, 48)
-    cache, ends = DynamicCache(config=model.config), [prompt] * 3
-    model(texts[:, :prompt], past_key_values=cache)
-    target = target_of(model, cache, texts[:, 0], None, limit=prompt, span=0)
-    assert isinstance(target, ConvolvedTarget)
-    alone = DynamicCache(config=model.config)
-    want = torch.cat([model(token[:, None], past_key_values=alone).logits for token in texts.unbind(1)], 1)
-    for kept, fed in zip(KEPT, BLOCKS):
-        block = torch.stack([text[end : end + fed] for text, end in zip(texts, ends)])
-        drafts = block.clone()
-        for row, count in enumerate(kept):
-            drafts[row, max(count, 1) :] = 95  # what is rejected is not the text
-        logits = target.forward(drafts, DraftTree.chain(drafts[:, 1:]), None).logits
-        for row, (end, count) in enumerate(zip(ends, kept)):
-            torch.testing.assert_close(logits[row, :count], want[row, end : end + count], atol=2e-5, rtol=0)
-        target.keep(NewTokens(kept, texts.device))
-        ends = [end + count for end, count in zip(ends, kept)]
+
+    def no_hook_is_left():
         assert not any(module._forward_hooks for module in model.modules())
-    last = max(range(3), key=ends.__getitem__)
-    target.align(ends[last])
-    expected = DynamicCache(config=model.config)
-    for token in texts[last : last + 1, : ends[last]].unbind(1):
-        model(token[:, None], past_key_values=expected)
+
+    more = [7, 1, 3], 9  # longer than a ring of short blocks
+    cache, expected, last = check_blocks(model, texts, prompt, ConvolvedTarget, no_hook_is_left, more)
     for got, wanted in zip(cache.layers, expected.layers):
         assert type(got) is type(wanted) and got.get_seq_length() == wanted.get_seq_length()
         pairs = [(got.keys, wanted.keys), (got.values, wanted.values)]

@@ -11,8 +11,10 @@ from transformers import PreTrainedConfig
 
 def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> Any:
     """Return the first of some fields that a configuration has and that is not None; else `default`."""
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if value is not None), default)
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    return default
 
 
 _PADDING_ALONE, _ROTATED_ANEW = ("glm5_next_text",), ("qwen4_exp_text",)

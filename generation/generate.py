@@ -37,11 +37,11 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from ..configuration.fields import field
-from ..modeling.wrapped_models import checkpointing_paused, readable
+from ..modeling.wrapped_models import checkpointing_paused, is_base, readable
 from .call.keywords import USUAL, Keywords
 from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
-from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, is_base, resolve_tokenizer, with_resolved
+from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
 from .protocols import SpeculativeCache

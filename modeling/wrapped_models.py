@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import sys
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ..configuration.fields import field
 
@@ -39,6 +40,11 @@ def has_own_cache(model: PreTrainedModel) -> bool:
     """Return whether a model has caches of its own class (`own_cache`), and not those of transformers."""
     make = getattr(model, "own_cache", None)
     return make is not None and make() is not None
+
+
+def is_base(method: Callable[..., object]) -> bool:
+    """Return whether a method is that of every model."""
+    return inspect.ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__
 
 
 def fingerprint(model: PreTrainedModel) -> str | None:

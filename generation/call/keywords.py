@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
 
-from .resolved import is_base
+from ...modeling.wrapped_models import is_base
 from .sequences import Sequences
 
 _TYPES = {"token_type_ids", "mm_token_type_ids"}

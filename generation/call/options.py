@@ -14,7 +14,6 @@ from transformers.utils import logging
 from ...modeling.sampling import draw
 from .constraints import DraftMasks
 from .processing import Processing
-from .resolved import tokenizers_of
 from .sequences import Sequences
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class CallOptions:
             threshold=threshold or 0.0,
             draft_tree=values["draft_tree"],
             extra={name: values[name] for name in OWN[2:] if values[name] is not None}
-            | tokenizers_of(cast(dict[str, Any], sources[0])),
+            | _tokenizers_of(cast(dict[str, Any], sources[0])),
         )
 
 
@@ -134,6 +133,12 @@ def prepared_options(
         options = drafter.prepare_call(CallOptions.read(own, sources, saved, drafter.assistant_config()), config)
         logger.warning_once(f"The generation_config of {type(backbone).__name__} is not followed in all: {error}")
         return options
+
+
+def _tokenizers_of(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokenizers of a call for an assistant with another one; none without an `assistant_tokenizer`."""
+    names = "assistant_tokenizer", "tokenizer"
+    return {} if call.get(names[0]) is None else {name: call.get(name) for name in names}
 
 
 def _saved(own: dict[str, Any], sources: Sources) -> tuple[str, ...]:

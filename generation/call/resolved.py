@@ -93,12 +93,6 @@ def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: 
     return resolved
 
 
-def tokenizers_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the tokenizers of a call for an assistant with another one; none without an `assistant_tokenizer`."""
-    names = "assistant_tokenizer", "tokenizer"
-    return {} if call.get(names[0]) is None else {name: call.get(name) for name in names}
-
-
 def _mask_of(ids: Tensor, config: GenerationConfig) -> Tensor:
     """Return the mask that transformers infers from padding ids; healing replaces bos by padding."""
     pad, eos = config.pad_token_id, config.eos_token_id
@@ -116,8 +110,3 @@ def with_resolved(call: dict[str, Any], resolved: set[str]) -> dict[str, Any]:
         fields = unset | config.update(**{name: fields[name] for name in fields.keys() - unset}).keys()
     others = {name: value for name, value in call.items() if name in NOT_CONFIG or name in fields}
     return others | {"generation_config": config}
-
-
-def is_base(method: Callable[..., object]) -> bool:
-    """Return whether a method is that of every model."""
-    return inspect.ismethod(method) and vars(GenerationMixin).get(method.__name__) is method.__func__

@@ -35,8 +35,8 @@ from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import CacheLayout
 from ..target.convolved import module_layers, own_columns
-from ..target.indexed import note_positions, real_tokens
-from ..target.target import TargetOutput
+from ..target.indexed import real_tokens
+from ..target.target import TargetOutput, note_positions
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import Ancestry, chain_of, grow, most_nodes
 

@@ -38,10 +38,9 @@ from ...modeling.masks import check_attention
 from ...modeling.wrapped_models import has_own_cache
 from .compressed import CompressedTarget
 from .convolved import ConvolvedTarget
-from .indexed import layer_class
 from .repacking import EvenTarget, RepackedTarget
 from .static import FixedTarget, PlannedCache
-from .target import ColumnTarget, RaggedTarget, is_recurrent
+from .target import ColumnTarget, RaggedTarget, is_recurrent, layer_class
 
 logger = logging.get_logger(__name__)
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none

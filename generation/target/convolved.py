@@ -27,8 +27,8 @@ from ...configuration.fields import has_short_convolutions
 from ...modeling.masks import cached_arange, cached_range
 from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, Slots, rounded
-from .indexed import layer_class, real_tokens
-from .target import RaggedTarget
+from .indexed import real_tokens
+from .target import RaggedTarget, layer_class
 
 
 @LinearAttentionCacheLayerMixin.register

@@ -11,10 +11,8 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
 from ...modeling.masks import cached_arange, cached_range
 from .cache import CacheLayout, RaggedLayer, laid_out
 
@@ -47,7 +45,7 @@ class PositionedLayer(RaggedLayer):
     """A `RaggedLayer` that may hold the positions [B, 3, C] of columns: the first layer of a cache does, for all.
 
     A model puts the positions of a block behind those that it finds; so the block's own must stand in its columns
-    before the forward (`note_positions`).
+    before the forward (`target.note_positions`).
     """
 
     positions: torch.Tensor | None = None
@@ -98,19 +96,6 @@ class BlockLayer(RaggedLayer):
     def update_index(self, idx_k: torch.Tensor) -> torch.Tensor:
         """Write the index's keys of a block [B, 1, F, D], and return a view of the columns that attention gets."""
         return self._written("idx_keys", 2, idx_k)
-
-
-def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
-    """Return the class of layers that a model's attention reads; None: any."""
-    kinds = ((masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer))
-    return next((kind for is_of, kind in kinds if is_of(config)), None)
-
-
-def note_positions(cache: Cache, position_ids: torch.Tensor) -> None:
-    """Write positions of the next block to the layer that holds them, where there is one."""
-    layer = next((layer for layer in cache.layers if isinstance(layer, PositionedLayer)), None)
-    if layer is not None:
-        layer.note(position_ids)
 
 
 def real_tokens(layout: CacheLayout, fed: int) -> torch.Tensor:

@@ -16,16 +16,16 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ...configuration.fields import masks_padding_alone
+from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
 from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
 from ..trees.contract import DraftTree, VerificationResult, taken
 from .cache import CacheLayout, RaggedLayer, block_mask
-from .indexed import layer_class, note_positions
+from .indexed import AlignedLayer, BlockLayer, PositionedLayer
 from .replay import Replay
 
 HiddenLayers = int | list[int] | bool | None
@@ -34,6 +34,23 @@ _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Types of tokens, and whether the last one continues; new tokens have type 0 elsewhere."""
 _COPIED = 64
 """Columns that may be copied for every token that may follow, where ended sequences are left out."""
+_LAYERS = (masks_padding_alone, AlignedLayer), (rotates_anew, PositionedLayer), (chooses_blocks, BlockLayer)
+
+
+def layer_class(config: PreTrainedConfig) -> type[RaggedLayer] | None:
+    """Return the class of layers that a model's attention reads; None: any."""
+    for is_of, kind in _LAYERS:
+        if is_of(config):
+            return kind
+    return None
+
+
+def note_positions(cache: Cache, position_ids: Tensor) -> None:
+    """Write positions of the next block to the layer that holds them, where there is one."""
+    for layer in cache.layers:
+        if isinstance(layer, PositionedLayer):
+            layer.note(position_ids)
+            break
 
 
 def each_state(states: States | None, change: Callable[[Tensor], Tensor]) -> States | None:

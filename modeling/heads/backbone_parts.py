@@ -346,7 +346,9 @@ def final_norm(body: nn.Module) -> nn.Module:
     raise ValueError(f"{type(body).__name__} has no final norm that heads could share")
 
 
-_LOGIT_CHANGES = ("logit_scale", "final_logit_softcapping", "unpadded_vocab_size")
+_LOGIT_CHANGES = (
+    "logit_scale", "final_logit_softcapping", "unpadded_vocab_size", "logits_scaling", "logits_mup_width_multiplier"
+)  # fmt: skip
 
 
 def finished_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
@@ -355,8 +357,8 @@ def finished_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
     These changes keep the order of logits, but not losses, confidences and draft distributions. Of all tokens, some
     families leave those out that are padding of the table.
     """
-    factor, cap, known = map(getattr, repeat(config), _LOGIT_CHANGES, repeat(None))
-    divisor = field(config, "logits_scaling", "logits_mup_width_multiplier")
+    factor, cap, known, scaling, width = map(getattr, repeat(config), _LOGIT_CHANGES, repeat(None))
+    divisor = width if scaling is None else scaling
     if known is not None and logits.shape[-1] == config.vocab_size:
         logits = logits[..., :known]
     if divisor is not None:

@@ -6,7 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 from inspect import get_annotations
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig
+
+States = bool | int | list[int]
+"""True for all hidden states, False for none, or the indices of some (-1: the last)."""
+_TAKES_INDICES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> Any:
@@ -15,6 +20,21 @@ def field(config: PreTrainedConfig | None, *names: str, default: Any = None) -> 
         if (value := getattr(config, name, None)) is not None:
             return value
     return default
+
+
+def requested_states(wanted: States | None, *configs: PreTrainedConfig) -> States:
+    """Return `output_hidden_states` as a decoder of transformers reads it; None: what the first of `configs` requests.
+
+    The number 0 alone would be taken for False, and becomes a list. Before transformers 5.23, indices could not be
+    negative: there, all hidden states are returned in place of some.
+    """
+    if wanted is None:
+        wanted = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
+    if isinstance(wanted, bool):
+        return wanted
+    if not _TAKES_INDICES:
+        return True
+    return [wanted] if isinstance(wanted, int) else wanted
 
 
 _PADDING_ALONE, _ROTATED_ANEW = ("glm5_next_text",), ("qwen4_exp_text",)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import transformers
 
-TESTED_VERSIONS = ("5.23",)
+TESTED_VERSIONS = ("5.21", "5.22", "5.23")
 """Versions of transformers on which all core tests pass (docs/compatibility.md)."""
 
 CORE = {

@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..configuration.fields import requested_states
 from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
 from .drafter import BaseDrafter
@@ -44,7 +45,7 @@ class CandidateAdapter(CandidateGenerator):
         self.drafted = -1  # the prefill drafts nothing
         self.view = _View()
         wanted = session.hidden_layers
-        self.model_kwargs_overrides = {} if wanted is None else {"output_hidden_states": wanted}
+        self.model_kwargs_overrides = {} if wanted is None else {"output_hidden_states": requested_states(wanted)}
 
     def get_candidates(
         self,

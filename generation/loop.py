@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..configuration.fields import learned_positions
+from ..configuration.fields import learned_positions, requested_states
 from ..modeling.masks import to_device
 from .call.keywords import Keywords
 from .call.options import DraftOptions
@@ -31,7 +31,7 @@ from .call.schedule import AdaptiveSchedule
 from .call.sequences import NewTokens, Sequences, Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
-from .target.target import HiddenLayers, OwnLengthsTarget, RaggedTarget, Target, TargetOutput
+from .target.target import OwnLengthsTarget, RaggedTarget, Target, TargetOutput
 from .trees.contract import DraftTree, VerificationResult
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
@@ -82,7 +82,7 @@ class SpeculativeLoop:
         self.returns_cache = has_user_cache or config.return_dict_in_generate
         is_read = self.returns_cache or session.reads_cache
         self.may_leave_out = not (is_read or session.lookahead) and keywords is None
-        self.hidden_layers: HiddenLayers = True if config.output_hidden_states else session.hidden_layers
+        self.hidden_layers = requested_states(bool(config.output_hidden_states) or session.hidden_layers)
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states

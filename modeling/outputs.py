@@ -6,21 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
-
-States = bool | int | list[int]
-"""True for all hidden states, False for none, or the indices of some (-1: the last)."""
-
-
-def requested_states(wanted: States | None, *configs: PreTrainedConfig) -> States:
-    """Return `output_hidden_states` as a decoder of transformers reads it; None: what the first of `configs` requests.
-
-    The number 0 alone would be taken for False, and becomes a list.
-    """
-    if wanted is None:
-        wanted = next((config.output_hidden_states for config in configs if config.output_hidden_states), False)
-    return wanted if isinstance(wanted, bool) or not isinstance(wanted, int) else [wanted]
 
 
 @dataclass

@@ -48,3 +48,8 @@ def left_padded(prompts: list[torch.Tensor], pad: int = 0) -> dict[str, torch.Te
     ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=pad) for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     return {"input_ids": ids, "attention_mask": (torch.arange(width) >= width - lengths[:, None]).long()}
+
+
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Let a model checkpoint its activations, under the name of the installed transformers (5.23 changed it)."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..configuration.fields import requested_states
 from ..modeling import EvaByteForMTPC
 from ..modeling.heads.backbone_parts import BackboneParts
 
@@ -202,5 +203,5 @@ def _run(
         position_ids=positions,
         use_cache=False,
         logits_to_keep=logits,
-        output_hidden_states=layers,
+        output_hidden_states=requested_states(layers),
     )

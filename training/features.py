@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from ..configuration.fields import requested_states
 from ..modeling import EagleHead, MTPHeads
 from ..modeling.heads.learning import STATES, collate
 from .utils import check_same, replace_file
@@ -245,11 +246,11 @@ def _states(
 ) -> list[torch.Tensor]:
     """Return the states [T, S, d] of every row; rows of one length are computed together."""
     states: list[torch.Tensor] = []
-    options = {"use_cache": False, "logits_to_keep": 1, "output_hidden_states": index.layers, "return_dict": True}
+    options = {"use_cache": False, "logits_to_keep": 1, "output_hidden_states": requested_states(index.layers)}
     for group in _groups(rows, tokens):
         names = [name for name in ("input_ids", "position_ids") if name in group[0]]
         inputs = {name: torch.stack([row[name] for row in group]).to(backbone.device) for name in names}
-        outputs = backbone(**inputs, **options)
+        outputs = backbone(**inputs, **options, return_dict=True)
         chosen = torch.stack([outputs.hidden_states[layer] for layer in index.layers], dim=2)
         states += chosen.to(device="cpu", dtype=_DTYPES[index.dtype]).unbind(0)
     return states

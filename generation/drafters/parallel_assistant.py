@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...configuration.fields import requested_states
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.masks import cached_arange, cached_range
 from ..call.constraints import DraftMasks
@@ -180,7 +181,7 @@ class SeparateSession(ParallelSession):
             past_key_values=self.chain.target.cache,
             use_cache=True,
             logits_to_keep=slots + 1,
-            output_hidden_states=None if self.distribution is None else -1,
+            output_hidden_states=requested_states(None if self.distribution is None else -1),
             **inputs,
         )
         self.unread = [0] * len(self.unread)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.fields import field
+from ...configuration.fields import field, requested_states
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
 from ..draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
@@ -19,7 +19,7 @@ from ..heads.losses import depth_targets
 from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
 from ..masks import selected_positions
-from ..outputs import DeepSeekMTPOutput, requested_states
+from ..outputs import DeepSeekMTPOutput
 from ..wrapped_models import AroundBackboneMixin, PicklableMixin, checkpointing_paused
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
+from ...configuration.fields import requested_states
 from ..draft_vocabulary import DraftVocabulary
 from ..loss_options import DepthCountsMixin
 from ..outputs import MTPOutput
@@ -296,7 +297,7 @@ def run_backbone(
         **({} if position_ids is None else {"position_ids": position_ids}),
         use_cache=False,
         logits_to_keep=logits_to_keep,
-        output_hidden_states=layers,
+        output_hidden_states=requested_states(layers),
         return_dict=True,
     )
 

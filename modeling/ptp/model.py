@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration.fields import check_options
+from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel import ParallelGenerationMixin
 from ..heads.losses import check_targets, depth_targets
@@ -19,7 +19,7 @@ from ..heads.window_distribution import FactorisedDistribution, SequentialDistri
 from ..loading import StrictLoadingMixin
 from ..loss_options import OwnLossMixin
 from ..masks import additive_mask, selected_positions
-from ..outputs import PTPOutput, requested_states
+from ..outputs import PTPOutput
 from ..wrapped_models import (
     AroundBackboneMixin,
     PicklableMixin,

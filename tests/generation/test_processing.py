@@ -67,7 +67,7 @@ MAKE = {
     "repetition penalty": lambda prompt, rows: library.RepetitionPenaltyLogitsProcessor(1.7),
     "penalty without prompt": lambda prompt, rows: library.RepetitionPenaltyLogitsProcessor(1.7, PROMPT),
     "penalty without padding": lambda prompt, rows: library.RepetitionPenaltyLogitsProcessor(
-        1.7, ignored_prompts(rows)
+        1.7, ignored_prompts(rows)[0].item() if len(rows) == 1 else ignored_prompts(rows)
     ),
     "encoder penalty": lambda prompt, rows: library.EncoderRepetitionPenaltyLogitsProcessor(1.4, prompt),
     "encoder n-grams": lambda prompt, rows: library.EncoderNoRepeatNGramLogitsProcessor(2, prompt),

@@ -22,6 +22,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from tests.internals import ParallelAssistant, TravellingMixin
 from tests.matrix.habits import DICT, HABITS, as_plain, habit
 from tests.matrix.models import Entry
+from tests.models import checkpoint_activations
 from tokenahead import AssistantDrafter
 
 __all__ = ["HABITS"]
@@ -123,7 +124,7 @@ def offloaded(entry: Entry) -> None:
 def train_mode(entry: Entry) -> None:
     """A model that was left in train mode, with checkpointed activations."""
     twin = entry.through(copy.deepcopy)
-    twin.model.activation_checkpointing_enable()
+    checkpoint_activations(twin.model)
     twin.model.train()
     assert torch.equal(twin.generate(twin.inputs(3)), entry.text()) and twin.model.training
 

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import DynamicCache
 
+from ...configuration.fields import requested_states
 from ...modeling.deepseek.main_model import run_main
 from ...modeling.deepseek.model import DeepSeekMTP
 from ...modeling.eagle.losses import TrainingBatch
@@ -97,7 +98,7 @@ def _of_heads(model: Any, batch: Batch, length: int) -> Iterator[DraftedProbs]:
     inputs, backbone = _inputs(batch), model.backbone if isinstance(model, MTPHeads) else model
     padding = inputs.get("attention_mask"), inputs.get("position_ids")
     if backbone is model:
-        options = {"output_hidden_states": model.hidden_layers, "logits_to_keep": 1}
+        options = {"output_hidden_states": requested_states(model.hidden_layers), "logits_to_keep": 1}
         states = model(**inputs, use_cache=False, **options).hidden_states
     else:
         states = model._run_backbone(inputs["input_ids"], *padding).hidden_states
@@ -173,9 +174,8 @@ def _stacked(steps: list[torch.Tensor], length: int) -> torch.Tensor:
 def _of_eagle(head: EagleHead, batch: Batch, length: int) -> Iterator[DraftedProbs]:
     """Yield for an EAGLE head: row t of step i - 1 drafts token t + 1 + i, from the head's outputs as in decoding."""
     inputs = _inputs(batch)
-    outputs = head.backbone(
-        **inputs, use_cache=False, logits_to_keep=1, output_hidden_states=head.learning_layers, return_dict=True
-    )
+    wanted = requested_states(head.learning_layers)
+    outputs = head.backbone(**inputs, use_cache=False, logits_to_keep=1, output_hidden_states=wanted, return_dict=True)
     states, features = outputs.hidden_states[-1], head.fuse(outputs.hidden_states)
     mask = inputs.get("attention_mask")
     whole = TrainingBatch.of(inputs["input_ids"], batch["labels"], mask, inputs.get("position_ids"), states)

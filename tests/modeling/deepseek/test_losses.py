@@ -7,6 +7,7 @@ from torch.nn import functional
 from tests.families import family_model, random_ids
 from tests.internals import ModuleLossOptions, chain_loss, teacher_forced
 from tests.internals import heads_chunks as chunks
+from tests.models import checkpoint_activations
 from tests.towers import image_batch, tower_model
 
 LENGTH = 16
@@ -46,7 +47,7 @@ def test_gradients_equal_those_of_the_naive_loss(name, checkpointing):
     labels = some_labels(ids)
     expected = gradients(model, naive_loss(model, ids, labels))
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     loss = model(ids, labels=labels).loss
     found = gradients(model, 2 * loss)
     torch.testing.assert_close(loss, naive_loss(model, ids, labels), atol=1e-5, rtol=0)
@@ -57,7 +58,7 @@ def test_gradients_equal_those_of_the_naive_loss(name, checkpointing):
 
 def test_checkpointing_runs_every_block_twice_and_not_three_times():
     model, ids = family_model("llama").train(), random_ids()
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     calls = []
     model.mtp[0].block.mlp.register_forward_hook(lambda *_: calls.append(1))
     model(ids, labels=ids).loss.backward()
@@ -199,7 +200,7 @@ def test_unrolled_training_counts_every_step_and_checkpoints(attention):
     out = model(ids, labels=ids)
     assert out.head_losses.shape == (4,)
     expected = gradients(model, out.loss)
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     found = gradients(model, model(ids, labels=ids).loss)
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-4)

@@ -19,6 +19,7 @@ from tests.internals import (
     CompletionSequences as Sequences,
 )
 from tests.internals import ptp_LOSSES as LOSSES
+from tests.models import checkpoint_activations
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPForCausalLM
 from tokenahead.training import PTPOptions, PTPTrainer
@@ -139,7 +140,7 @@ def test_checkpointed_activations_and_plain_ones_give_the_same_loss(tmp_path):
     for checkpointed in (False, True):
         model = student()
         if checkpointed:
-            model.activation_checkpointing_enable()
+            checkpoint_activations(model)
         own = trainer(model, tmp_path)
         torch.manual_seed(4)
         loss = own.compute_loss(model.train(), own.data_collator(texts(backbone())[:4]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -112,6 +112,10 @@ class BaseDrafter:
             return replace(options, num_assistant_tokens=number or longest or DEEPEST)
         tree, deepest = tree_options(tree, longest)
         return replace(options, draft_tree=tree, num_assistant_tokens=min(number or deepest, deepest))
+
+    def restore_point(self) -> Callable[[], None]:
+        """Return a function by which the drafter forgets the text that it has read since; most read none."""
+        return lambda: None
 
     def start(self, options: DraftOptions) -> DraftSession:
         """Return the session of one call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -111,6 +111,16 @@ class DrafterCascade(AttachableDrafter):
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Complete the last drafter's tree; look-ups draft chains."""
         return self.last.prepare_tree(options, config)
+
+    def restore_point(self) -> Callable[[], None]:
+        """Return a function by which the drafters forget the text that they have read since."""
+        points = [drafter.restore_point() for drafter in self.drafters]
+
+        def restore() -> None:
+            for point in points:
+                point()
+
+        return restore
 
     def start(self, options: DraftOptions) -> CascadeSession:
         """Return the session of one call.

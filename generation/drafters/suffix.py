@@ -18,6 +18,7 @@ import heapq
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -113,6 +114,10 @@ class SuffixDrafter(LookUpDrafter):
     def forget(self) -> None:
         """Forget all text."""
         self.counts.load([], [], [])
+
+    def restore_point(self) -> Callable[[], None]:
+        """Return a function by which the drafter forgets the text that it has read since."""
+        return partial(self.counts.load, *self.counts.flat())
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
         """Write the counts to a directory, in one file that appears when it is whole."""

@@ -2,8 +2,9 @@
 
 A unit is a group of prompts and a way of decoding. In it every method decodes, in an order that rotates from unit to
 unit: plain decoding, once more as a control, and the methods with drafts. All of them get plain decoding's answers as
-the history of later turns. A unit counts as a whole or not at all, so that every method has seen the same prompts at
-the same time wherever a run ends.
+the history of later turns. Drafters that remember text begin every unit with what they remembered at first: they must
+not have read the answer in another one. A unit counts as a whole or not at all, so that every method has seen the same
+prompts at the same time wherever a run ends.
 
 Greedy outputs that differ from plain decoding's are near-ties, where rounding decides, or real differences. A block and
 a single token are rounded differently, so that two tokens of nearly equal logits may swap their order. A difference is
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...generation.drafter import BaseDrafter
 from ..utils import one_line, replace_file
 from .decoding import GREEDY, MODES, DecodingMode, Method, Run, decode
 from .drafts import DraftMeasures, text_of
@@ -131,6 +133,8 @@ class Bench:
         self.prompts: dict[str, Prompt] = {}
         self.refused: dict[tuple[str, str, int], str] = {}
         self.warm: set[tuple[str, int]] = set()
+        drafters = [method.drafter for method in methods if isinstance(method.drafter, BaseDrafter)]
+        self.restore_points = [drafter.restore_point() for drafter in drafters]
 
     def run(self, prompts: Sequence[Prompt], on_unit: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Measure until all is done or the time is over; what earlier runs left in the directory is not repeated.
@@ -183,6 +187,8 @@ class Bench:
 
     def _measure(self, group: Sequence[Prompt], mode: DecodingMode, batch_size: int, number: int) -> list[Line]:
         self._warm_up(group, mode, batch_size)
+        for restore in self.restore_points:
+            restore()
         forced = {"min_new_tokens": self.protocol.new_tokens} if self.protocol.forces_length else {}
         mode = replace(mode, options=mode.options | forced)
         answers: dict[str, list[str]] = {prompt.name: [] for prompt in group}

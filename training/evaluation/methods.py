@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...generation.attach import AttachableDrafter, MTPGenerationMixin
 from ...generation.drafters.assistant import AssistantDrafter
+from ...generation.drafters.cascade import DrafterCascade
 from ...generation.drafters.ngram import NgramDrafter
 from ...generation.drafters.suffix import SuffixDrafter
 from ...modeling import EagleHead, MTPHeads, PTPStudent
@@ -42,7 +43,8 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
     Args:
         specs: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
             that drafts for itself), `ngram`, `suffix[:SOURCE]`, `assistant:SOURCE`, `heads:SOURCE`, `eagle:SOURCE`,
-            `student:SOURCE`, `transformers:prompt_lookup`, `transformers:assistant:SOURCE`, `transformers:use_mtp`.
+            `student:SOURCE`, `cascade:SOURCE` (suffixes, and such heads where these are not sure),
+            `transformers:prompt_lookup`, `transformers:assistant:SOURCE`, `transformers:use_mtp`.
         model: The backbone; drafters are attached to it.
 
     Raises:
@@ -110,6 +112,12 @@ def _suffix(model: PreTrainedModel, source: str, options: dict[str, Any]) -> Suf
     return (SuffixDrafter.from_pretrained(source) if source else SuffixDrafter()).attach(model)
 
 
+def _cascade(model: PreTrainedModel, source: str, options: dict[str, Any]) -> DrafterCascade:
+    own = {name: options.pop(name) for name in ("least", "joins") if name in options}
+    last = load_drafter(source, model, "--methods", shared=True)
+    return DrafterCascade([SuffixDrafter(), last], **own).attach(model)
+
+
 def _assistant(model: PreTrainedModel, source: str, options: dict[str, Any]) -> AssistantDrafter:
     return AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device).attach(model)
 
@@ -121,6 +129,7 @@ _DRAFTERS: dict[str, Callable[..., Any]] = {
     "heads": _trained(MTPHeads),
     "eagle": _trained(EagleHead),
     "student": _trained(PTPStudent),
+    "cascade": _cascade,
 }
 """By kind: from the backbone, a source and options of `generate` to an attached drafter of this library."""
 _FOREIGN = {
@@ -130,4 +139,4 @@ _FOREIGN = {
 }
 """Options with which transformers itself drafts."""
 _KINDS = ("own", *_DRAFTERS, *_FOREIGN)
-_WITH_SOURCE = ("assistant", "heads", "eagle", "student", "transformers:assistant")
+_WITH_SOURCE = ("assistant", "heads", "eagle", "student", "cascade", "transformers:assistant")

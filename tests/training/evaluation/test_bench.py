@@ -183,7 +183,7 @@ def test_no_memory_and_a_failure_leave_the_other_methods(folders):
         calls.append(1)
         raise torch.OutOfMemoryError("out of memory") if len(calls) > 1 else ValueError("no such thing")
 
-    broken = SimpleNamespace(name="broken", generate=full, model=model)
+    broken = SimpleNamespace(name="broken", generate=full, model=model, drafter=None)
     bench = bench_of(model, [*methods[1:], broken])
     bench.run([Prompt("1", ("abc",))])
     assert bench.refused == {("broken", "greedy", 1): "no such thing"}
@@ -239,6 +239,23 @@ def test_turns_are_drawn_apart_and_samples_follow_from_the_seed():
         bench.run([Prompt("1", ("abc", "abc"))])
         texts.append([line.run.ids for line in bench.lines if line.method == "plain"])
     assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
+
+
+def test_no_drafter_has_read_the_answer_in_another_unit(folders):
+    """Text that was written greedily is read before it is written again, in another batch or sampled."""
+    drafted = []
+    for sizes in ((1, 2), (2,)):
+        model = llama(vocab_size=320)
+        methods, refused = methods_of(["suffix", f"cascade:{folders / 'heads'}"], model)
+        bench = bench_of(model, methods[1:], batch_sizes=sizes)
+        bench.run([Prompt("1", ("abcd", "ab")), Prompt("2", ("efgh", "gh"))])
+        assert not refused and not bench.refused
+        lines = [line for line in bench.lines if line.batch_size == 2 and line.method == "suffix"]
+        drafted.append([line.run.drafted for line in lines])
+        for restore in bench.restore_points:
+            restore()
+        assert not any(map(any, (methods[1].drafter.counts.flat(), methods[2].drafter.drafters[0].counts.flat())))
+    assert drafted[0] == drafted[1] and any(map(len, drafted[0]))
 
 
 def test_what_pays_is_recommended(folders, tmp_path, capsys):

@@ -97,7 +97,7 @@ def new_head(arguments: argparse.Namespace, model: PreTrainedModel, draft_ids: t
         count = model.config.num_hidden_layers
         head = EagleHead.from_backbone(model, version=3, draft_ids=draft_ids, aux_layers=[2, count // 2, count - 3])
     elif kind == "eagle1":
-        head = EagleHead.from_backbone(model, version=1)
+        head = EagleHead.from_backbone(model, version=1, draft_ids=draft_ids)
     else:
         learns = {"loss_target": "teacher", "loss_divergence": arguments.divergence}
         options = {"window": 5} | learns | arguments.options

@@ -20,7 +20,7 @@ class EagleHeadConfig(LlamaConfig):
         version: 1 for EAGLE-1, EAGLE-2 and HASS (the feature is the backbone's last hidden state, and its unembedding
             reads the head's output); 3 for EAGLE-3 and 3.1 (several hidden states, its own unembedding).
         vocab_size: V, the backbone's vocabulary.
-        draft_vocab_size: Vd, number of tokens that are drafted; None: V. Below V, version 3 only.
+        draft_vocab_size: Vd, number of tokens that are drafted; None: V.
         hidden_size: d, the head's width.
         target_hidden_size: D, the backbone's width; None: d.
         fc_bias: `fc` has a bias.
@@ -106,10 +106,6 @@ class EagleHeadConfig(LlamaConfig):
                 f"draft_vocab_size={drafted} must lie in 1..vocab_size={self.vocab_size}",
             ),
             (self.version == 1 and bool(only_3), f"{', '.join(only_3)}: options of version 3, not of version=1"),
-            (
-                self.version == 1 and drafted < self.vocab_size,
-                f"draft_vocab_size={drafted}: version 1 drafts the whole vocabulary, {self.vocab_size}",
-            ),
             (
                 not self.use_aux_hidden_state and bool(only_aux),
                 f"{', '.join(only_aux)} norm auxiliary states, but use_aux_hidden_state=False",

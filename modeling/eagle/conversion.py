@@ -278,7 +278,7 @@ def _check_fc(name: object, values: Fields, shapes: dict[str, tuple[int, ...]]) 
 
 def check_vocabulary(name: object, config: EagleHeadConfig, state: dict[str, Tensor]) -> None:
     """Check that `d2t` holds offsets and agrees with `t2d`; where all tokens are drafted, `d2t` is removed."""
-    if config.version == 1 or "d2t" not in state:
+    if "d2t" not in state:
         return
     size, vocab, offsets = config.draft_vocab_size or config.vocab_size, config.vocab_size, state["d2t"]
     if offsets.shape != (size,) or offsets.is_floating_point():

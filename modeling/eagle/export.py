@@ -138,7 +138,12 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
     }
     if layout not in readers:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(readers)}")
-    reasons = [(at_once, "vLLM alone runs rows at once (mask_token_id)"), *readers[layout]]
+    has_part = config.version == 1 and config.draft_vocab_size != config.vocab_size
+    reasons = [
+        (at_once, "vLLM alone runs rows at once (mask_token_id)"),
+        (has_part, f"version 1 drafts every token elsewhere (draft_vocab_size={config.draft_vocab_size})"),
+        *readers[layout],
+    ]
     refuse((refused, f"layout={layout!r} cannot hold this head: {reason}") for refused, reason in reasons)
 
 

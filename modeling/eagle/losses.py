@@ -162,7 +162,7 @@ class _Unrolled:
         documents = batch.documents
         starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         self.first = starts[:, : batch.num_rows]
-        self.taught = _hidden_by_part(head, batch.states, options)
+        self.taught = _hidden_by_part(head, batch.states)
 
     def sums(self, features: Tensor) -> Tensor:
         """Return sums over rows of [loss, shown loss, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
@@ -271,14 +271,14 @@ class _Unrolled:
         return chosen @ row_terms(self.head, features, states, labels, taught, self.options)
 
 
-def _hidden_by_part(head: EagleNetwork, states: Tensor, options: ResolvedEagleOptions) -> Tensor:
+def _hidden_by_part(head: EagleNetwork, states: Tensor) -> Tensor:
     """Return what a loss needs of the backbone's logits outside the draft vocabulary, computed once for all steps.
 
     [B, L, 2]: logsumexp of all logits, and whether the likeliest token is drafted (1 or 0); [B, L, 0] where all tokens
-    are drafted, or steps are not those of EAGLE-3.
+    are drafted.
     """
     ids = head.draft_ids
-    if options.objective != "ttt" or head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
+    if head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
         return states.new_zeros(*states.shape[:2], 0)
 
     def read(logits: Tensor) -> tuple[Tensor]:
@@ -297,7 +297,7 @@ def row_terms(
     likeliest token is not in it. `"tv"` and LK losses, which are the acceptance itself, use p without renormalisation:
     a token that is never drafted is never accepted.
     `"eagle1"`: smooth L1 distance of features, and a small multiple of the distance of distributions, which alone is
-    reported. `"hass"`: the same, with the likeliest tokens a second time.
+    reported; a draft vocabulary counts as for EAGLE-3. `"hass"`: the same, with the likeliest tokens a second time.
 
     Args:
         head: The head.
@@ -308,19 +308,20 @@ def row_terms(
         options: How the loss is computed.
     """
     ids, is_ttt = head.draft_ids, options.objective == "ttt"
+    is_part = is_ttt or head.offsets is not None
     with torch.no_grad():
         logits = head.backbone_logits(states, only_drafted=bool(taught.shape[-1])).float()
         if taught.shape[-1]:
             log_p, is_known = logits - taught[:, :1], taught[:, 1] > 0
         else:
             log_p, is_known = logits.log_softmax(-1), torch.isin(logits.argmax(-1), ids)
-            log_p = log_p[:, ids] if is_ttt else log_p
+            log_p = log_p[:, ids] if is_part else log_p
     log_q = head.draft_logits(features).float().log_softmax(-1)
     accepted, share = acceptance(log_p, log_q.detach()), options.label_weight
-    if is_ttt and options.divergence in ("cross_entropy", "kl", "reverse_kl"):
+    if is_part and options.divergence in ("cross_entropy", "kl", "reverse_kl"):
         log_p = log_p.log_softmax(-1)
     distance = divergence(options.divergence, log_p, log_q)
-    distance = torch.where(is_known, distance, 0.0) if is_ttt else distance
+    distance = torch.where(is_known, distance, 0.0) if is_part else distance
     # a label outside the draft vocabulary has no likelihood
     mixed = (1 - share) * distance - share * _of_labels(log_q, labels, ids) if share else distance
     if is_ttt:
@@ -346,7 +347,7 @@ def row_likelihoods(
     others = _regression(features, states)
     if options.objective == "hass":
         with torch.no_grad():
-            log_p = head.backbone_logits(states).float().log_softmax(-1)
+            log_p = head.backbone_logits(states, only_drafted=head.offsets is not None).float().log_softmax(-1)
         others = others - _likeliest_again(log_p, log_q, options)
     return torch.stack([likelihood, others])
 

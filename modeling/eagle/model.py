@@ -89,7 +89,7 @@ class EagleHead(
         Args:
             backbone: A causal language model of transformers; a PeftModel is unwrapped.
             version: 1 or 3.
-            draft_vocab_size: Vd, for version 3: the first Vd tokens are drafted, unless `draft_ids` is set.
+            draft_vocab_size: Vd: the first Vd tokens are drafted, unless `draft_ids` is set.
             draft_ids: [Vd] distinct token ids, usually the most frequent tokens of outputs.
             **options: Further fields of `EagleHeadConfig`; sizes and rope default to the backbone's.
 

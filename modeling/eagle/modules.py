@@ -27,7 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ..draft_vocabulary import DraftIdsMixin
-from ..heads.backbone_parts import BackboneParts, dtype_of, frozen
+from ..heads.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings
 from ..heads.learning import States
 from ..masks import model_mask
 from .conversion import resolved_aux_layers
@@ -91,7 +91,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         super().__init__(config)
         self.loss_type = "ForCausalLM"
         self._backbones = []
-        width, self.draft_size = config.hidden_size, config.draft_vocab_size or config.vocab_size
+        width = config.hidden_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
         first = FusingLayer(config) if config.version == 3 else MergedLayer(config)
@@ -99,6 +99,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         self.layers = nn.ModuleList([first, *later])
         self._no_split_modules = sorted({type(layer).__name__ for layer in self.layers})
         self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
         if config.version == 1:
             self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
         else:
@@ -120,7 +121,6 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, states or width))
         self.norm = LlamaRMSNorm(width, eps=eps)
         self.lm_head = nn.Linear(width, self.draft_size, bias=False)
-        self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
 
     @property
     def hidden_layers(self) -> int | list[int]:
@@ -220,8 +220,9 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
     def draft_logits(self, features: Tensor) -> Tensor:
         """Return logits [.., Vd] over the draft vocabulary from the output of rows [.., d]."""
         if self.config.version == 1:  # the unembedding alone, without the backbone's further changes to its logits
-            unembedding = cast(nn.Module, self.backbone.get_output_embeddings())
-            return frozen(unembedding, features.to(dtype_of(unembedding, features)))
+            unembedding, part = output_embeddings(self.backbone), self.draft_vocabulary
+            features = features.to(dtype_of(unembedding, features))
+            return frozen(unembedding, features) if part is None else part.logits(unembedding, features)
         return self.lm_head(features if self.config.norm_output else self.norm(features))
 
     def backbone_logits(self, states: Tensor, only_drafted: bool = False) -> Tensor:

@@ -137,9 +137,10 @@ def _next(backbone, prompt, path):
     return list(zip(top.indices.tolist(), top.values.softmax(-1).tolist()))
 
 
-def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary():
+@pytest.mark.parametrize("version", [1, 3])
+def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary(version):
     backbone = tiny_backbone(2)
-    head = EagleHead.from_backbone(backbone, draft_ids=torch.arange(3, 60, 3)).eval()
+    head = EagleHead.from_backbone(backbone, version=version, draft_ids=torch.arange(3, 60, 3)).eval()
     trees = []
     make = head.start
 

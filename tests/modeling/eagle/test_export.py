@@ -98,6 +98,7 @@ def test_options_come_back_from_the_layouts_that_know_them(options, layouts, tmp
         (dict(norm_before_residual=True), "sglang", "norm_before_residual"),
         (dict(aux_layers=[1, 3, 4]), "sglang", "adds.*1"),
         (dict(version=1), "speculators", "layout.*3"),
+        (dict(version=1, draft_vocab_size=9), "official", "draft_vocab_size=9"),
         (dict(version=1), "specforge", "layout.*3"),
         (dict(), "gguf", "layout='gguf'"),
     ],

@@ -213,7 +213,6 @@ def test_another_familys_folder_is_refused(tmp_path):
     [
         ({"version": 2}, "version=2"),
         ({"version": 1, "fc_norm": True}, "fc_norm.*3"),
-        ({"version": 1, "draft_vocab_size": 10}, "version.*1"),
         ({"draft_vocab_size": 65}, "draft_vocab_size=.*65.*1.*vocab_size=.*64"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"use_aux_hidden_state": False, "fc_norm": True}, "fc_norm"),

@@ -103,18 +103,33 @@ def test_a_step_of_training_is_a_step_of_drafting():
     torch.testing.assert_close(head(IDS, labels=labels).step_losses[2], expected)
 
 
-def test_rows_outside_the_draft_vocabulary_count_and_add_nothing():
+@pytest.mark.parametrize("version", [1, 3])
+def test_rows_outside_the_draft_vocabulary_count_and_add_nothing(version):
     base = tiny_backbone()
     best = base(IDS).logits[:, 1:-1].argmax(-1)
     common = best.unique()[:5]
-    head = EagleHead.from_backbone(base, draft_ids=common, loss_options={"steps": 1})
+    options = {"steps": 1} if version == 3 else {}
+    head = EagleHead.from_backbone(base, version=version, draft_ids=common, loss_options=options)
     drafted = torch.isin(best, common)
     states = base(IDS, output_hidden_states=True)
     features = head.rows(head.fuse(states.hidden_states)[:, :-2], IDS[:, 1:-1])
     distribution = states.logits[:, 1:-1, common].softmax(-1)
     terms = -(distribution * head.draft_logits(features).log_softmax(-1)).sum(-1)
     assert 0 < drafted.sum() < drafted.numel()
-    torch.testing.assert_close(head(IDS, labels=IDS).loss, terms[drafted].sum() / drafted.numel())
+    torch.testing.assert_close(head(IDS, labels=IDS).step_losses, terms[drafted].sum()[None] / drafted.numel())
+
+
+@pytest.mark.parametrize("options", [{}, {"divergence": "block"}, {"objective": "hass"}], ids=str)
+def test_version_1_learns_over_a_draft_vocabulary(options):
+    head = head_and_batch(1, draft_ids=IDS.unique()[::2], loss_options=options)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
+    before = head(IDS, labels=IDS).loss
+    for _ in range(20):
+        head(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert head.draft_logits(torch.zeros(3, 32)).shape == (3, head.config.draft_vocab_size)
+    assert head(IDS, labels=IDS).loss < before - 0.05
 
 
 def test_noise_is_for_training_alone():

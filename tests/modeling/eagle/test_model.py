@@ -86,6 +86,7 @@ OPTIONS = [
     dict(version=1),
     dict(version=1, fc_bias=True, attention_bias=True, num_hidden_layers=2),
     dict(draft_vocab_size=20),
+    dict(version=1, draft_vocab_size=20),
     dict(fc_norm=True, norm_output=True, norm_before_residual=True),
     dict(norm_before_fc=True, norm_output=True, num_hidden_layers=3),
     dict(use_aux_hidden_state=False, qk_norm=True, head_dim=16),

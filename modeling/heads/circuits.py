@@ -379,8 +379,3 @@ def _now_and_then() -> Scale:
     """`_unit` at every fourth call: what is left in between is the probability of four tokens, far from underflow."""
     calls = count(1)
     return lambda weights: weights if next(calls) % 4 else _unit(weights)
-
-
-def finite_weights(joint: Tensor) -> Tensor:
-    """Log weights [..., r] without -inf; where all were, they are equal, as after an impossible token."""
-    return joint.clamp_min(torch.finfo(joint.dtype).min / 4)

@@ -18,6 +18,7 @@ from ..target.backbones import takes_dense_masks
 from ..target.target import TargetOutput, is_recurrent
 from ..trees.building import joined_chains
 from ..trees.contract import DraftTree, VerificationResult
+from ..trees.growth import tree_options
 from ..verification.verifiers import Verifier
 
 _START = 16.0
@@ -109,8 +110,10 @@ class DrafterCascade(AttachableDrafter):
         return replace(options, draft_tree={"total_tokens": size}) if self.joins else options
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Complete the last drafter's tree; look-ups draft chains."""
-        return self.last.prepare_tree(options, config)
+        """Complete the last drafter's tree; look-ups draft chains, which its depth does not bound."""
+        prepared = self.last.prepare_tree(options, config)
+        longest = options.num_assistant_tokens or self.default_draft()
+        return replace(prepared, num_assistant_tokens=max(longest, prepared.num_assistant_tokens or 0))
 
     def restore_point(self) -> Callable[[], None]:
         """Return a function by which the drafters forget the text that they have read since."""
@@ -130,9 +133,12 @@ class DrafterCascade(AttachableDrafter):
         """
         sessions = []
         for drafter in self.drafters:
-            number = min(options.num_tokens, drafter.default_draft())
-            tree = options.draft_tree if drafter is self.last and not self.joins else None
-            sessions.append(drafter.session(replace(options, num_tokens=number, draft_tree=tree)))
+            tree, number = None, drafter.default_draft()
+            if drafter is self.last and options.draft_tree is not None and not self.joins:
+                tree, number = tree_options(options.draft_tree, drafter.longest_draft())
+            sessions.append(
+                drafter.session(replace(options, num_tokens=min(options.num_tokens, number), draft_tree=tree))
+            )
         for drafter, session in zip(self.drafters, sessions):
             is_sure = drafter is self.last or session.expected is not None
             if session.lookahead or session.is_deterministic or not is_sure:

@@ -37,6 +37,7 @@ def test_greedy_text_is_the_backbones(last, tree):
         assert out.sequences.equal(plain)
         calls.append(out.speculation.backbone_calls)
     assert calls[1] < calls[0] / 1.5
+    assert max(map(max, out.speculation.rows_depths)) > 3  # beyond a tree's depth
 
 
 class KnowsTheBeginning(AttachableDrafter):

@@ -46,6 +46,14 @@ def head_and_batch(version=3, **options):
     return head
 
 
+def learn(head):
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(20):
+        head(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 OBJECTIVES = [(3, {}), (1, {}), (1, {"objective": "hass"})]
 
 
@@ -122,12 +130,8 @@ def test_rows_outside_the_draft_vocabulary_count_and_add_nothing(version):
 @pytest.mark.parametrize("options", [{}, {"divergence": "block"}, {"objective": "hass"}], ids=str)
 def test_version_1_learns_over_a_draft_vocabulary(options):
     head = head_and_batch(1, draft_ids=IDS.unique()[::2], loss_options=options)
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
     before = head(IDS, labels=IDS).loss
-    for _ in range(20):
-        head(IDS, labels=IDS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    learn(head)
     assert head.draft_logits(torch.zeros(3, 32)).shape == (3, head.config.draft_vocab_size)
     assert head(IDS, labels=IDS).loss < before - 0.05
 
@@ -185,12 +189,8 @@ def test_a_label_that_is_not_drafted_adds_nothing():
 
 def test_training_lowers_the_loss_of_every_step():
     head = head_and_batch(loss_options={"steps": 4})
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
     before = head(IDS, labels=IDS).step_losses
-    for _ in range(20):
-        head(IDS, labels=IDS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    learn(head)
     assert (head(IDS, labels=IDS).step_losses < before - 0.1).all()
 
 

@@ -5,11 +5,13 @@
     python benchmarks/smollm2.py train eagle3 --minutes 8 --divergence lk --rate 5e-4 --start smollm2/eagle3/final
     python benchmarks/smollm2.py train hydra --minutes 20
     python benchmarks/smollm2.py train cp --minutes 14 --divergence lk --options '{"rank": 4, "leaf": "shared"}'
+    python benchmarks/smollm2.py train masked --minutes 20 --rate 2e-3
     tokenahead bench --methods eagle:smollm2/eagle3/final ...
 
 The model answers prompts that it wrote itself, from the beginning of its chat template on, and the questions of a file
-of GSM8K, sampled at temperature 1: then losses estimate acceptance. Answers go on where they were interrupted. Heads
-learn over the 8,192 tokens that its answers have most often. Minutes are the processor's, of one thread.
+of GSM8K, sampled at temperature 1: then losses estimate acceptance. Answers go on where they were interrupted. Heads,
+EAGLE and modules learn over the 8,192 tokens that its answers have most often. Minutes are the processor's, of one
+thread. The kinds of drafters are in smollm2_kinds.py.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from smollm2_kinds import KINDS, heads
 from strategies import train as fit
 from transformers import (
     AutoModelForCausalLM,
@@ -33,11 +36,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from tokenahead import EagleHead, MTPHeads
 from tokenahead.modeling.draft_vocabulary import frequent_tokens
 from tokenahead.training import regenerate
 from tokenahead.training.features import cache_features
-from tokenahead.training.strategy import TrainingStrategy
 
 MARKS = (5, 10, 20, 60, 120)
 """Minutes after which a head is saved on the way."""
@@ -88,25 +89,6 @@ class SavesOnTheWay(TrainerCallback):
             self.head.save_pretrained(self.folder / f"at-{self.marks.pop(0)}")
 
 
-def new_head(arguments: argparse.Namespace, model: PreTrainedModel, draft_ids: torch.Tensor) -> Any:
-    """A head of the kind that is asked for, or one that goes on."""
-    kind = arguments.kind
-    if arguments.start:
-        head = (EagleHead if kind.startswith("eagle") else MTPHeads).from_pretrained(arguments.start).attach(model)
-    elif kind == "eagle3":
-        count = model.config.num_hidden_layers
-        head = EagleHead.from_backbone(model, version=3, draft_ids=draft_ids, aux_layers=[2, count // 2, count - 3])
-    elif kind == "eagle1":
-        head = EagleHead.from_backbone(model, version=1, draft_ids=draft_ids)
-    else:
-        learns = {"loss_target": "teacher", "loss_divergence": arguments.divergence}
-        options = {"window": 5} | learns | arguments.options
-        head = MTPHeads.from_backbone(model, head_type=kind, draft_ids=draft_ids, **options)
-    if kind == "eagle3":
-        head.loss_options.steps, head.loss_options.divergence = 4, arguments.divergence
-    return head.to(torch.float32)
-
-
 def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     """Train a head for some minutes, on features that are computed once."""
     torch.manual_seed(arguments.seed)
@@ -114,16 +96,17 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     rows = [row for row in map(json.loads, lines) if len(row["ids"]) - row["prompt"] >= 8]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     draft_ids = frequent_tokens((row["ids"][row["prompt"] :] for row in rows), arguments.draft_tokens, tokenizer)
-    head = new_head(arguments, model, draft_ids)
+    learner = KINDS.get(arguments.kind, heads)(model, draft_ids, arguments)
     texts = [torch.tensor(row["ids"]) for row in rows]
     hidden = [torch.cat([torch.full((row["prompt"],), -100), ids[row["prompt"] :]]) for row, ids in zip(rows, texts)]
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(texts, hidden)]
-    states = "eagle3" if arguments.kind == "eagle3" else "last"
-    features = cache_features(head, data, arguments.folder / f"features-{states}", dtype="bfloat16")
-    folder, seconds = arguments.folder / arguments.kind, 60 * arguments.minutes
-    saves = SavesOnTheWay(head, seconds, folder)
-    fit(head, TrainingStrategy(), features, seconds, arguments.rate, arguments.seed, bfloat16=True, callbacks=[saves])
-    head.to(torch.bfloat16).save_pretrained(folder / "final")
+    if learner.features is not None:
+        data = cache_features(learner.drafter, data, arguments.folder / learner.features, dtype="bfloat16")
+    folder, seconds = arguments.folder / (arguments.name or arguments.kind), 60 * arguments.minutes
+    saves = SavesOnTheWay(learner.drafter, seconds, folder)
+    how = {"seconds": seconds, "rate": arguments.rate, "seed": arguments.seed, "bfloat16": True}
+    fit(learner.module, learner.trainer, data, **how, callbacks=[saves])
+    learner.finish().save_pretrained(folder / "final")
 
 
 def main() -> None:
@@ -139,10 +122,11 @@ def main() -> None:
             step.add_argument("--questions", type=Path, required=True, help="GSM8K's train.jsonl")
             step.add_argument("--prompts", type=int, default=3200, help="that the model writes")
             continue
-        step.add_argument("kind", help="eagle3, eagle1, or a head type of MTPHeads")
-        step.add_argument("--options", type=json.loads, default={}, help="of MTPHeads, as JSON: rank, leaf, ...")
+        step.add_argument("kind", help=f"{', '.join(KINDS)}, or a head type of MTPHeads")
+        step.add_argument("--options", type=json.loads, default={}, help="of a new drafter, as JSON: rank, leaf, ...")
+        step.add_argument("--name", help="of its folder; the kind where it is left out")
         step.add_argument("--minutes", type=float, default=20)
-        step.add_argument("--divergence", default="cross_entropy")
+        step.add_argument("--divergence", default="cross_entropy", help="of heads, eagle3 and modules")
         step.add_argument("--rate", type=float, default=1e-3)
         step.add_argument("--draft-tokens", type=int, default=8192)
         step.add_argument("--start", help="directory of a head to go on with")

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import torch
 from corpus import ByteWindows, Corpus, SourceText, load_corpus
 from time_budget import TimeBudget, TimeBudgetCallback
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.training.box import code_prompts
@@ -72,7 +73,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 def train(
     model: torch.nn.Module,
-    strategy: TrainingStrategy,
+    strategy: TrainingStrategy | Callable[..., Trainer],
     data: Any,
     seconds: float,
     rate: float,
@@ -80,9 +81,9 @@ def train(
     steps: int | None = None,
     bfloat16: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
-) -> MTPTrainer:
+) -> Trainer:
     """Trains for so many seconds of processor time, or so many steps, with a rate that falls to 0; what is logged is
-    printed where callbacks are given."""
+    printed where callbacks are given. In place of a strategy: what makes a trainer of model, arguments and data."""
     budget = TimeBudget(seconds, clock=time.process_time)
     if steps is not None:
         budget = TimeBudget(steps, clock=lambda: trainer.state.global_step)
@@ -93,7 +94,8 @@ def train(
             save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=20, max_grad_norm=1.0,
             learning_rate=rate, weight_decay=0.0, bf16=bfloat16,
         )  # fmt: skip
-        trainer = MTPTrainer(model, arguments, train_dataset=data, strategy=strategy)
+        make = partial(MTPTrainer, strategy=strategy) if isinstance(strategy, TrainingStrategy) else strategy
+        trainer = make(model, arguments, train_dataset=data)
         if isinstance(data, FeatureDataset):
             trainer.data_collator = data.collate
         optimizer = trainer.create_optimizer()

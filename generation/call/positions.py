@@ -158,10 +158,14 @@ def apply_known(processor: Any, positions: Positions, flat: Tensor) -> Tensor:
             processor.prompt_ignore_length = None
             ids = _without_prompt(ids, positions, ignored)
         return processor(ids, flat)
-    result = flat
+    result = flat.clone()
     for length, chosen in positions.by_length():
         ids = positions.tokens.ids[:1, :1].expand(len(flat), length)  # it looks at their number only
-        result = torch.where(chosen[:, None], processor(ids, flat.clone()), result)
+        if flat.device.type == "cpu":  # where nothing waits for their number, only these rows
+            rows = chosen.nonzero()[:, 0]
+            result[rows] = processor(ids[: len(rows)], flat[rows])
+        else:
+            result = torch.where(chosen[:, None], processor(ids, flat), result)
     return result
 
 

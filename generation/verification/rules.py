@@ -276,6 +276,12 @@ def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Te
         ValueError: An unknown rule.
     """
     check_rule(rule)
+    accept, rest = _acceptance(tree, p, rule)
+    return accept, _or_target(rest, p)
+
+
+def _acceptance(tree: DraftTree, p: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    """Return `accept` of `tree_acceptance`, and residuals that are 0 where rounding left none."""
     rows, places, tiny = cached_arange(len(p), p.device), tree.parents + 1, torch.finfo(p.dtype).tiny
     accept, rest, probs = torch.ones_like(p[..., 0]), p.clone(), _own_probs(tree, p.dtype)
     for node in range(tree.tokens.shape[1]):
@@ -289,18 +295,25 @@ def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Te
         accept[:, node + 1] = (chance / drawn).masked_fill(drawn == 0, 0).clamp(max=1)[:, 0]
         if rule == "block":
             accept[here] = (total / (total + (1 - weight))).nan_to_num(nan=1.0)[:, 0]
-    return accept[:, 1:], torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+    return accept[:, 1:], rest
+
+
+def _or_target(rest: Tensor, p: Tensor) -> Tensor:
+    """Return residuals [..., V], or the target's distribution where none is left."""
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def verify_drawn_tree(
     tree: DraftTree, p: Tensor, rule: str = "block", generator: torch.Generator | None = None
 ) -> VerificationResult:
     """Draw from the probabilities of `tree_acceptance`; arguments and errors as there."""
-    accept, residual = tree_acceptance(tree, p, rule)
+    check_rule(rule)
+    accept, rest = _acceptance(tree, p, rule)
     kept = torch.rand(accept.shape, dtype=p.dtype, device=p.device, generator=generator) < accept
     reached = accepted_path(tree, kept, rule)
     accepted, columns = reached.sum(1) - 1, path_columns(reached, tree.depth)
-    added = draw(residual[cached_arange(len(p), p.device), columns[:, -1]], generator)[:, None]
+    end = cached_arange(len(p), p.device), columns[:, -1]
+    added = draw(_or_target(rest[end], p[end]), generator)[:, None]
     drafts = torch.nn.functional.pad(tree.tokens, (1, 0)).gather(1, columns)[:, 1:]
     return VerificationResult(
         accepted, torch.cat([drafts, added], dim=1).scatter_(1, accepted[:, None], added), columns
@@ -339,9 +352,8 @@ def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tens
     """Return the distribution [B, V] of a node given its elder siblings, 0 where there is no node; advance `probs` past
     it."""
     here, token = (cached_arange(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
-    alone = torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
     if probs is None:
-        q = alone
+        q = _certain(token, p)
     else:
         q, is_certain = probs[here], None if tree.certain is None else tree.certain[:, node, None]
         if is_certain is not None or not tree.replacement:
@@ -349,8 +361,13 @@ def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tens
             others = others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
             probs[here] = others if is_certain is None or not tree.replacement else torch.where(is_certain, others, q)
         if is_certain is not None:  # a draw that a certain sibling has taken out is no node
-            q = torch.where(is_certain, alone, q * (q.gather(1, token) > 0))
+            q = torch.where(is_certain, _certain(token, p), q * (q.gather(1, token) > 0))
     return q if tree.num_nodes is None else q * (node < tree.num_nodes)[:, None]
+
+
+def _certain(token: Tensor, p: Tensor) -> Tensor:
+    """Return the distributions [B, V] that have nothing but a token [B, 1]."""
+    return torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
 
 
 def _first_in_post_order(tree: DraftTree, wanted: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from ..sampling import exponentials
 from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
 
 Walk = Generator[Tensor, Tensor, Tensor | None]
@@ -211,7 +212,7 @@ class LatentDistribution(WindowDistribution):
         own, known = self._probs[..., bound : bound + length, :, :], self._known_probs()
         tables, factors = self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
-        arrivals = tables.new_empty(*tables.shape[:-2], sum(sizes)).exponential_()
+        arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)
         early, late = arrivals.split(sizes, -1)
         early = early.unflatten(-1, tables.shape[-2:])
         early = early if factors is None else early.div_(factors)

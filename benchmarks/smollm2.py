@@ -1,4 +1,4 @@
-"""Drafters for SmolLM2-135M-Instruct: its own answers, and heads that learn from them against the clock.
+"""Drafters for SmolLM2-135M-Instruct: its own answers, heads that learn from them against the clock, what they gain.
 
     python benchmarks/smollm2.py answers --model HuggingFaceTB/SmolLM2-135M-Instruct --questions gsm8k_train.jsonl
     python benchmarks/smollm2.py train eagle3 --minutes 25
@@ -6,6 +6,7 @@
     python benchmarks/smollm2.py train hydra --minutes 20
     python benchmarks/smollm2.py train cp --minutes 14 --divergence lk --options '{"rank": 4, "leaf": "shared"}'
     python benchmarks/smollm2.py train masked --minutes 20 --rate 2e-3
+    python benchmarks/smollm2.py measure --questions spec_bench.jsonl
     tokenahead bench --methods eagle:smollm2/eagle3/final ...
 
 The model answers prompts that it wrote itself, from the beginning of its chat template on, and the questions of a file
@@ -20,11 +21,12 @@ import argparse
 import json
 import random
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from smollm2_kinds import KINDS, heads
+from smollm2_kinds import KINDS, drafter_of, heads
 from strategies import train as fit
 from transformers import (
     AutoModelForCausalLM,
@@ -38,6 +40,9 @@ from transformers import (
 
 from tokenahead.modeling.draft_vocabulary import frequent_tokens
 from tokenahead.training import regenerate
+from tokenahead.training.evaluation import DraftMeasures
+from tokenahead.training.evaluation.drafts import text_of
+from tokenahead.training.evaluation.prompts import groups_of, read_prompts
 from tokenahead.training.features import cache_features
 
 MARKS = (5, 10, 20, 60, 120)
@@ -109,32 +114,95 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     learner.finish().save_pretrained(folder / "final")
 
 
+def plain_texts(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """What the model answers to first turns, greedy and at T = 1, written once: {temperature: rows of `text_of`}."""
+    path = arguments.folder / "texts.json"
+    if not path.exists():
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
+        groups = groups_of(read_prompts(arguments.questions)[0], 1, arguments.per_category)
+        chats = [[{"role": "user", "content": group[0].turns[0][:3000]}] for group in groups]
+        rows: dict[str, list[list[list[int]]]] = {"0": [], "1": []}
+        for (temperature, found), start in product(rows.items(), range(0, len(chats), 8)):
+            torch.manual_seed(start)
+            inputs = tokenizer.apply_chat_template(
+                chats[start : start + 8],
+                add_generation_prompt=True,
+                padding=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+            how = SAMPLED if temperature == "1" else {"do_sample": False}
+            new = model.generate(**inputs, **how, max_new_tokens=96)[:, inputs["input_ids"].shape[1] :].tolist()
+            ends = [ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids) for ids in new]
+            prompts = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+            found += [[prompt, ids[:end]] for prompt, ids, end in zip(prompts, new, ends) if end > 1]
+        path.write_text(json.dumps(rows))
+    texts = json.loads(path.read_text())
+    return {kind: [text_of(*(torch.tensor([ids]) for ids in row)) for row in texts[kind]] for kind in texts}
+
+
+def measure(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
+    """Expected tokens per call of every drafter on the way along the model's own answers; results.json takes more."""
+    texts, path = plain_texts(arguments, model), arguments.folder / "expected.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for folder in sorted(arguments.folder.glob("*/*/config.json")):
+        name = str(folder.parent.relative_to(arguments.folder))
+        if name in results:
+            continue
+        drafter = drafter_of(folder.parent, model)
+        if drafter is None:
+            continue
+        results[name] = {}
+        for temperature, rows in texts.items():
+            found = DraftMeasures(float(temperature), arguments.length)
+            for row in rows:
+                found.add(drafter, row)
+            calls = found.calls["block" if found.temperature else "greedy"]
+            results[name][temperature] = calls.fields()
+        print(
+            name,
+            {each: round(found["expected_tokens_per_call"], 3) for each, found in results[name].items()},
+            flush=True,
+        )
+        path.write_text(json.dumps(results, indent=1))
+
+
+def add_training(step: argparse.ArgumentParser) -> None:
+    """Add the options of `train`."""
+    step.add_argument("kind", help=f"{', '.join(KINDS)}, or a head type of MTPHeads")
+    step.add_argument("--options", type=json.loads, default={}, help="of a new drafter, as JSON: rank, leaf, ...")
+    step.add_argument("--name", help="of its folder; the kind where it is left out")
+    step.add_argument("--minutes", type=float, default=20)
+    step.add_argument("--divergence", default="cross_entropy", help="that drafters learn, but students and the assistant")
+    step.add_argument("--rate", type=float, default=1e-3)
+    step.add_argument("--draft-tokens", type=int, default=8192)
+    step.add_argument("--start", help="directory of a head to go on with")
+    step.add_argument("--seed", type=int, default=0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     steps = parser.add_subparsers(dest="step", required=True)
-    for name in ("answers", "train"):
+    for name, run in (("answers", answers), ("train", train), ("measure", measure)):
         step = steps.add_parser(name)
         step.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
         step.add_argument("--folder", type=Path, default=Path("smollm2"), help="where everything is written")
         step.add_argument("--device", default="cpu")
         step.add_argument("--threads", type=int, default=1)
+        step.set_defaults(run=run)
         if name == "answers":
             step.add_argument("--questions", type=Path, required=True, help="GSM8K's train.jsonl")
             step.add_argument("--prompts", type=int, default=3200, help="that the model writes")
-            continue
-        step.add_argument("kind", help=f"{', '.join(KINDS)}, or a head type of MTPHeads")
-        step.add_argument("--options", type=json.loads, default={}, help="of a new drafter, as JSON: rank, leaf, ...")
-        step.add_argument("--name", help="of its folder; the kind where it is left out")
-        step.add_argument("--minutes", type=float, default=20)
-        step.add_argument("--divergence", default="cross_entropy", help="of heads, eagle3 and modules")
-        step.add_argument("--rate", type=float, default=1e-3)
-        step.add_argument("--draft-tokens", type=int, default=8192)
-        step.add_argument("--start", help="directory of a head to go on with")
-        step.add_argument("--seed", type=int, default=0)
+        elif name == "measure":
+            step.add_argument("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
+            step.add_argument("--per-category", type=int, default=2, help="questions of each category")
+            step.add_argument("--length", type=int, default=3, help="of the drafts")
+        else:
+            add_training(step)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval().to(arguments.device)
-    (answers if arguments.step == "answers" else train)(arguments, model)
+    arguments.run(arguments, model)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from tokenahead.training.trainer_base import Collator
 
 _MULTI_STEP = 4
 """Steps that EAGLE-3 and a module learn to go on from their own outputs; HASS learns one less, as in its paper."""
+DRAFT_VOCABULARY = "draft_vocabulary.json"  # in the folder of a model with modules
 _on_states = partial(MTPTrainer, strategy=TrainingStrategy())
 
 
@@ -67,10 +70,12 @@ def eagle(version: int, model: PreTrainedModel, draft_ids: torch.Tensor, argumen
         drafter = EagleHead.from_backbone(model, version=3, draft_ids=draft_ids, aux_layers=[2, count // 2, count - 3])
     else:
         drafter = EagleHead.from_backbone(model, version=1, draft_ids=draft_ids)
+    options = drafter.loss_options
+    options.divergence = arguments.divergence
     if version == 3:
-        drafter.loss_options.steps, drafter.loss_options.divergence = _MULTI_STEP, arguments.divergence
+        options.steps = _MULTI_STEP
     elif version == 2:
-        drafter.loss_options.steps, drafter.loss_options.objective = _MULTI_STEP - 1, "hass"
+        options.steps, options.objective = _MULTI_STEP - 1, "hass"
     drafter.to(torch.float32)
     return Learner(drafter, drafter, _on_states, "features-eagle3" if version == 3 else "features-last")
 
@@ -118,3 +123,12 @@ KINDS: dict[str, Callable[..., Learner]] = {
     "assistant": assistant,
 }
 """Other names are head types of `MTPHeads`."""
+
+
+def drafter_of(folder: Path, model: PreTrainedModel) -> Any:
+    """Return a saved drafter, attached, if it has distributions along a text: `MTPHeads`, `EagleHead` or modules."""
+    config = json.loads((folder / "config.json").read_text())
+    for kind in (MTPHeads, EagleHead):
+        if config["model_type"] == kind.config_class.model_type:
+            return kind.from_pretrained(folder, dtype=model.dtype).attach(model)
+    return DeepSeekMTP.from_pretrained(folder, dtype=model.dtype) if (folder / DRAFT_VOCABULARY).exists() else None

@@ -21,7 +21,6 @@ import argparse
 import json
 import random
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +113,15 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     learner.finish().save_pretrained(folder / "final")
 
 
-def plain_texts(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """What the model answers to first turns, greedy and at T = 1, written once: {temperature: rows of `text_of`}."""
+def plain_texts(arguments: argparse.Namespace, model: PreTrainedModel) -> list[dict[str, torch.Tensor]]:
+    """Rows of `text_of`: what the model answers to first turns at T = 1; written once."""
     path = arguments.folder / "texts.json"
     if not path.exists():
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
         groups = groups_of(read_prompts(arguments.questions)[0], 1, arguments.per_category)
         chats = [[{"role": "user", "content": group[0].turns[0][:3000]}] for group in groups]
-        rows: dict[str, list[list[list[int]]]] = {"0": [], "1": []}
-        for (temperature, found), start in product(rows.items(), range(0, len(chats), 8)):
+        found: list[list[list[int]]] = []
+        for start in range(0, len(chats), 8):
             torch.manual_seed(start)
             inputs = tokenizer.apply_chat_template(
                 chats[start : start + 8],
@@ -131,40 +130,28 @@ def plain_texts(arguments: argparse.Namespace, model: PreTrainedModel) -> dict[s
                 return_dict=True,
                 return_tensors="pt",
             )
-            how = SAMPLED if temperature == "1" else {"do_sample": False}
-            new = model.generate(**inputs, **how, max_new_tokens=96)[:, inputs["input_ids"].shape[1] :].tolist()
+            new = model.generate(**inputs, **SAMPLED, max_new_tokens=96)[:, inputs["input_ids"].shape[1] :].tolist()
             ends = [ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids) for ids in new]
             prompts = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
             found += [[prompt, ids[:end]] for prompt, ids, end in zip(prompts, new, ends) if end > 1]
-        path.write_text(json.dumps(rows))
-    texts = json.loads(path.read_text())
-    return {kind: [text_of(*(torch.tensor([ids]) for ids in row)) for row in texts[kind]] for kind in texts}
+        path.write_text(json.dumps(found))
+    return [text_of(*(torch.tensor([ids]) for ids in row)) for row in json.loads(path.read_text())]
 
 
 def measure(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
-    """Expected tokens per call of every drafter on the way along the model's own answers; results.json takes more."""
+    """Expected tokens per call of all drafters, those on the way too, along the model's answers; results are kept."""
     texts, path = plain_texts(arguments, model), arguments.folder / "expected.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    for folder in sorted(arguments.folder.glob("*/*/config.json")):
-        name = str(folder.parent.relative_to(arguments.folder))
-        if name in results:
-            continue
-        drafter = drafter_of(folder.parent, model)
-        if drafter is None:
-            continue
-        results[name] = {}
-        for temperature, rows in texts.items():
-            found = DraftMeasures(float(temperature), arguments.length)
-            for row in rows:
-                found.add(drafter, row)
-            calls = found.calls["block" if found.temperature else "greedy"]
-            results[name][temperature] = calls.fields()
-        print(
-            name,
-            {each: round(found["expected_tokens_per_call"], 3) for each, found in results[name].items()},
-            flush=True,
-        )
-        path.write_text(json.dumps(results, indent=1))
+    for folder in sorted(each.parent for each in arguments.folder.glob("*/*/config.json")):
+        name = str(folder.relative_to(arguments.folder))
+        drafter = None if name in results else drafter_of(folder, model)
+        if drafter is not None:
+            measures = DraftMeasures(length=arguments.length)
+            for text in texts:
+                measures.add(drafter, text)
+            results[name] = measures.calls["block"].fields()
+            print(name, *(round(value, 3) for value in list(results[name].values())[:2]), flush=True)
+            path.write_text(json.dumps(results, indent=1))
 
 
 def add_training(step: argparse.ArgumentParser) -> None:
@@ -173,7 +160,9 @@ def add_training(step: argparse.ArgumentParser) -> None:
     step.add_argument("--options", type=json.loads, default={}, help="of a new drafter, as JSON: rank, leaf, ...")
     step.add_argument("--name", help="of its folder; the kind where it is left out")
     step.add_argument("--minutes", type=float, default=20)
-    step.add_argument("--divergence", default="cross_entropy", help="that drafters learn, but students and the assistant")
+    step.add_argument(
+        "--divergence", default="cross_entropy", help="that drafters learn, but students and the assistant"
+    )
     step.add_argument("--rate", type=float, default=1e-3)
     step.add_argument("--draft-tokens", type=int, default=8192)
     step.add_argument("--start", help="directory of a head to go on with")

@@ -31,6 +31,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -49,14 +50,15 @@ MARKS = (5, 10, 20, 60, 120)
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 
 
+def chat(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a user's message and of the beginning of an answer."""
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)[:512]
+
+
 def answers(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     """Let the model write prompts, and answer them and the questions of a file."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-
-    def chat(text: str) -> list[int]:
-        messages = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)[:512]
-
     opener = tokenizer.apply_chat_template([{"role": "user", "content": "@@"}], tokenize=False).split("@@")[0]
     start = tokenizer(opener, add_special_tokens=False)["input_ids"]
     asked = regenerate(
@@ -74,7 +76,7 @@ def answers(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     random.Random(0).shuffle(questions)
     mixed = [text for pair in zip(own, questions) for text in pair]
     order = sorted(range(len(mixed)), key=lambda index: (index // 256, len(mixed[index])))  # batches of equal lengths
-    prompts = [chat(mixed[index]) for index in order]
+    prompts = [chat(tokenizer, mixed[index]) for index in order]
     regenerate(model, prompts, arguments.folder / "answers", max_new_tokens=256, batch_size=32, seed=2, **SAMPLED)
 
 
@@ -115,27 +117,12 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
 
 def plain_texts(arguments: argparse.Namespace, model: PreTrainedModel) -> list[dict[str, torch.Tensor]]:
     """Rows of `text_of`: what the model answers to first turns at T = 1; written once."""
-    path = arguments.folder / "texts.json"
-    if not path.exists():
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model, padding_side="left")
-        groups = groups_of(read_prompts(arguments.questions)[0], 1, arguments.per_category)
-        chats = [[{"role": "user", "content": group[0].turns[0][:3000]}] for group in groups]
-        found: list[list[list[int]]] = []
-        for start in range(0, len(chats), 8):
-            torch.manual_seed(start)
-            inputs = tokenizer.apply_chat_template(
-                chats[start : start + 8],
-                add_generation_prompt=True,
-                padding=True,
-                return_dict=True,
-                return_tensors="pt",
-            )
-            new = model.generate(**inputs, **SAMPLED, max_new_tokens=96)[:, inputs["input_ids"].shape[1] :].tolist()
-            ends = [ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids) for ids in new]
-            prompts = [ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
-            found += [[prompt, ids[:end]] for prompt, ids, end in zip(prompts, new, ends) if end > 1]
-        path.write_text(json.dumps(found))
-    return [text_of(*(torch.tensor([ids]) for ids in row)) for row in json.loads(path.read_text())]
+    groups = groups_of(read_prompts(arguments.questions)[0], 1, arguments.per_category)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    prompts = [chat(tokenizer, group[0].turns[0]) for group in groups]
+    written = regenerate(model, prompts, arguments.folder / "texts", max_new_tokens=96, **SAMPLED)
+    parts = [torch.tensor([row["ids"]]).tensor_split([row["prompt"]], 1) for row in written.rows]
+    return [text_of(prompt, new) for prompt, new in parts if new.shape[1] > 1]
 
 
 def measure(arguments: argparse.Namespace, model: PreTrainedModel) -> None:

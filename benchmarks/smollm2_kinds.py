@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +13,16 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPStudent
+from tokenahead.modeling.draft_vocabulary import FILE
 from tokenahead.training import PTPOptions, PTPTrainer
+from tokenahead.training.loading import load_config, load_drafter
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
 from tokenahead.training.trainer_base import Collator
 
 _MULTI_STEP = 4
 """Steps that EAGLE-3 and a module learn to go on from their own outputs; HASS learns one less, as in its paper."""
-DRAFT_VOCABULARY = "draft_vocabulary.json"  # in the folder of a model with modules
-_on_states = partial(MTPTrainer, strategy=TrainingStrategy())
+_mtp_trainer = partial(MTPTrainer, strategy=TrainingStrategy())
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def heads(model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.N
         drafter = MTPHeads.from_backbone(model, draft_ids=draft_ids, **options)
     drafter.to(torch.float32)
     layers = len(drafter.learning_layers)
-    return Learner(drafter, drafter, _on_states, "features-last" if layers == 1 else f"features-last-{layers}")
+    return Learner(drafter, drafter, _mtp_trainer, "features-last" if layers == 1 else f"features-last-{layers}")
 
 
 def eagle(version: int, model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.Namespace) -> Learner:
@@ -77,7 +77,7 @@ def eagle(version: int, model: PreTrainedModel, draft_ids: torch.Tensor, argumen
     elif version == 2:
         options.steps, options.objective = _MULTI_STEP - 1, "hass"
     drafter.to(torch.float32)
-    return Learner(drafter, drafter, _on_states, "features-eagle3" if version == 3 else "features-last")
+    return Learner(drafter, drafter, _mtp_trainer, "features-eagle3" if version == 3 else "features-last")
 
 
 def module(model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.Namespace) -> Learner:
@@ -89,7 +89,7 @@ def module(model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.
     options = drafter.loss_options
     options.unroll_steps, options.target, options.divergence = _MULTI_STEP, "teacher", arguments.divergence
     drafter.mtp.to(torch.float32)
-    return Learner(drafter, drafter, partial(_on_states, data_collator=Collator()))
+    return Learner(drafter, drafter, partial(_mtp_trainer, data_collator=Collator()))
 
 
 def student(variant: str, model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.Namespace) -> Learner:
@@ -127,8 +127,8 @@ KINDS: dict[str, Callable[..., Learner]] = {
 
 def drafter_of(folder: Path, model: PreTrainedModel) -> Any:
     """Return a saved drafter, attached, if it has distributions along a text: `MTPHeads`, `EagleHead` or modules."""
-    config = json.loads((folder / "config.json").read_text())
-    for kind in (MTPHeads, EagleHead):
-        if config["model_type"] == kind.config_class.model_type:
-            return kind.from_pretrained(folder, dtype=model.dtype).attach(model)
-    return DeepSeekMTP.from_pretrained(folder, dtype=model.dtype) if (folder / DRAFT_VOCABULARY).exists() else None
+    if (folder / FILE).exists():
+        return DeepSeekMTP.from_pretrained(folder, dtype=model.dtype)
+    known = MTPHeads.config_class, EagleHead.config_class
+    has_distributions = isinstance(load_config(str(folder), "--folder"), known)
+    return load_drafter(str(folder), model, "--folder") if has_distributions else None

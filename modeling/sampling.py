@@ -99,8 +99,9 @@ def exponentials(
     """Return draws of Exp(1), none of which is 0: 0 / 0 would win a race."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device).exponential_(generator=generator)
-    # a third of the time of `exponential_`; uniforms of 53 bits below 1 leave no logarithm at 0
-    return torch.rand(shape, dtype=torch.float64, generator=generator).log_().neg_().to(dtype)
+    # a third of the time of `exponential_`; uniforms of 53 bits are below 1, but float16 would round E to 0
+    uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
+    return uniforms.log_().neg_().clamp_(min=torch.finfo(dtype).tiny).to(dtype)
 
 
 def _last_possible(probs: Tensor) -> Tensor:

@@ -275,13 +275,13 @@ def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Te
     Raises:
         ValueError: An unknown rule.
     """
-    check_rule(rule)
     accept, rest = _acceptance(tree, p, rule)
     return accept, _or_target(rest, p)
 
 
 def _acceptance(tree: DraftTree, p: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     """Return `accept` of `tree_acceptance`, and residuals that are 0 where rounding left none."""
+    check_rule(rule)
     rows, places, tiny = cached_arange(len(p), p.device), tree.parents + 1, torch.finfo(p.dtype).tiny
     accept, rest, probs = torch.ones_like(p[..., 0]), p.clone(), _own_probs(tree, p.dtype)
     for node in range(tree.tokens.shape[1]):
@@ -307,7 +307,6 @@ def verify_drawn_tree(
     tree: DraftTree, p: Tensor, rule: str = "block", generator: torch.Generator | None = None
 ) -> VerificationResult:
     """Draw from the probabilities of `tree_acceptance`; arguments and errors as there."""
-    check_rule(rule)
     accept, rest = _acceptance(tree, p, rule)
     kept = torch.rand(accept.shape, dtype=p.dtype, device=p.device, generator=generator) < accept
     reached = accepted_path(tree, kept, rule)

@@ -74,7 +74,6 @@ def _with_own_arguments(words: list[str]) -> argparse.Namespace:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
-        logging.disable_progress_bar()
         return command.main(words[1:])
 
     return argparse.Namespace(command=words[0], run=run)

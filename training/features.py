@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..configuration.fields import requested_states
 from ..modeling import EagleHead, MTPHeads
@@ -122,10 +123,13 @@ def cache_features(
     folder.mkdir(parents=True, exist_ok=True)
     index.write(folder)
     backbone.eval()
+    size = sum(index.lengths) * len(index.layers) * index.width * _DTYPES[dtype].itemsize
+    what = f"states of the backbone, {size / 1e9:.3g} GB"
+    bar = logging.tqdm(total=len(index.lengths), initial=index.rows, desc=what)
     while not index.is_complete:
         first, end = index.rows, _end_of_shard(index, tokens_per_shard)
         rows = [_stripped(data[number]) for number in range(first, end)]
-        states = _states(backbone, rows, index, tokens_per_batch)
+        states = _states(backbone, rows, index, tokens_per_batch, bar)
         name = f"features-{len(index.shards):05d}.safetensors"
         tensors = {column: torch.cat([row[column] for row in rows]) for column in rows[0]}
         temporary = folder / f".{name}.tmp"
@@ -133,6 +137,7 @@ def cache_features(
         temporary.replace(folder / name)
         index.shards.append({"file": name, "rows": end - first})
         index.write(folder)
+    bar.close()
     return FeatureDataset(folder)
 
 
@@ -242,9 +247,9 @@ def _stripped(row: Row) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _states(
-    backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]], index: FeatureIndex, tokens: int
+    backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]], index: FeatureIndex, tokens: int, bar: Any
 ) -> list[torch.Tensor]:
-    """Return the states [T, S, d] of every row; rows of one length are computed together."""
+    """Return the states [T, S, d] of every row, and move a bar; rows of one length are computed together."""
     states: list[torch.Tensor] = []
     options = {"use_cache": False, "logits_to_keep": 1, "output_hidden_states": requested_states(index.layers)}
     for group in _groups(rows, tokens):
@@ -253,6 +258,7 @@ def _states(
         outputs = backbone(**inputs, **options, return_dict=True)
         chosen = torch.stack([outputs.hidden_states[layer] for layer in index.layers], dim=2)
         states += chosen.to(device="cpu", dtype=_DTYPES[index.dtype]).unbind(0)
+        bar.update(len(group))
     return states
 
 

@@ -17,6 +17,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
 
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
@@ -57,6 +58,8 @@ _OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 def main(argv: Sequence[str]) -> int:
     """Run the command; return 0 when the training is complete."""
     settings = read_settings(argv)
+    if settings.training.disable_tqdm:
+        logging.disable_progress_bar()
     train(settings)
     if torch.distributed.is_initialized():
         # Threads of a process group that is left to the destructors at exit may abort a process whose work is done,

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
+from transformers.utils import logging
 
 from tests.internals import JointMTPModel, write_run
 from tests.internals import cli_module as cli
@@ -114,6 +115,20 @@ def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, setting
     assert (tmp_path / "own" / "text.jsonl").read_text().splitlines() == lines
     assert [entry.get("loss") for entry in again.state.log_history] == [
         entry.get("loss") for entry in first.state.log_history
+    ]
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_what_the_backbone_writes_and_states_show_their_progress(is_quiet, settings_of, tmp_path, capfd):
+    logging.enable_progress_bar()  # other commands have left them out, in this process
+    asked = {"folder": str(tmp_path / "own"), "max_new_tokens": 4}
+    settings_of(drafter="heads", max_steps=1, regenerate=asked, features=str(tmp_path / "states"))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", str(tmp_path / "config.yaml"), "--disable_tqdm", str(is_quiet)])
+    shown = capfd.readouterr().err
+    assert not end.value.code
+    assert [bar in shown for bar in ("outputs of the backbone", "states of the backbone", "GB: 100%")] == 3 * [
+        not is_quiet
     ]
 
 

@@ -114,7 +114,11 @@ class AcceptanceCallback(TrainerCallback):
         model = _model_of(trainer)
         metrics: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
-        with torch.random.fork_rng(devices, device_type=model.device.type):
+        forks = torch.random.fork_rng(devices, device_type=model.device.type)
+        with (
+            forks,
+            trainer.accelerator.autocast(),
+        ):  # as in training: a drafter may have another dtype than its backbone
             if has_probs(model):
                 metrics |= self._expected(trainer, model, data)
             if self.generate_every and self._evaluations % self.generate_every == 0:

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainingArguments,
 )
 
 from ...configuration import MTPHeadConfig, PTPConfig
@@ -86,9 +87,33 @@ def build(settings: Settings) -> Trainee:
     try:
         drafter = _drafter(arguments, backbone)
         _apply_loss_options(drafter, arguments)
+        _give_digits(drafter, settings.training)
     except TypeError as error:  # an option that from_backbone does not know
         raise ValueError(f"drafter_options: {error}") from None
     return Trainee(drafter, drafter.backbone if isinstance(drafter, AttachableDrafter) else drafter, tokenizer)
+
+
+def _give_digits(drafter: PreTrainedModel, training: TrainingArguments) -> None:
+    """Let what learns beside a backbone of fewer bits have float32 weights, under autocast.
+
+    Weights of 0.03 in bfloat16 lie 1.2e-4 apart: the steps of a usual learning rate would mostly vanish.
+    """
+    part = learning_part(drafter)
+    if part is None or drafter.dtype.itemsize >= torch.float32.itemsize:
+        return
+    if not training.fp16:
+        training.bf16, training.mixed_precision = True, "bf16"
+    part.to(torch.float32)
+
+
+def learning_part(model: PreTrainedModel) -> torch.nn.Module | None:
+    """Return what learns in a dtype of its own; None: the model learns in the one that it was loaded in, or the parts
+    that do not (adapters of peft) have float32 anyway."""
+    if isinstance(model, AttachableDrafter):
+        return model
+    if isinstance(model, EvaByteForMTPC):
+        return model.mtp_head or model.draft_heads
+    return model.mtp if isinstance(model, DeepSeekMTP) else None
 
 
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:

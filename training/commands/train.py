@@ -30,6 +30,7 @@ from .models import (
     build,
     check_features,
     is_parallel,
+    learning_part,
     note_backbone,
     ptp_options,
     store_features,
@@ -105,6 +106,9 @@ def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCall
             store_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
         settings.training.push_to_hub = False  # the push comes once, at the end
+        part = learning_part(trainee.model)
+        if part is not None and not trainer.is_fsdp_enabled:
+            part.to(trainee.backbone.dtype)
         trainer.save_model()
     finally:
         progress = trainer.pop_callback(ProgressCallback)

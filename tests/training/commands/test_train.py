@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 from transformers.utils import logging
 
 from tests.internals import JointMTPModel, write_run
@@ -116,6 +117,28 @@ def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, setting
     assert [entry.get("loss") for entry in again.state.log_history] == [
         entry.get("loss") for entry in first.state.log_history
     ]
+
+
+@pytest.mark.parametrize("drafter", ["heads", "eagle", "modules", "own"])
+def test_what_learns_beside_a_backbone_in_bfloat16_has_float32_weights(drafter, settings_of, tmp_path):
+    model = "evabyte" if drafter == "own" else "llama"
+    acceptance = {"prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "rows": 4}
+    settings = settings_of(
+        drafter=drafter, dtype="bfloat16", eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+        acceptance=acceptance, model=model, strategy={"train": "drafter"},
+    )  # fmt: skip
+    kinds = set()
+
+    class Kinds(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            kinds.update(each.dtype for each in model.parameters() if each.requires_grad)
+
+    train(settings, [Kinds()])
+    settings.training.max_steps, settings.training.resume_from_checkpoint = 5, True
+    resumed = train(settings, [Kinds()])
+    assert kinds == {torch.float32} and resumed.state.global_step == 5
+    (file,) = (tmp_path / "run").glob("*.safetensors")
+    assert {each.dtype for each in load_file(file).values() if each.is_floating_point()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("is_quiet", [False, True])

@@ -115,10 +115,8 @@ class AcceptanceCallback(TrainerCallback):
         metrics: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
         forks = torch.random.fork_rng(devices, device_type=model.device.type)
-        with (
-            forks,
-            trainer.accelerator.autocast(),
-        ):  # as in training: a drafter may have another dtype than its backbone
+        # autocast as in training: a drafter may have another dtype than its backbone
+        with forks, trainer.accelerator.autocast():
             if has_probs(model):
                 metrics |= self._expected(trainer, model, data)
             if self.generate_every and self._evaluations % self.generate_every == 0:

@@ -125,19 +125,18 @@ def cache_features(
     backbone.eval()
     size = sum(index.lengths) * len(index.layers) * index.width * _DTYPES[dtype].itemsize
     what = f"states of the backbone, {size / 1e9:.3g} GB"
-    bar = logging.tqdm(total=len(index.lengths), initial=index.rows, desc=what)
-    while not index.is_complete:
-        first, end = index.rows, _end_of_shard(index, tokens_per_shard)
-        rows = [_stripped(data[number]) for number in range(first, end)]
-        states = _states(backbone, rows, index, tokens_per_batch, bar)
-        name = f"features-{len(index.shards):05d}.safetensors"
-        tensors = {column: torch.cat([row[column] for row in rows]) for column in rows[0]}
-        temporary = folder / f".{name}.tmp"
-        save_file(tensors | {STATES: torch.cat(states)}, temporary)
-        temporary.replace(folder / name)
-        index.shards.append({"file": name, "rows": end - first})
-        index.write(folder)
-    bar.close()
+    with logging.tqdm(total=len(index.lengths), initial=index.rows, desc=what) as bar:
+        while not index.is_complete:
+            first, end = index.rows, _end_of_shard(index, tokens_per_shard)
+            rows = [_stripped(data[number]) for number in range(first, end)]
+            states = _states(backbone, rows, index, tokens_per_batch, bar)
+            name = f"features-{len(index.shards):05d}.safetensors"
+            tensors = {column: torch.cat([row[column] for row in rows]) for column in rows[0]}
+            temporary = folder / f".{name}.tmp"
+            save_file(tensors | {STATES: torch.cat(states)}, temporary)
+            temporary.replace(folder / name)
+            index.shards.append({"file": name, "rows": end - first})
+            index.write(folder)
     return FeatureDataset(folder)
 
 

@@ -96,24 +96,25 @@ def build(settings: Settings) -> Trainee:
 def _give_digits(drafter: PreTrainedModel, training: TrainingArguments) -> None:
     """Let what learns beside a backbone of fewer bits have float32 weights, under autocast.
 
-    Weights of 0.03 in bfloat16 lie 1.2e-4 apart: the steps of a usual learning rate would mostly vanish.
+    Around 0.03, numbers in bfloat16 lie 1.2e-4 apart: weights there do not follow steps of 5e-5.
     """
-    part = learning_part(drafter)
-    if part is None or drafter.dtype.itemsize >= torch.float32.itemsize:
+    parts = learning_parts(drafter)
+    if not parts or drafter.dtype.itemsize >= torch.float32.itemsize:
         return
     if not training.fp16:
         training.bf16, training.mixed_precision = True, "bf16"
-    part.to(torch.float32)
+    for part in parts:
+        part.to(torch.float32)
 
 
-def learning_part(model: PreTrainedModel) -> torch.nn.Module | None:
-    """Return what learns in a dtype of its own; None: the model learns in the one that it was loaded in, or the parts
-    that do not (adapters of peft) have float32 anyway."""
+def learning_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return what learns in a dtype of its own; nothing where that are adapters of peft, which have float32 anyway."""
     if isinstance(model, AttachableDrafter):
-        return model
+        return [model]
     if isinstance(model, EvaByteForMTPC):
-        return model.mtp_head or model.draft_heads
-    return model.mtp if isinstance(model, DeepSeekMTP) else None
+        parts = model.mtp_head or model.draft_heads, model.draft_layers
+        return [part for part in parts if part is not None]
+    return [model.mtp] if isinstance(model, DeepSeekMTP) else []
 
 
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:

@@ -30,7 +30,7 @@ from .models import (
     build,
     check_features,
     is_parallel,
-    learning_part,
+    learning_parts,
     note_backbone,
     ptp_options,
     store_features,
@@ -106,8 +106,7 @@ def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCall
             store_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
         settings.training.push_to_hub = False  # the push comes once, at the end
-        part = learning_part(trainee.model)
-        if part is not None and not trainer.is_fsdp_enabled:
+        for part in [] if trainer.is_fsdp_enabled else learning_parts(trainee.model):
             part.to(trainee.backbone.dtype)
         trainer.save_model()
     finally:

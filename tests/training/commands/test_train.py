@@ -119,13 +119,19 @@ def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, setting
     ]
 
 
-@pytest.mark.parametrize("drafter", ["heads", "eagle", "modules", "own"])
-def test_what_learns_beside_a_backbone_in_bfloat16_has_float32_weights(drafter, settings_of, tmp_path):
+@pytest.mark.parametrize(
+    "drafter, options",
+    [
+        *((name, {}) for name in ("heads", "eagle", "modules", "own")),
+        ("own", {"head_type": "btree", "rank": 2, "draft_layers": 1}),
+    ],
+)
+def test_what_learns_beside_a_backbone_in_bfloat16_has_float32_weights(drafter, options, settings_of, tmp_path):
     model = "evabyte" if drafter == "own" else "llama"
     acceptance = {"prompts": 1, "prompt_tokens": 8, "new_tokens": 8, "rows": 4}
     settings = settings_of(
         drafter=drafter, dtype="bfloat16", eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-        acceptance=acceptance, model=model, strategy={"train": "drafter"},
+        acceptance=acceptance, model=model, strategy={"train": "drafter"}, drafter_options=options,
     )  # fmt: skip
     kinds = set()
 
@@ -150,9 +156,8 @@ def test_what_the_backbone_writes_and_states_show_their_progress(is_quiet, setti
         cli.main(["train", str(tmp_path / "config.yaml"), "--disable_tqdm", str(is_quiet)])
     shown = capfd.readouterr().err
     assert not end.value.code
-    assert [bar in shown for bar in ("outputs of the backbone", "states of the backbone", "GB: 100%")] == 3 * [
-        not is_quiet
-    ]
+    bars = "outputs of the backbone", "states of the backbone", "GB: 100%"
+    assert [bar in shown for bar in bars] == [not is_quiet] * len(bars)
 
 
 def test_a_chat_is_learned_where_the_assistant_speaks(settings_of, data):

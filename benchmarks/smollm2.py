@@ -107,11 +107,11 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     hidden = [torch.cat([torch.full((row["prompt"],), -100), ids[row["prompt"] :]]) for row, ids in zip(rows, texts)]
     data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(texts, hidden)]
     if learner.features is not None:
-        data = cache_features(learner.drafter, data, arguments.folder / learner.features, dtype="bfloat16")
+        data = cache_features(learner.drafter, data, arguments.folder / learner.features)
     folder, seconds = arguments.folder / (arguments.name or arguments.kind), 60 * arguments.minutes
     saves = SavesOnTheWay(learner.drafter, seconds, folder)
-    how = {"seconds": seconds, "rate": arguments.rate, "seed": arguments.seed, "bfloat16": True}
-    fit(learner.module, learner.trainer, data, **how, callbacks=[saves])
+    how = {"seconds": seconds, "rate": arguments.rate, "seed": arguments.seed}
+    fit(learner.module, learner.trainer, data, **how, bfloat16=model.dtype == torch.bfloat16, callbacks=[saves])
     learner.finish().save_pretrained(folder / "final")
 
 
@@ -164,6 +164,7 @@ def main() -> None:
         step.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
         step.add_argument("--folder", type=Path, default=Path("smollm2"), help="where everything is written")
         step.add_argument("--device", default="cpu")
+        step.add_argument("--dtype", default="bfloat16", help="float32 where the processor multiplies bfloat16 slowly")
         step.add_argument("--threads", type=int, default=1)
         step.set_defaults(run=run)
         if name == "answers":
@@ -177,7 +178,7 @@ def main() -> None:
             add_training(step)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval().to(arguments.device)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).eval().to(arguments.device)
     arguments.run(arguments, model)
 
 

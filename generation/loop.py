@@ -129,6 +129,7 @@ class SpeculativeLoop:
                 if self.schedule is not None and self.target.is_steady:
                     self.schedule.update(tree.depth, accepted, ended - started, length)
                 self.statistics.backbone_calls += 1
+                self.statistics.cycle_seconds += ended - started
                 self.statistics.draft_seconds += drafted - started
                 self.statistics.verify_seconds += ended - called
             if self.streamer is not None:

@@ -127,7 +127,7 @@ _NAMES = {
         "follow",
         "path_columns",
     ),
-    "tokenahead.generation.trees.growth": ("fastest_tree", "tree_options"),
+    "tokenahead.generation.trees.growth": ("chain_options", "fastest_tree", "tree_options"),
     "tokenahead.generation.verification.races": ("is_raced", "race_block"),
     "tokenahead.generation.verification.rules": (
         "block_acceptance",

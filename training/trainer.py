@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from ..modeling import PTPForCausalLM
@@ -28,6 +29,8 @@ from .trainer_base import (
     head_config,
     without_peft,
 )
+
+logger = logging.get_logger(__name__)
 
 
 class MTPTrainer(BaseTrainer):
@@ -102,6 +105,7 @@ class MTPTrainer(BaseTrainer):
             vars(config).pop("use_cache", None)
             vars(config).update(use_cache)
         _check_model(self.model)  # `model_init` may have made it
+        _warn_of_few_bits(self._owner)
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError(
                 f"cp_size={self.get_cp_size()} and sp_size={self.get_sp_size()} cut sequences, and a window cannot "
@@ -241,6 +245,18 @@ class MTPTrainer(BaseTrainer):
         unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)
         losses, accepted = ([f"{name}_{unit}_{depth}" for depth in depths] for name in ("loss", "acceptance"))
         return [*losses, "loss_backbone", *accepted]
+
+
+def _warn_of_few_bits(model: nn.Module) -> None:
+    """Warn where weights that learn have fewer bits than the steps of usual learning rates need."""
+    learning = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    for name, weight in learning:
+        if weight.dtype.itemsize < torch.float32.itemsize:
+            logger.warning_once(
+                f"{name} learns in {str(weight.dtype).removeprefix('torch.')}, which loses most steps of a small "
+                "learning rate: call .to(torch.float32) on what learns, and pass TrainingArguments(bf16=True)"
+            )
+            return
 
 
 def _check_model(model: object) -> None:

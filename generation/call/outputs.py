@@ -24,6 +24,7 @@ class Speculation:
         rows_drafts: Per sequence, the drafted ids of each verification.
         backbone_calls: Forward passes of the backbone, the prefill included.
         new_tokens: Tokens generated, over all sequences.
+        cycle_seconds: Time of all cycles, of what follows the prompt's own forward.
         draft_seconds: Time spent on drafting (on an accelerator: on launching it).
         verify_seconds: Time spent on verification and on waiting for the backbone's result.
         rows_depths: Per sequence, the longest path of each draft where drafts are trees; empty: all are chains.
@@ -34,6 +35,7 @@ class Speculation:
     rows_drafts: list[list[list[int]]]
     backbone_calls: int = 0
     new_tokens: int = 0
+    cycle_seconds: float = field(default=0.0, compare=False)
     draft_seconds: float = field(default=0.0, compare=False)
     verify_seconds: float = field(default=0.0, compare=False)
     rows_depths: list[list[int]] = field(default_factory=list)

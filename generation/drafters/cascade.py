@@ -18,7 +18,7 @@ from ..target.backbones import takes_dense_masks
 from ..target.target import TargetOutput, is_recurrent
 from ..trees.building import joined_chains
 from ..trees.contract import DraftTree, VerificationResult
-from ..trees.growth import tree_options
+from ..trees.growth import chain_options, tree_options
 from ..verification.verifiers import Verifier
 
 _START = 16.0
@@ -110,10 +110,11 @@ class DrafterCascade(AttachableDrafter):
         return replace(options, draft_tree={"total_tokens": size}) if self.joins else options
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
-        """Complete the last drafter's tree; look-ups draft chains, which its depth does not bound."""
+        """Complete the last drafter's tree, or chain; look-ups draft chains, which its depth does not bound."""
         prepared = self.last.prepare_tree(options, config)
-        longest = options.num_assistant_tokens or self.default_draft()
-        return replace(prepared, num_assistant_tokens=max(longest, prepared.num_assistant_tokens or 0))
+        number, longest = prepared.num_assistant_tokens or 0, options.num_assistant_tokens or self.default_draft()
+        tree = chain_options(number) if prepared.draft_tree is None else prepared.draft_tree
+        return replace(prepared, num_assistant_tokens=max(longest, number), draft_tree=tree)
 
     def restore_point(self) -> Callable[[], None]:
         """Return a function by which the drafters forget the text that they have read since."""

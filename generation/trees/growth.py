@@ -1,16 +1,18 @@
 """How drafters grow drafts: chains token by token or at once, trees level by level, and which tree pays.
 
-With `draft_tree="auto"`, short trials on the prompts of the first call measure how many seconds a token takes with
-chains of several lengths, and then with wider trees of the best length. The drafter remembers the fastest. It is not
-chosen anew: a clock that decided in every call would make seeded outputs unrepeatable.
+With `draft_tree="auto"`, short trials on the prompts of the first call measure what cycles of chains of several lengths
+take and accept, and then those of wider trees of the best length. The drafter remembers what promises most tokens per
+second. It is not chosen anew: a clock that decided in every call would make seeded outputs unrepeatable.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, chain, groupby
+from operator import itemgetter
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,10 +21,12 @@ from transformers import GenerationConfig
 
 from ..call.constraints import DraftMasks
 from ..call.options import CallOptions, DraftOptions, draft_probs
+from ..call.schedule import AcceptanceRates, CycleCosts
 from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
 from .contract import DraftTree, taken
 
 if TYPE_CHECKING:
+    from ..call.outputs import Speculation
     from ..drafter import BaseDrafter
 
 _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
@@ -34,12 +38,12 @@ _LENGTHS, _SIZES = (2, 4, DEEPEST), ((4, 16), (8, 48))
 _TOKENS, _FEWEST = 24, 4
 """Tokens of a trial, and the fewest that tell anything."""
 _GAIN = 0.97
-"""A larger tree must be faster by this factor, beyond what clocks vary."""
+"""A wider tree must be faster by this factor, beyond what clocks vary."""
 _LEAST = 8
 """Tokens that must fit after the prompt: shorter outputs tell nothing, and a tree of the usual size is drafted."""
 Tree = dict[str, int]
-Pace = Callable[[Tree], float | None]
-"""From a tree to the seconds that a token takes with it; None where the output ends too soon to tell."""
+Trial = Callable[[Tree], "Speculation | None"]
+"""From a tree to the statistics of a short output; None where it ends too soon to tell."""
 
 
 def grow_chain(
@@ -152,8 +156,10 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
     return likely
 
 
-def tree_options(tree: object, longest: int | None = None) -> tuple[dict[str, Any], int]:
+def tree_options(tree: object, longest: int | None = None) -> tuple[dict[str, Any] | None, int]:
     """Return the complete options of a tree of drafts, and the length of its longest path.
+
+    A tree of one child per node is a chain, which is drawn and verified faster than a tree: it has no options.
 
     Args:
         tree: `draft_tree`: any of `depth`, `top_k`, `total_tokens` (b included), where paths are one longer than
@@ -170,10 +176,11 @@ def tree_options(tree: object, longest: int | None = None) -> tuple[dict[str, An
             f"draft_tree={tree!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or be 'auto'"
         )
     options, length = _fixed(tree) if "choices" in tree else _dynamic(tree, longest)
+    is_chain = options.get("top_k") == 1
     if longest is not None and length > longest:
         instead = "shorter paths" if "choices" in tree else f"depth={longest - 1} or less"
         raise ValueError(f"draft_tree={tree!r} has paths of {length} tokens, more than {longest}: choose {instead}")
-    return options, length
+    return (None, min(length, options["total_tokens"] - 1)) if is_chain else (options, length)
 
 
 def _fixed(tree: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -259,44 +266,63 @@ def choose_tree(
     longest = min(drafter.longest_draft() or DEEPEST, options.num_assistant_tokens or DEEPEST, DEEPEST)
     common = common | options.extra | {"verification": options.verification, "use_mtp": options.use_mtp}
 
-    def pace(tree: Tree) -> float | None:
-        begun, trial = time.perf_counter(), _trial_config(config, min(_TOKENS, left))
-        out = generate(drafter, prompt, common | {"generation_config": trial, "draft_tree": tree})
-        seconds, counts = time.perf_counter() - begun, out.speculation.rows_accepted if out.speculation else []
-        tokens = sum(1 + count for accepted in counts for count in accepted)
-        return seconds / tokens if tokens >= _FEWEST else None
+    def trial(tree: Tree) -> Speculation | None:
+        short = _trial_config(config, min(_TOKENS, left))
+        told = generate(drafter, prompt, common | {"generation_config": short, "draft_tree": tree}).speculation
+        return told if told and sum(1 + count for count in _accepted(told)) >= _FEWEST else None
 
     # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials
     is_possible = may_try and left >= _LEAST and not common.get("synced_gpus")
     with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
-        chosen = fastest_tree(pace, longest) if is_possible else None
+        chosen = fastest_tree(trial, longest) if is_possible else None
     if chosen is not None:
         drafter.tree_choices[do_sample] = chosen
     return drafter.prepare_tree(replace(options, draft_tree=chosen or {}), config)
 
 
-def fastest_tree(pace: Pace, longest: int) -> Tree | None:
-    """Return the fastest of the trees that are tried, of paths up to `longest`; None where an output ends too soon to
-    tell."""
-    depths = sorted({min(length, longest) - 1 for length in _LENGTHS})
-    chains = [{"depth": depth, "top_k": 1, "total_tokens": depth + 2} for depth in depths]
-    pace(chains[0])  # what a first call sets up, later ones do not
-    best = _best_of(pace, chains, None)
-    if best is None:
-        return None
-    wider = [{"depth": best[1]["depth"], "top_k": top_k, "total_tokens": total} for top_k, total in _SIZES]
-    best = _best_of(pace, wider, best)
-    return None if best is None else best[1]
+def fastest_tree(trial: Trial, longest: int) -> Tree | None:
+    """Return the tree that promises most tokens per second, of paths up to `longest`; None where a trial tells nothing.
 
-
-def _best_of(pace: Pace, trees: list[Tree], best: tuple[float, Tree] | None) -> tuple[float, Tree] | None:
-    """Return the pace and the fastest of some trees and the `best` so far; None where a trial told nothing."""
-    for tree in trees:
-        if (seconds := pace(tree)) is None:
+    Chains share what they accept, position by position, and a length between two that were tried takes a time between
+    theirs. Few cycles tell little of a wider tree, which is chosen only where it is faster with a standard error less.
+    """
+    lengths = sorted({min(length, longest) for length in _LENGTHS})
+    trial(chain_options(lengths[0]))  # what a first call sets up, later ones do not
+    rates, costs = AcceptanceRates(lengths[-1]), CycleCosts()
+    for length in lengths:
+        if (told := trial(chain_options(length))) is None:
             return None
-        if best is None or seconds < _GAIN * best[0]:
-            best = seconds, tree
-    return best
+        drafted = sorted(zip(map(len, chain.from_iterable(told.rows_drafts)), _accepted(told)))
+        for size, verified in groupby(drafted, key=itemgetter(0)):  # the end of an output shortens drafts
+            rates.update(size, [count for _, count in verified])
+        costs.add(length, told.cycle_seconds / max(map(len, told.rows_accepted)))
+    yields = list(accumulate(rates.survival(), initial=1.0))
+    best = min(range(lengths[0], lengths[-1] + 1), key=lambda length: costs.seconds(length) / yields[length])
+    fastest, chosen = costs.seconds(best) / yields[best], chain_options(best)
+    for top_k, total in _SIZES:
+        tree = {"depth": best - 1, "top_k": top_k, "total_tokens": total}
+        if (told := trial(tree)) is None:
+            return None
+        if (pace := _careful_pace(told)) < _GAIN * fastest:
+            fastest, chosen = pace, tree
+    return chosen
+
+
+def chain_options(length: int) -> Tree:
+    """Return the options of a tree of one path of `length` tokens."""
+    return {"depth": length - 1, "top_k": 1, "total_tokens": length + 1}
+
+
+def _accepted(told: Speculation) -> list[int]:
+    """Return the accepted drafts of every verification of every sequence."""
+    return list(chain.from_iterable(told.rows_accepted))
+
+
+def _careful_pace(told: Speculation) -> float:
+    """Return the seconds of a token of each sequence if cycles yield a standard error less than they did."""
+    accepted = _accepted(told)
+    error = stdev(accepted) / len(accepted) ** 0.5 if len(accepted) > 1 else 0.0
+    return told.cycle_seconds / max(map(len, told.rows_accepted)) / (1 + mean(accepted) - error)
 
 
 def _trial_config(config: GenerationConfig, tokens: int) -> GenerationConfig:

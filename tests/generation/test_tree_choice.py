@@ -7,28 +7,78 @@ import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tests.internals import fastest_tree
-from tokenahead import EagleHead, MTPHeads
+from tests.internals import chain_options, fastest_tree
+from tokenahead import EagleHead, MTPHeads, Speculation
+
+
+def told(tree, seconds, accepted):
+    """Statistics of so many cycles of a tree, each of which took the same time."""
+    drafts = [[0] * (tree["depth"] + 1)] * len(accepted)
+    return Speculation([accepted], [drafts], cycle_seconds=seconds * len(accepted))
+
+
+def all_accepted(tree):
+    return [tree["depth"] + 1] * 6
+
+
+def some_accepted(tree):
+    """The first draft in half of the cycles, and never the next one."""
+    return [0, 1] * 6
 
 
 def test_the_fastest_tree_is_chosen_and_trials_are_few():
     asked = []
 
-    def pace(seconds):
+    def fastest(seconds, accepted, longest=8):
         def trial(tree):
             asked.append(tree)
-            return seconds(tree)
+            return told(tree, seconds(tree), accepted(tree))
 
-        return trial
+        asked.clear()
+        return fastest_tree(trial, longest)
 
-    sizes = "depth", "top_k", "total_tokens"
-    dear = fastest_tree(pace(lambda tree: float(tree["total_tokens"])), 8)
-    assert [dear[name] for name in sizes] == [1, 1, 3] and len(asked) == 6
-    deep = fastest_tree(pace(lambda tree: 1.0 / tree["depth"]), 8)
-    assert [deep[name] for name in sizes] == [7, 1, 9]
-    wide = fastest_tree(pace(lambda tree: 1.0 / tree["total_tokens"]), 3)
-    assert [wide[name] for name in sizes] == [2, 8, 48] and max(tree["depth"] for tree in asked[-5:]) == 2
+    assert fastest(lambda tree: float(tree["total_tokens"]), some_accepted) == chain_options(2) and len(asked) == 6
+    assert fastest(lambda tree: float(tree["top_k"]), all_accepted) == chain_options(8)
+    wide = fastest(lambda tree: 1.0 / tree["total_tokens"], some_accepted, longest=3)
+    assert wide == {"depth": 2, "top_k": 8, "total_tokens": 48}
+    assert max(tree["depth"] for tree in asked) == 2
     assert fastest_tree(lambda tree: None, 3) is None
+
+
+def test_a_length_between_those_that_were_tried_may_pay_best():
+    def trial(tree):
+        length = tree["depth"] + 1
+        return told(tree, 1.0 + 0.05 * length if length <= 4 else 3.0, [min(length, 3)] * 20)
+
+    assert fastest_tree(trial, 8) == chain_options(3)
+
+
+def test_a_lucky_trial_of_a_wider_tree_is_not_believed():
+    def trial(tree):
+        is_chain = tree["top_k"] == 1
+        return told(tree, 1.0, [0, 2] * 8 if is_chain else [0, 2] * 7 + [2, 2])
+
+    # the tree yields 2.13 tokens a cycle, with a standard error of 0.26, and the chain 2
+    assert fastest_tree(trial, 2) == chain_options(2)
+    assert fastest_tree(lambda tree: told(tree, 1.0, [1] * 9 if tree["top_k"] == 1 else [2, 3] * 5), 2)["top_k"] > 1
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain(do_sample):
+    model, prompt = backbone(), torch.randint(2, 48, (1, 5))
+    heads, texts = train_heads(model, steps=15), []
+    for options in ({"draft_tree": {"depth": 1, "top_k": 1}}, {"num_assistant_tokens": 2}):
+        torch.manual_seed(3)
+        out = model.generate(
+            prompt,
+            assistant_model=heads,
+            do_sample=do_sample,
+            max_new_tokens=12,
+            return_dict_in_generate=True,
+            **options,
+        )
+        texts.append((out.sequences, out.speculation))
+    assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,12 @@ def test_a_first_update_without_targets_is_no_reason_to_stop(tmp_path):
     trainer = trainer_for(small_model(), tmp_path, rows, max_steps=3, train_sampling_strategy="sequential")
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_bfloat16_that_learn_are_warned_of(dtype, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("tokenahead.training.trainer.logger.warning_once", said.append)
+    heads = MTPHeads.from_backbone(ptp_models.backbone().to(torch.bfloat16), window=3).to(dtype)
+    MTPTrainer(heads, quiet(tmp_path, MTPTrainer), train_dataset=Dataset.from_dict({"input_ids": [[3, 4, 5, 6]]}))
+    assert len(said) == (dtype is torch.bfloat16) and all("learns in bfloat16" in each for each in said)

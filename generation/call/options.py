@@ -305,7 +305,7 @@ class DraftOptions:
                 masks.extend(token)
             return token if draft_ids is None else draft_ids[token], None
         distribution = draft_probs(logits, self, draft_ids, vocab_size, masks)
-        return chosen(distribution, self, masks), distribution
+        return chosen(distribution, self, masks, draft_ids), distribution
 
     def is_unsure(self, token: Tensor, distribution: Tensor | None) -> bool:
         """Return whether all sequences gave their tokens [B] less than the threshold; then a draft ends.
@@ -334,9 +334,19 @@ class DraftOptions:
             logger.warning_once(f"assistant_confidence_threshold={self.threshold} is not read by {what}")
 
 
-def chosen(distribution: Tensor, options: DraftOptions, masks: DraftMasks | None) -> Tensor:
-    """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; it extends `masks`."""
-    token = draw(distribution) if options.do_sample else distribution.argmax(-1)
+def chosen(
+    distribution: Tensor, options: DraftOptions, masks: DraftMasks | None, draft_ids: Tensor | None = None
+) -> Tensor:
+    """Return a token [B] of a draft's distribution [B, V], drawn where the call samples; it extends `masks`.
+
+    `draft_ids` are the only tokens that the distribution has where there are no masks; masks may leave others alone.
+    """
+    if not options.do_sample:
+        token = distribution.argmax(-1)
+    elif draft_ids is None or masks is not None:
+        token = draw(distribution)
+    else:
+        token = draft_ids[draw(distribution.index_select(-1, draft_ids))]
     if masks is not None:
         masks.extend(token)
     return token
@@ -370,7 +380,7 @@ def warped(distribution: Tensor, options: DraftOptions, is_part: bool, masks: Dr
     if is_part and allowed is not None:  # a token without a column has no successors: an excluded one ends the draft
         allowed = allowed | ~(allowed & (distribution > 0)).any(-1, keepdim=True)
     probs = options.processing.warp(distribution, allowed)
-    if not is_part or masks is not None:
+    if not is_part or masks is not None or not options.processing.pointwise:
         return probs
     # processors may have left none of its tokens: any distribution will do then
     return torch.where(probs.isnan().any(-1, keepdim=True), distribution, probs)

@@ -1,13 +1,14 @@
 """Logits processors on ragged rows: what transformers' own list gives for each row's own ids, position by position."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
-from tests.internals import DraftTree, NewTokens, Processing, Sequences
+from tests.internals import DraftOptions, DraftTree, NewTokens, Processing, Sequences
 
 V, PROMPT, DRAFTS = 17, 6, 4
 EOS = 2
@@ -341,3 +342,14 @@ def test_drafts_are_warped_by_whatever_looks_at_scores_alone(name):
     want = processor(None, probs.flatten(0, 1).log()).softmax(-1).view(probs.shape)
     assert processing.is_pointwise and not torch.equal(want, probs)
     assert torch.equal(processing.warp(probs), want)
+
+
+@pytest.mark.parametrize("processors", [[], [TemperatureLogitsWarper(0.7)]], ids=["plain", "temperature"])
+def test_a_draw_from_a_draft_vocabulary_has_its_distribution(processors):
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=Processing(LogitsProcessorList(processors)))
+    count, draft_ids = 20_000, torch.tensor([5, 1, 3])
+    torch.manual_seed(0)
+    logits = torch.tensor([[0.0, 1.0, -1.0]]).expand(count, 3)
+    tokens, q = DraftOptions.choose(options, logits, draft_ids, 6)
+    assert q[0, [0, 2, 4]].tolist() == [0, 0, 0] and set(tokens.tolist()) == {1, 3, 5}
+    assert ((tokens.bincount(minlength=6) / count - q[0]).abs() < 0.015).all()

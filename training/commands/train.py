@@ -106,7 +106,8 @@ def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCall
             store_features(trainer, settings)
             trainer.train(resume_from_checkpoint=resumed)
         settings.training.push_to_hub = False  # the push comes once, at the end
-        for part in [] if trainer.is_fsdp_enabled else learning_parts(trainee.model):
+        is_cast = not (trainer.is_fsdp_enabled or settings.model.use_peft)  # adapters are saved in float32
+        for part in learning_parts(trainee.model) if is_cast else []:
             part.to(trainee.backbone.dtype)
         trainer.save_model()
     finally:

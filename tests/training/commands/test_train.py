@@ -147,6 +147,16 @@ def test_what_learns_beside_a_backbone_in_bfloat16_has_float32_weights(drafter, 
     assert {each.dtype for each in load_file(file).values() if each.is_floating_point()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("drafter", ["modules", "own"])
+def test_adapters_beside_a_backbone_in_bfloat16_stay_in_float32(drafter, settings_of, tmp_path):
+    model = "evabyte" if drafter == "own" else "llama"
+    adapters = {"use_peft": True, "lora_target_modules": "all-linear", "lora_r": 2}
+    train(settings_of(drafter=drafter, dtype="bfloat16", model=model, **adapters))
+    saved = load_file(tmp_path / "run" / "adapter_model.safetensors")
+    learned = {name: each.dtype for name, each in saved.items() if "lora_" in name}
+    assert learned and set(learned.values()) == {torch.float32}
+
+
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_what_the_backbone_writes_and_states_show_their_progress(is_quiet, settings_of, tmp_path, capfd):
     logging.enable_progress_bar()  # other commands have left them out, in this process

@@ -51,7 +51,7 @@ class Learner:
 def heads(model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.Namespace) -> Learner:
     """`MTPHeads` of a head type, which learn the model's distribution over the draft vocabulary."""
     if arguments.start:
-        drafter = MTPHeads.from_pretrained(arguments.start).attach(model)
+        drafter = MTPHeads.from_pretrained(arguments.start, loss_divergence=arguments.divergence).attach(model)
     else:
         learns = {"loss_target": "teacher", "loss_divergence": arguments.divergence}
         options = {"head_type": arguments.kind, "window": 5} | learns | arguments.options

@@ -33,7 +33,7 @@ _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
 DEEPEST = 8
 """The longest path that is tried, in tokens."""
-_LENGTHS, _SIZES = (1, 4, DEEPEST), ((4, 16), (8, 48))
+_LENGTHS, _SIZES = (1, 2, 4, DEEPEST), ((4, 16), (8, 48))
 """Lengths of chains; and children per node and nodes of wider trees, b included."""
 _TOKENS, _FEWEST = 24, 4
 """Tokens of a trial, and the fewest that tell anything."""

@@ -37,7 +37,7 @@ def test_the_fastest_tree_is_chosen_and_trials_are_few():
         asked.clear()
         return fastest_tree(trial, longest)
 
-    assert fastest(lambda tree: float(tree["total_tokens"]), some_accepted) == chain_options(1) and len(asked) == 6
+    assert fastest(lambda tree: float(tree["total_tokens"]), some_accepted) == chain_options(1) and len(asked) == 7
     assert fastest(lambda tree: float(tree["top_k"]), all_accepted) == chain_options(8)
     wide = fastest(lambda tree: 1.0 / tree["total_tokens"], some_accepted, longest=3)
     assert wide == {"depth": 2, "top_k": 8, "total_tokens": 48}

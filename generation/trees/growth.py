@@ -295,7 +295,7 @@ def fastest_tree(trial: Trial, longest: int) -> Tree | None:
         drafted = sorted(zip(map(len, chain.from_iterable(told.rows_drafts)), _accepted(told)))
         for size, verified in groupby(drafted, key=itemgetter(0)):  # the end of an output shortens drafts
             rates.update(size, [count for _, count in verified])
-        costs.add(length, told.cycle_seconds / max(map(len, told.rows_accepted)))
+        costs.add(length, _seconds(told))
     yields = list(accumulate(rates.survival(), initial=1.0))
     best = min(range(lengths[0], lengths[-1] + 1), key=lambda length: costs.seconds(length) / yields[length])
     fastest, chosen = costs.seconds(best) / yields[best], chain_options(best)
@@ -318,11 +318,16 @@ def _accepted(told: Speculation) -> list[int]:
     return list(chain.from_iterable(told.rows_accepted))
 
 
+def _seconds(told: Speculation) -> float:
+    """Return the mean seconds of a cycle; the sequence that ended last was in all of them."""
+    return told.cycle_seconds / max(map(len, told.rows_accepted))
+
+
 def _careful_pace(told: Speculation) -> float:
     """Return the seconds of a token of each sequence if cycles yield a standard error less than they did."""
     accepted = _accepted(told)
     error = stdev(accepted) / len(accepted) ** 0.5 if len(accepted) > 1 else 0.0
-    return told.cycle_seconds / max(map(len, told.rows_accepted)) / (1 + mean(accepted) - error)
+    return _seconds(told) / (1 + mean(accepted) - error)
 
 
 def _trial_config(config: GenerationConfig, tokens: int) -> GenerationConfig:

@@ -115,6 +115,7 @@ def chain_loss(
             nn.functional.pad(weight[None], (0, 1)),
             trains_module=learns(heads[depth], depth),
             terms=partial(terms, depth=depth),
+            scored=target != IGNORE,
         )
         for depth, (state, target, weight) in enumerate(zip(states, targets, weights))
     ]
@@ -158,7 +159,7 @@ def _block_slopes(
     log_q = torch.stack([whole(part.view(target.shape)) for part, (_, target) in zip(rows, pairs)], -1)
     is_drafted = torch.stack([whole(target != IGNORE) for _, target in pairs], -1)
     first = targets[0]
-    log_p = sequence_log_probs(BackboneParts(heads[0].main), states[0], first.clamp(min=0))
+    log_p = sequence_log_probs(BackboneParts(heads[0].main), states[0], first)
     starts = (first != IGNORE) & nn.functional.pad(first != IGNORE, (-1, 1))
     with torch.enable_grad():
         log_q.requires_grad_()

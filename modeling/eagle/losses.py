@@ -162,7 +162,7 @@ class _Unrolled:
         documents = batch.documents
         starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         self.first = starts[:, : batch.num_rows]
-        self.taught = _hidden_by_part(head, batch.states)
+        self.taught = _hidden_by_part(head, batch)
 
     def sums(self, features: Tensor) -> Tensor:
         """Return sums over rows of [loss, shown loss, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
@@ -176,7 +176,7 @@ class _Unrolled:
         values = torch.cat([first[None], torch.cat(later, dim=-1)]) if later else first[None]  # [steps, 2, B, rows]
         log_q, others = values.unbind(1)
         following = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE)
-        log_p = sequence_log_probs(BackboneParts(self.head.backbone), batch.states, following.clamp(min=0))
+        log_p = sequence_log_probs(BackboneParts(self.head.backbone), batch.states, following)
         log_p = torch.stack([batch.ahead(log_p, 0, rows, 1 + step) for step in steps], -1)
         targets = torch.stack([batch.ahead(batch.labels, 0, rows, 2 + step) for step in steps], -1)
         counted = torch.stack(self.counted, -1)
@@ -239,25 +239,37 @@ class _Unrolled:
 
     def _terms(self, features: Tensor, start: int, step: int) -> Tensor:
         """Return sums of a step's terms over a block's rows with targets, and over first rows of documents, [2, 3]."""
-        counted = self.counted[step][:, start : start + features.shape[1]]
-        chosen = torch.stack([counted, counted & self.first[:, start : start + features.shape[1]]]).flatten(1).float()
-        parts = zip(self._chunks(features, start, step), chosen.split(self._size, dim=1))
+        stop = start + features.shape[1]
+        rows = self._counted_rows(start, stop, step)
+        first = self.first[:, start:stop].flatten()[rows]
+        chosen = torch.stack([torch.ones_like(first), first]).float()
+        parts = zip(self._chunks(features, start, step, rows), chosen.split(self._size, dim=1))
         sums = [checkpoint(self._summed, *part, weights, use_reentrant=False) for part, weights in parts]
         return torch.stack(cast(list[Tensor], sums)).sum(0)
 
     def _likelihoods(self, features: Tensor, start: int, step: int) -> Tensor:
         """Return log q of a block's targets, 0 for tokens that are not drafted, and its terms besides, [2, B, R]."""
-        parts = self._chunks(features, start, step)
+        rows = self._counted_rows(start, start + features.shape[1], step)
+        parts = self._chunks(features, start, step, rows)
         chunks = [checkpoint(row_likelihoods, self.head, *part, self.options, use_reentrant=False) for part in parts]
-        return torch.cat(cast(list[Tensor], chunks), -1).view(2, *features.shape[:2])
+        found = torch.cat(cast(list[Tensor], chunks), -1)
+        whole = found.new_zeros(2, features.shape[:2].numel()).index_copy(1, rows.to(found.device), found)
+        return whole.view(2, *features.shape[:2])
+
+    def _counted_rows(self, start: int, stop: int, step: int) -> Tensor:
+        """Return the indices of the rows with a target among those of a block, [B * (stop - start)] at most.
+
+        The others, such as prompts, need no logits. On an accelerator this waits, for their number.
+        """
+        return self.counted[step][:, start:stop].flatten().nonzero()[:, 0]
 
     @property
     def _size(self) -> int:
         columns = self.head.draft_size if self.taught.shape[-1] else self.head.config.vocab_size
         return max(1, LOGITS_PER_CHUNK // columns)
 
-    def _chunks(self, features: Tensor, start: int, step: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield features, states, labels and what `_hidden_by_part` says of some rows at a time, [N, ..] each."""
+    def _chunks(self, features: Tensor, start: int, step: int, rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield features, states, labels and what `_hidden_by_part` says of some of the rows, [N, ..] each."""
         stop = start + features.shape[1]
         states, taught = (
             self.batch.ahead(each, start, stop, 1 + step).to(features.device)
@@ -265,19 +277,19 @@ class _Unrolled:
         )
         labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step)
         inputs = (features, states, labels.to(features.device), taught)
-        yield from zip(*(values.flatten(0, 1).split(self._size) for values in inputs))
+        yield from zip(*(values.flatten(0, 1)[rows.to(values.device)].split(self._size) for values in inputs))
 
     def _summed(self, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, chosen: Tensor) -> Tensor:
         return chosen @ row_terms(self.head, features, states, labels, taught, self.options)
 
 
-def _hidden_by_part(head: EagleNetwork, states: Tensor) -> Tensor:
+def _hidden_by_part(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
     """Return what a loss needs of the backbone's logits outside the draft vocabulary, computed once for all steps.
 
     [B, L, 2]: logsumexp of all logits, and whether the likeliest token is drafted (1 or 0); [B, L, 0] where all tokens
-    are drafted.
+    are drafted. Nothing is read where the next token is no target: 0.
     """
-    ids = head.draft_ids
+    ids, states = head.draft_ids, batch.states
     if head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
         return states.new_zeros(*states.shape[:2], 0)
 
@@ -285,7 +297,8 @@ def _hidden_by_part(head: EagleNetwork, states: Tensor) -> Tensor:
         drafted = torch.isin(logits.argmax(-1), ids.to(logits.device))
         return (torch.stack([logits.logsumexp(-1), drafted.float()], dim=-1),)
 
-    return of_logits(BackboneParts(head.backbone), states, read)[0]
+    where = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE) != IGNORE
+    return of_logits(BackboneParts(head.backbone), states, read, where=where)[0]
 
 
 def row_terms(

@@ -1,15 +1,16 @@
 """Summed terms of a module over many positions, in chunks: memory grows with neither positions, depths nor vocabulary.
 
 Logits of a chunk yield their terms and, at once, their gradients; they are freed before the next chunk, and computed
-only once. Each chunk adds to one tensor for the gradient of leaf weights, n r V d numbers, in place; depths that share
-a module share that tensor, too. Knows no circuit, no chain and no loss.
+only once. Positions where nothing is scored, such as prompts, have none. Each chunk adds to one tensor for the gradient
+of leaf weights, n r V d numbers, in place; depths that share a module share that tensor, too. Knows no circuit, no
+chain and no loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -41,6 +42,7 @@ class Part:
         weights: [n] float, the factor of each column's sum over positions.
         trains_module: Whether the module's parameters learn from these positions.
         terms: Computes their terms, in place of the function for all parts.
+        scored: [...] bool, where terms may differ from 0; `chunked_sums` leaves the other positions out. None: all.
     """
 
     hidden_states: Tensor
@@ -48,6 +50,23 @@ class Part:
     weights: Tensor
     trains_module: bool = True
     terms: Terms | None = None
+    scored: Tensor | None = None
+
+    def only_scored(self) -> Part:
+        """Return the part without positions where nothing is scored, but for one where there is no other.
+
+        On an accelerator this waits once, for the number of positions.
+        """
+        if self.scored is None or bool(self.scored.all()):
+            return self
+        rows = self.scored.flatten().nonzero()[:, 0]
+        rows = rows if len(rows) else rows.new_zeros(1)
+
+        def chosen(values: Tensor) -> Tensor:
+            return values.flatten(0, -2).index_select(0, rows.to(values.device))
+
+        arguments = [None if argument is None else chosen(argument) for argument in self.arguments]
+        return replace(self, hidden_states=chosen(self.hidden_states), arguments=arguments, scored=None)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         """Yield hidden states [N, D] and arguments [N, n] on the same device, chunk by chunk."""
@@ -123,6 +142,7 @@ def chunked_sums(
         A scalar, the weighted sum of all sums; and, detached, the sums of each part, [n].
     """
     gather(module.modules())
+    parts = [part.only_scored() for part in parts]
     states = [part.hidden_states for part in parts]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     task = _Task(terms, module, parts, _chunk_size(logits_per_position, states[0].device), torch.is_grad_enabled())

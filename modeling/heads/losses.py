@@ -240,7 +240,7 @@ def head_loss(
         share = config.loss_label_weight
         teacher = BlockTarget.of(share, backbone, last_states, ids, targets != IGNORE, scored)
     elif config.loss_target == "teacher":
-        teacher = Teacher.of(config, backbone, last_states, window)
+        teacher = Teacher.of(config, backbone, last_states, scored)
     balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(
@@ -259,7 +259,7 @@ def head_loss(
 
     weights = depth_weights(config, counts_of_update(own, counts, (targets[..., 0] != IGNORE).sum()).to(dtype)) * scale
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
-    part = Part(features, arguments, weights)
+    part = Part(features, arguments, weights, scored=scored.any(-1))
     size = window * config.rank * num_columns * (1 if teacher is None else 2)
     if isinstance(teacher, BlockTarget) and config.loss_places == "calls" and torch.is_grad_enabled():
         accepted = term_rows(terms, part, size).unflatten(0, scored.shape[:2])[..., window + 1 :]

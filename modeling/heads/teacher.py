@@ -56,18 +56,18 @@ class Teacher:
 
     @classmethod
     def of(
-        cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, window: int
+        cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, scored: Tensor
     ) -> Teacher:
-        """Return a teacher for windows of n tokens after each of the last hidden states [B, L, d]."""
+        """Return a teacher for the windows after each of the last hidden states [B, L, d], scored where [B, L, n]."""
         if last_states is None or backbone is None:
             raise ValueError("loss_target='teacher' needs the backbone's last hidden states, not None")
         states = last_states.detach()
         # over a draft vocabulary p is renormalised, but for what is accepted: a token that is never drafted never is
         parts = [states]
         if backbone.vocabulary is not None and config.loss_divergence in ACCEPTANCES:
-            whole = BackboneParts(backbone.model)
-            parts += of_logits(whole, states, lambda logits: (logits.logsumexp(-1, keepdim=True),))
-        return cls(config, backbone, tuple(ahead(part, window) for part in parts))
+            whole, where = BackboneParts(backbone.model), taught_from(scored)
+            parts += of_logits(whole, states, lambda logits: (logits.logsumexp(-1, keepdim=True),), where=where)
+        return cls(config, backbone, tuple(ahead(part, scored.shape[-1]) for part in parts))
 
     def terms(
         self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
@@ -90,20 +90,36 @@ class Teacher:
 
 @torch.no_grad()
 def of_logits(
-    backbone: BackboneParts, states: Tensor, read: Callable[..., tuple[Tensor, ...]], *arguments: Tensor
+    backbone: BackboneParts,
+    states: Tensor,
+    read: Callable[..., tuple[Tensor, ...]],
+    *arguments: Tensor,
+    where: Tensor,
 ) -> list[Tensor]:
-    """Return what `read` makes of the logits at states [B, L, d] and of arguments [B, L, ..], a chunk at a time."""
-    flat = states.flatten(0, -2)
-    size = max(1, LOGITS_PER_CHUNK // backbone.unembed(flat[:1]).shape[-1])
-    chunks = zip(flat.split(size), *(argument.flatten(0, 1).split(size) for argument in arguments))
+    """Return what `read` makes of the logits at states [B, L, d] and of arguments [B, L, ..], a chunk at a time.
+
+    Positions that are not in `where` [B, L] bool have no logits, and 0 in the results.
+    """
+    rows = where.flatten().nonzero()[:, 0].to(states.device)
+    flat = [values.flatten(0, 1)[rows] for values in (states, *arguments)]
+    size = max(1, LOGITS_PER_CHUNK // backbone.unembed(states[:1, 0]).shape[-1])
+    chunks = zip(*(values.split(size) for values in flat))
     pieces = [read(backbone.unembed(part).float(), *parts) for part, *parts in chunks]
-    return [torch.cat(piece).unflatten(0, states.shape[:-1]) for piece in zip(*pieces)]
+    found = [torch.cat(piece) for piece in zip(*pieces)]
+    whole = [each.new_zeros(where.numel(), *each.shape[1:]).index_copy(0, rows, each) for each in found]
+    return [each.unflatten(0, where.shape) for each in whole]
 
 
 def ahead(values: Tensor, window: int) -> Tensor:
     """Return for every position the values [B, L, (n - 1) c] of the n - 1 following ones; 0 beyond the end."""
     padded = nn.functional.pad(values, (0, 0, 0, window - 1))
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)
+
+
+def taught_from(scored: Tensor) -> Tensor:
+    """Return which states are before a scored token of depth 2 or more, [B, L] bool, from targets [B, L, n]."""
+    shifted = [pad(scored[..., depth], (depth, 0))[:, : scored.shape[1]] for depth in range(1, scored.shape[-1])]
+    return torch.stack([torch.zeros_like(scored[..., 0]), *shifted]).any(0)
 
 
 def taught_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,12 +235,16 @@ def position_weights(kind: str, accepted: Tensor, eligible: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sequence_log_probs(backbone: BackboneParts, states: Tensor, following: Tensor) -> Tensor:
-    """Return log p of the token `following` [B, L] each state [B, L, d], given all tokens before: [B, L] float32."""
+    """Return log p of the token `following` [B, L] each state [B, L, d], given all tokens before: [B, L] float32.
+
+    Where `following` is negative there is none: 0.
+    """
 
     def read(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
         return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
 
-    return of_logits(BackboneParts(backbone.model), states.detach(), read, following[..., None])[0][..., 0]
+    backbone, ids = BackboneParts(backbone.model), following.clamp(min=0)[..., None]
+    return of_logits(backbone, states.detach(), read, ids, where=following >= 0)[0][..., 0]
 
 
 def block_terms(
@@ -273,7 +293,7 @@ class BlockTarget:
         """
         if last_states is None or backbone is None:
             raise ValueError("loss_divergence='block' needs the backbone's last hidden states, not None")
-        log_p = sequence_log_probs(backbone, last_states, tokens[..., 0])
+        log_p = sequence_log_probs(backbone, last_states, tokens[..., 0].masked_fill(~taught_from(scored), -1))
         eligible = scored[..., :2].all(-1)[..., None]
         drafted = drafted[..., 1:] & eligible
         arguments = ahead(log_p[..., None], scored.shape[-1]), drafted, eligible.to(log_p).expand(drafted.shape)

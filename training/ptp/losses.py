@@ -176,7 +176,8 @@ class SlotReader:
         base_sum = torch.zeros_like(slot_sum)
         if self.next_tokens is not None:
             before = hidden[:, : self.next_tokens.shape[1]]
-            part = Part(before, [self.next_tokens[..., None]], self.options.base_weight / totals[1:])
+            weight, scored = self.options.base_weight / totals[1:], self.next_tokens != IGNORE
+            part = Part(before, [self.next_tokens[..., None]], weight, scored=scored)
 
             def own(states: Tensor, targets: Tensor) -> Tensor:
                 return _next_token_losses(head(states), targets[:, 0])[:, None]

@@ -83,6 +83,26 @@ def test_ignored_labels_do_not_count_and_are_still_read():
     torch.testing.assert_close(head(IDS, labels=labels).step_losses, part)
 
 
+@pytest.mark.parametrize("divergence", ["cross_entropy", "block"])
+@pytest.mark.parametrize(("version", "options"), [*OBJECTIVES, (3, {"draft_ids": torch.arange(0, 64, 2)})])
+def test_rows_without_targets_have_no_logits(version, options, divergence, monkeypatch):
+    objective = {name: value for name, value in options.items() if name == "objective"}
+    rest = {name: value for name, value in options.items() if name != "objective"}
+    head = head_and_batch(version, loss_options={"divergence": divergence, **objective}, **rest)
+    labels, drafted, taught = IDS.clone(), [], []
+    labels[:, :14], steps = -100, head(IDS, labels=IDS).step_losses.numel()
+    own, backbone = head.draft_logits, head.backbone_logits
+    monkeypatch.setattr(head, "draft_logits", lambda rows: (drafted.append(len(rows)), own(rows))[1])
+    monkeypatch.setattr(
+        head, "backbone_logits", lambda rows, **given: (taught.append(len(rows)), backbone(rows, **given))[1]
+    )
+    with torch.no_grad():
+        head(IDS, labels=labels)
+    # 6 labels of each of two texts: every step predicts all of them
+    assert drafted == [12] * steps
+    assert set(taught) <= {12}
+
+
 def test_micro_batches_add_up():
     head = head_and_batch()
     whole = head(IDS, labels=IDS)

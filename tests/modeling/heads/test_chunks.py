@@ -38,6 +38,25 @@ def test_chunks_change_nothing_and_are_computed_once(kind, observed, rows, sizes
     assert calls == sizes
 
 
+@pytest.mark.parametrize("kept", [0, 1, 5])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_positions_without_targets_have_no_logits(kind, kept, monkeypatch):
+    head, config, hidden, targets = head_and_batch(kind)
+    targets[:] = 4
+    targets.view(14, 3)[kept:] = IGNORE
+    expected, seen = with_gradients(plain_loss, head, config, hidden, targets, None), []
+
+    def counted(head, config, states, backbone):
+        seen.append(len(states))
+        return window_distribution(head, config, states, backbone)
+
+    monkeypatch.setattr(losses, "window_distribution", counted)
+    found = with_gradients(lambda *given: head_loss(*given).to_tuple(), head, config, hidden, targets, None)
+    for value, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert seen == [max(kept, 1)]
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
     """Hidden states that want no gradient, and a second backward that adds to the first."""

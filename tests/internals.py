@@ -29,6 +29,7 @@ _MODULES = {
     "growth_module": "tokenahead.generation.trees.growth",
     "heads_chunks": "tokenahead.modeling.heads.chunks",
     "heads_losses": "tokenahead.modeling.heads.losses",
+    "heads_teacher": "tokenahead.modeling.heads.teacher",
     "layer_module": "tokenahead.modeling.heads.layer",
     "generate_module": "tokenahead.generation.generate",
     "mixins_module": "tokenahead.generation.generate",

@@ -1,9 +1,10 @@
 """Hidden states of a frozen backbone on disk, so that drafters are trained without running it again.
 
 Rows of a data set go through the backbone once, in order; the states that a drafter reads are written in shards of
-whole rows. Shards and index are written atomically, so a process that is killed loses only the shard it was writing:
-called again, `cache_features` continues after the last complete one. The reader has the order of the data set, so that
-a Trainer makes the same batches of both.
+whole rows, and for one with a draft vocabulary what its losses read of the logits of all tokens. Shards and index are
+written atomically, so a process that is killed loses only the shard it was writing: called again, `cache_features`
+continues after the last complete one. The reader has the order of the data set, so that a Trainer makes the same
+batches of both.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from transformers.utils import logging
 
 from ..configuration.fields import requested_states
 from ..modeling import EagleHead, MTPHeads
-from ..modeling.heads.learning import STATES, collate
+from ..modeling.heads.backbone_parts import BackboneParts
+from ..modeling.heads.learning import STATES, SUMMARIES, collate
+from ..modeling.heads.teacher import logit_summaries
 from .utils import check_same, replace_file
 
 INDEX = "index.json"
@@ -51,6 +54,7 @@ class FeatureIndex:
         data: Checksum of all token ids and labels.
         lengths: Tokens of every row, without padding.
         shards: File and number of rows of every shard.
+        summaries: Whether rows have `cached_summaries`, too.
     """
 
     backbone: str
@@ -61,6 +65,7 @@ class FeatureIndex:
     data: str
     lengths: list[int]
     shards: list[dict[str, Any]] = field(default_factory=list)
+    summaries: bool = False
 
     @property
     def rows(self) -> int:
@@ -130,10 +135,10 @@ def cache_features(
             first, end = index.rows, _end_of_shard(index, tokens_per_shard)
             rows = [_stripped(data[number]) for number in range(first, end)]
             states = _states(backbone, rows, index, tokens_per_batch, bar)
+            rows = [row | outputs for row, outputs in zip(rows, states)]
             name = f"features-{len(index.shards):05d}.safetensors"
-            tensors = {column: torch.cat([row[column] for row in rows]) for column in rows[0]}
             temporary = folder / f".{name}.tmp"
-            save_file(tensors | {STATES: torch.cat(states)}, temporary)
+            save_file({column: torch.cat([row[column] for row in rows]) for column in rows[0]}, temporary)
             temporary.replace(folder / name)
             index.shards.append({"file": name, "rows": end - first})
             index.write(folder)
@@ -211,6 +216,7 @@ def _index(drafter: MTPHeads | EagleHead, data: Sequence[Row], dtype: str) -> Fe
         dtype=dtype,
         data=digest.hexdigest(),
         lengths=lengths,
+        summaries=-1 in drafter.learning_layers and drafter.config.draft_vocab_size is not None,
     )
 
 
@@ -247,18 +253,24 @@ def _stripped(row: Row) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def _states(
     backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]], index: FeatureIndex, tokens: int, bar: Any
-) -> list[torch.Tensor]:
-    """Return the states [T, S, d] of every row, and move a bar; rows of one length are computed together."""
-    states: list[torch.Tensor] = []
+) -> list[dict[str, torch.Tensor]]:
+    """Return the columns of every row that the backbone makes, and move a bar; rows of one length go together."""
+    columns: list[dict[str, torch.Tensor]] = []
     options = {"use_cache": False, "logits_to_keep": 1, "output_hidden_states": requested_states(index.layers)}
     for group in _groups(rows, tokens):
         names = [name for name in ("input_ids", "position_ids") if name in group[0]]
         inputs = {name: torch.stack([row[name] for row in group]).to(backbone.device) for name in names}
         outputs = backbone(**inputs, **options, return_dict=True)
-        chosen = torch.stack([outputs.hidden_states[layer] for layer in index.layers], dim=2)
-        states += chosen.to(device="cpu", dtype=_DTYPES[index.dtype]).unbind(0)
+        states = torch.stack([outputs.hidden_states[layer] for layer in index.layers], 2).to(_DTYPES[index.dtype])
+        found = {STATES: states}
+        if index.summaries:
+            last = states[:, :, index.layers.index(-1)]
+            where = torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
+            found[SUMMARIES] = logit_summaries(BackboneParts(backbone), last, where)
+        rows = zip(*(column.cpu().unbind(0) for column in found.values()))
+        columns += [dict(zip(found, row)) for row in rows]
         bar.update(len(group))
-    return states
+    return columns
 
 
 def _groups(rows: list[dict[str, torch.Tensor]], tokens: int) -> Iterator[list[dict[str, torch.Tensor]]]:

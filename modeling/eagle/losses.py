@@ -25,7 +25,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..heads.backbone_parts import BackboneParts
 from ..heads.chunks import LOGITS_PER_CHUNK
 from ..heads.losses import IGNORE
-from ..heads.teacher import acceptance, block_terms, divergence, of_logits, sequence_log_probs
+from ..heads.teacher import acceptance, block_terms, divergence, logit_summaries, sequence_log_probs
 from ..loss_options import ResolvedEagleOptions
 from ..outputs import EagleOutput
 from .modules import EagleNetwork
@@ -49,6 +49,7 @@ class TrainingBatch:
         documents: [B, L] int64, the number of each token's document; -1 for padding.
         states: [B, L, D], the backbone's last hidden states.
         is_whole: Every sequence is one document without padding.
+        summaries: [B, L, 2], the `logit_summaries` of the states, where they are known already.
     """
 
     input_ids: Tensor
@@ -57,10 +58,17 @@ class TrainingBatch:
     documents: Tensor
     states: Tensor
     is_whole: bool
+    summaries: Tensor | None = None
 
     @classmethod
     def of(
-        cls, input_ids: Tensor, labels: Tensor, mask: Tensor | None, positions: Tensor | None, states: Tensor
+        cls,
+        input_ids: Tensor,
+        labels: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        states: Tensor,
+        summaries: Tensor | None = None,
     ) -> TrainingBatch:
         """Return a batch from the arguments of a model's forward."""
         real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -70,7 +78,8 @@ class TrainingBatch:
         else:
             positions = positions.expand(input_ids.shape)
             documents = nn.functional.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).long().cumsum(1)
-        return cls(input_ids, labels, positions, documents.masked_fill(~real, -1), states, is_whole)
+        documents = documents.masked_fill(~real, -1)
+        return cls(input_ids, labels, positions, documents, states, is_whole, summaries)
 
     @property
     def num_rows(self) -> int:
@@ -287,18 +296,17 @@ def _hidden_by_part(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
     """Return what a loss needs of the backbone's logits outside the draft vocabulary, computed once for all steps.
 
     [B, L, 2]: logsumexp of all logits, and whether the likeliest token is drafted (1 or 0); [B, L, 0] where all tokens
-    are drafted. Nothing is read where the next token is no target: 0.
+    are drafted. Only rows before targets are read.
     """
     ids, states = head.draft_ids, batch.states
     if head.offsets is None or bool((ids[1:] <= ids[:-1]).any()):
         return states.new_zeros(*states.shape[:2], 0)
-
-    def read(logits: Tensor) -> tuple[Tensor]:
-        drafted = torch.isin(logits.argmax(-1), ids.to(logits.device))
-        return (torch.stack([logits.logsumexp(-1), drafted.float()], dim=-1),)
-
-    where = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE) != IGNORE
-    return of_logits(BackboneParts(head.backbone), states, read, where=where)[0]
+    summaries = batch.summaries
+    if summaries is None:
+        where = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE) != IGNORE
+        summaries = logit_summaries(BackboneParts(head.backbone), states, where)
+    totals, likeliest = summaries.unbind(-1)
+    return torch.stack([totals, torch.isin(likeliest.long(), ids.to(likeliest.device)).to(totals)], -1)
 
 
 def row_terms(

@@ -278,6 +278,7 @@ class EagleHead(
         labels: Tensor | None,
         counts: Tensor | int | None,
         shift_labels: Tensor | None = None,
+        summaries: Tensor | None = None,
         **kwargs: object,
     ) -> EagleOutput:
         """Return the loss on the backbone's states that `learning_layers` names, [B, L, D] each; see `forward`.
@@ -290,7 +291,7 @@ class EagleHead(
         if self.config.mask_token_id is not None:
             raise ValueError("mask_token_id: steps of this loss follow each other; P-EAGLE heads learn elsewhere")
         labels = check_targets(labels, self.config.vocab_size)
-        batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(Tensor, states[-1]))
+        batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(Tensor, states[-1]), summaries)
         output = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)
         output.logits = logits
         return output

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 STATES = "cached_states"
 """The states' column in training data, and the keyword of the `forward` of drafters."""
+SUMMARIES = "cached_summaries"
+"""The same of the backbone's logits (`logit_summaries`), for drafters with a draft vocabulary."""
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
@@ -101,6 +103,7 @@ class FrozenBackboneMixin(OnlineMixin):
         logits_to_keep: int | Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         cached_states: Tensor | None = None,
+        cached_summaries: Tensor | None = None,
         **kwargs: object,
     ) -> CausalLMOutputWithPast:
         """Return the loss of the drafter on the frozen backbone (`learn`), and the backbone's own logits.
@@ -116,6 +119,7 @@ class FrozenBackboneMixin(OnlineMixin):
                 Trainer).
             cached_states: [B, L, S, d], the states that `learning_layers` names, from an earlier run of the backbone on
                 the same tokens: it is then not run, and there are no logits.
+            cached_summaries: [B, L, 2], the `logit_summaries` of these states; None: computed where a loss reads them.
             **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; `balance` [n], factors
                 of the depths (`loss_balance="rms"`); with `output_hidden_states` the backbone's states that were read
                 are returned; the rest is not read.
@@ -133,7 +137,7 @@ class FrozenBackboneMixin(OnlineMixin):
             outputs = self._run_backbone(input_ids, attention_mask, position_ids, logits_to_keep)
             states, logits = outputs.hidden_states, outputs.logits
         inputs = input_ids, attention_mask, position_ids, labels, num_items_in_batch
-        output = self.learn(states, logits, *inputs, **kwargs)
+        output = self.learn(states, logits, *inputs, summaries=cached_summaries, **kwargs)
         if kwargs.get("output_hidden_states") and cached_states is None:
             output.hidden_states = cast(tuple, states)
         return output
@@ -256,11 +260,13 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
         shift_labels: Tensor | None = None,
         balance: Tensor | None = None,
         first: float = 1.0,
+        summaries: Tensor | None = None,
         **kwargs: object,
     ) -> MTPOutput:
         """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
 
-        `counts` is `num_items_in_batch`; `first` is the weight of depth 1, 0 where the backbone learns it itself.
+        `counts` is `num_items_in_batch`, `summaries` is `cached_summaries`; `first` is the weight of depth 1, 0 where
+        the backbone learns it itself.
         """
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)
@@ -277,6 +283,7 @@ class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
             self.loss_scale(first),
             balance,
             self.draft_vocabulary,
+            summaries,
         )
         output.logits = logits
         return output

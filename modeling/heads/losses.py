@@ -199,6 +199,7 @@ def head_loss(
     scale: Tensor | float = 1.0,
     balance: Tensor | None = None,
     vocabulary: DraftVocabulary | None = None,
+    summaries: Tensor | None = None,
 ) -> MTPOutput:
     """Return the loss of a head over all windows of a batch, in chunks.
 
@@ -219,6 +220,7 @@ def head_loss(
         scale: Factor of the loss, or of every depth, [n]; not of the reported means.
         balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
         vocabulary: The tokens that are drafted, those of the head's columns and the backbone's logits.
+        summaries: [B, L, 2], see `logit_summaries`; None: computed here, where they are read.
     """
     num_columns = cast(int, head.vocab_size)
     vocab_size = num_columns if vocabulary is None else vocabulary.vocab_size
@@ -240,7 +242,7 @@ def head_loss(
         share = config.loss_label_weight
         teacher = BlockTarget.of(share, backbone, last_states, ids, targets != IGNORE, scored)
     elif config.loss_target == "teacher":
-        teacher = Teacher.of(config, backbone, last_states, scored)
+        teacher = Teacher.of(config, backbone, last_states, scored, summaries)
     balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(

@@ -56,17 +56,26 @@ class Teacher:
 
     @classmethod
     def of(
-        cls, config: MTPHeadConfig, backbone: BackboneParts | None, last_states: Tensor | None, scored: Tensor
+        cls,
+        config: MTPHeadConfig,
+        backbone: BackboneParts | None,
+        last_states: Tensor | None,
+        scored: Tensor,
+        summaries: Tensor | None = None,
     ) -> Teacher:
-        """Return a teacher for the windows after each of the last hidden states [B, L, d], scored where [B, L, n]."""
+        """Return a teacher for the windows after each of the last hidden states [B, L, d], scored where [B, L, n].
+
+        `summaries` are those of these states (`logit_summaries`); None: computed here, where they are read.
+        """
         if last_states is None or backbone is None:
             raise ValueError("loss_target='teacher' needs the backbone's last hidden states, not None")
         states = last_states.detach()
         # over a draft vocabulary p is renormalised, but for what is accepted: a token that is never drafted never is
         parts = [states]
         if backbone.vocabulary is not None and config.loss_divergence in ACCEPTANCES:
-            whole, where = BackboneParts(backbone.model), taught_from(scored)
-            parts += of_logits(whole, states, lambda logits: (logits.logsumexp(-1, keepdim=True),), where=where)
+            if summaries is None:
+                summaries = logit_summaries(BackboneParts(backbone.model), states, taught_from(scored))
+            parts.append(summaries[..., :1])
         return cls(config, backbone, tuple(ahead(part, scored.shape[-1]) for part in parts))
 
     def terms(
@@ -108,6 +117,19 @@ def of_logits(
     found = [torch.cat(piece) for piece in zip(*pieces)]
     whole = [each.new_zeros(where.numel(), *each.shape[1:]).index_copy(0, rows, each) for each in found]
     return [each.unflatten(0, where.shape) for each in whole]
+
+
+def logit_summaries(backbone: BackboneParts, states: Tensor, where: Tensor) -> Tensor:
+    """Return what a loss over a draft vocabulary reads of all logits at states [B, L, d], [B, L, 2] float32.
+
+    That is their logsumexp, and the id of the likeliest token (exact up to 2^24). Positions that are not in `where`
+    [B, L] bool have 0.
+    """
+
+    def read(logits: Tensor) -> tuple[Tensor]:
+        return (torch.stack([logits.logsumexp(-1), logits.argmax(-1).to(logits.dtype)], -1),)
+
+    return of_logits(backbone, states, read, where=where)[0]
 
 
 def ahead(values: Tensor, window: int) -> Tensor:

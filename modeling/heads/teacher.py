@@ -99,24 +99,19 @@ class Teacher:
 
 @torch.no_grad()
 def of_logits(
-    backbone: BackboneParts,
-    states: Tensor,
-    read: Callable[..., tuple[Tensor, ...]],
-    *arguments: Tensor,
-    where: Tensor,
-) -> list[Tensor]:
+    backbone: BackboneParts, states: Tensor, where: Tensor, read: Callable[..., Tensor], *arguments: Tensor
+) -> Tensor:
     """Return what `read` makes of the logits at states [B, L, d] and of arguments [B, L, ..], a chunk at a time.
 
-    Positions that are not in `where` [B, L] bool have no logits, and 0 in the results.
+    Positions that are not in `where` [B, L] bool have no logits, and 0 in the result.
     """
     rows = where.flatten().nonzero()[:, 0].to(states.device)
     flat = [values.flatten(0, 1)[rows] for values in (states, *arguments)]
     size = max(1, LOGITS_PER_CHUNK // backbone.unembed(states[:1, 0]).shape[-1])
     chunks = zip(*(values.split(size) for values in flat))
-    pieces = [read(backbone.unembed(part).float(), *parts) for part, *parts in chunks]
-    found = [torch.cat(piece) for piece in zip(*pieces)]
-    whole = [each.new_zeros(where.numel(), *each.shape[1:]).index_copy(0, rows, each) for each in found]
-    return [each.unflatten(0, where.shape) for each in whole]
+    found = torch.cat([read(backbone.unembed(part).float(), *parts) for part, *parts in chunks])
+    whole = found.new_zeros(where.numel(), *found.shape[1:]).index_copy(0, rows, found)
+    return whole.unflatten(0, where.shape)
 
 
 def logit_summaries(backbone: BackboneParts, states: Tensor, where: Tensor) -> Tensor:
@@ -126,10 +121,10 @@ def logit_summaries(backbone: BackboneParts, states: Tensor, where: Tensor) -> T
     [B, L] bool have 0.
     """
 
-    def read(logits: Tensor) -> tuple[Tensor]:
-        return (torch.stack([logits.logsumexp(-1), logits.argmax(-1).to(logits.dtype)], -1),)
+    def read(logits: Tensor) -> Tensor:
+        return torch.stack([logits.logsumexp(-1), logits.argmax(-1).to(logits.dtype)], -1)
 
-    return of_logits(backbone, states, read, where=where)[0]
+    return of_logits(backbone, states, where, read)
 
 
 def ahead(values: Tensor, window: int) -> Tensor:
@@ -262,11 +257,11 @@ def sequence_log_probs(backbone: BackboneParts, states: Tensor, following: Tenso
     Where `following` is negative there is none: 0.
     """
 
-    def read(logits: Tensor, ids: Tensor) -> tuple[Tensor]:
-        return (logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True),)
+    def read(logits: Tensor, ids: Tensor) -> Tensor:
+        return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
 
-    backbone, ids = BackboneParts(backbone.model), following.clamp(min=0)[..., None]
-    return of_logits(backbone, states.detach(), read, ids, where=following >= 0)[0][..., 0]
+    whole = BackboneParts(backbone.model)
+    return of_logits(whole, states.detach(), following >= 0, read, following.clamp(min=0))
 
 
 def block_terms(

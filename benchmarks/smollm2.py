@@ -10,9 +10,10 @@
     tokenahead bench --methods eagle:smollm2/eagle3/final ...
 
 The model answers prompts that it wrote itself, from the beginning of its chat template on, and the questions of a file
-of GSM8K, sampled at temperature 1: then losses estimate acceptance. Answers go on where they were interrupted. Heads,
-EAGLE and modules learn over the 8,192 tokens that its answers have most often. Minutes are the processor's, of one
-thread. The kinds of drafters are in smollm2_kinds.py.
+of GSM8K, sampled at temperature 1: then losses estimate acceptance. Answers go on where they were interrupted; those of
+several folders are learned together where their text.jsonl are joined. Heads, EAGLE and modules learn over the 8,192
+tokens that its answers have most often. Minutes are the processor's, of one thread. The kinds of drafters are in
+smollm2_kinds.py.
 """
 
 from __future__ import annotations
@@ -67,17 +68,18 @@ def answers(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
         arguments.folder / "asked",
         max_new_tokens=96,
         batch_size=64,
-        seed=1,
+        seed=arguments.seed,
         **SAMPLED,
     )
     texts = [tokenizer.decode(row["ids"][row["prompt"] :], skip_special_tokens=True).strip() for row in asked.rows]
     own = [text for text in texts if 12 < len(text) < 1200]
     questions = [json.loads(line)["question"] for line in arguments.questions.read_text().splitlines()]
-    random.Random(0).shuffle(questions)
+    random.Random(arguments.seed - 1).shuffle(questions)
     mixed = [text for pair in zip(own, questions) for text in pair]
     order = sorted(range(len(mixed)), key=lambda index: (index // 256, len(mixed[index])))  # batches of equal lengths
     prompts = [chat(tokenizer, mixed[index]) for index in order]
-    regenerate(model, prompts, arguments.folder / "answers", max_new_tokens=256, batch_size=32, seed=2, **SAMPLED)
+    options = {"max_new_tokens": arguments.new_tokens, "batch_size": 32, "seed": arguments.seed + 1} | SAMPLED
+    regenerate(model, prompts, arguments.folder / "answers", **options)
 
 
 class SavesOnTheWay(TrainerCallback):
@@ -170,6 +172,8 @@ def main() -> None:
         if name == "answers":
             step.add_argument("--questions", type=Path, required=True, help="GSM8K's train.jsonl")
             step.add_argument("--prompts", type=int, default=3200, help="that the model writes")
+            step.add_argument("--new-tokens", type=int, default=256, help="of an answer, at most")
+            step.add_argument("--seed", type=int, default=1, help="another one for more answers in another folder")
         elif name == "measure":
             step.add_argument("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
             step.add_argument("--per-category", type=int, default=2, help="questions of each category")

@@ -139,8 +139,12 @@ def test_training_never_holds_all_logits(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 7 * 320)
     model, rows = modules(), []
     model.get_output_embeddings().register_forward_hook(lambda head, given, logits: rows.append(logits[..., 0].numel()))
+    given = []
+    hook = model.register_forward_pre_hook(lambda model, args, batch: given.append(batch), with_kwargs=True)
     trainer_for(model, tmp_path, ragged_rows(), Trainer, max_steps=1).train()
-    assert max(rows) == 7 and sum(rows) == 2 * (20 + 19 + 18)  # every position of every depth, once
+    hook.remove()
+    targets = model.loss_counts(given[0]["labels"], given[0]["attention_mask"])
+    assert max(rows) == 7 and sum(rows) == targets.sum()  # every position with a target, at every depth, once
     out = model.train()(**batch_of(ragged_rows()))
     assert out.logits is None
     assert model(**batch_of(ragged_rows()), logits_to_keep=0).logits.shape == (8, 20, 320)

@@ -167,7 +167,8 @@ class _Unrolled:
     def __init__(self, head: EagleNetwork, batch: TrainingBatch, options: ResolvedEagleOptions) -> None:
         self.head, self.batch, self.options = head, batch, options
         self.is_hass = options.objective == "hass"
-        self.counted = [batch.counted(step) for step in range(options.steps)]
+        self.counted = torch.stack([batch.counted(step) for step in range(options.steps)])
+        self.counted_on_host = self.counted.cpu()  # an accelerator waits here, once for all steps and blocks
         documents = batch.documents
         starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         self.first = starts[:, : batch.num_rows]
@@ -188,7 +189,7 @@ class _Unrolled:
         log_p = sequence_log_probs(BackboneParts(self.head.backbone), batch.states, following)
         log_p = torch.stack([batch.ahead(log_p, 0, rows, 1 + step) for step in steps], -1)
         targets = torch.stack([batch.ahead(batch.labels, 0, rows, 2 + step) for step in steps], -1)
-        counted = torch.stack(self.counted, -1)
+        counted = self.counted.permute(1, 2, 0)
         drafted = counted & torch.isin(targets, self.head.draft_ids)
         starts, share = self.counted[0] & (following[:, :rows] != IGNORE), self.options.label_weight
         both = block_terms(log_q.permute(1, 2, 0), log_p, drafted, starts, self.options.places, share)
@@ -250,7 +251,7 @@ class _Unrolled:
         """Return sums of a step's terms over a block's rows with targets, and over first rows of documents, [2, 3]."""
         stop = start + features.shape[1]
         rows = self._counted_rows(start, stop, step)
-        first = self.first[:, start:stop].flatten()[rows]
+        first = self.first[:, start:stop].flatten()[rows.to(self.first.device)]
         chosen = torch.stack([torch.ones_like(first), first]).float()
         parts = zip(self._chunks(features, start, step, rows), chosen.split(self._size, dim=1))
         sums = [checkpoint(self._summed, *part, weights, use_reentrant=False) for part, weights in parts]
@@ -268,9 +269,9 @@ class _Unrolled:
     def _counted_rows(self, start: int, stop: int, step: int) -> Tensor:
         """Return the indices of the rows with a target among those of a block, [B * (stop - start)] at most.
 
-        The others, such as prompts, need no logits. On an accelerator this waits, for their number.
+        The others, such as prompts, need no logits.
         """
-        return self.counted[step][:, start:stop].flatten().nonzero()[:, 0]
+        return self.counted_on_host[step, :, start:stop].flatten().nonzero()[:, 0]
 
     @property
     def _size(self) -> int:

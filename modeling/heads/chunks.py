@@ -57,9 +57,11 @@ class Part:
 
         On an accelerator this waits once, for the number of positions.
         """
-        if self.scored is None or bool(self.scored.all()):
+        if self.scored is None:
             return self
         rows = self.scored.flatten().nonzero()[:, 0]
+        if len(rows) == self.scored.numel():
+            return self
         rows = rows if len(rows) else rows.new_zeros(1)
 
         def chosen(values: Tensor) -> Tensor:

@@ -267,8 +267,8 @@ def _states(
             last = states[:, :, index.layers.index(-1)]
             where = torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
             found[SUMMARIES] = logit_summaries(BackboneParts(backbone), last, where)
-        rows = zip(*(column.cpu().unbind(0) for column in found.values()))
-        columns += [dict(zip(found, row)) for row in rows]
+        found = {name: column.cpu() for name, column in found.items()}
+        columns += [{name: column[number] for name, column in found.items()} for number in range(len(group))]
         bar.update(len(group))
     return columns
 

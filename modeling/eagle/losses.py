@@ -86,6 +86,11 @@ class TrainingBatch:
         """Rows of step 0; the last two tokens have none, because no token follows their pair."""
         return max(self.input_ids.shape[1] - 2, 0)
 
+    @property
+    def following(self) -> Tensor:
+        """The label of the token after each state, [B, L]; -100 where there is none."""
+        return nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
+
     def ahead(self, values: Tensor, start: int, stop: int, by: int) -> Tensor:
         """Return `values` [B, L, ..] `by` tokens after rows start .. stop - 1; the last one repeats beyond the end."""
         last = values.shape[1] - 1
@@ -185,7 +190,7 @@ class _Unrolled:
         first, later = self._steps(features, self._likelihoods)
         values = torch.cat([first[None], torch.cat(later, dim=-1)]) if later else first[None]  # [steps, 2, B, rows]
         log_q, others = values.unbind(1)
-        following = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE)
+        following = batch.following
         log_p = sequence_log_probs(BackboneParts(self.head.backbone), batch.states, following)
         log_p = torch.stack([batch.ahead(log_p, 0, rows, 1 + step) for step in steps], -1)
         targets = torch.stack([batch.ahead(batch.labels, 0, rows, 2 + step) for step in steps], -1)
@@ -304,8 +309,7 @@ def _hidden_by_part(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
         return states.new_zeros(*states.shape[:2], 0)
     summaries = batch.summaries
     if summaries is None:
-        where = nn.functional.pad(batch.labels[:, 1:], (0, 1), value=IGNORE) != IGNORE
-        summaries = logit_summaries(BackboneParts(head.backbone), states, where)
+        summaries = logit_summaries(BackboneParts(head.backbone), states, batch.following != IGNORE)
     totals, likeliest = summaries.unbind(-1)
     return torch.stack([totals, torch.isin(likeliest.long(), ids.to(likeliest.device)).to(totals)], -1)
 

@@ -286,10 +286,11 @@ _NAMES = {
     "tokenahead.training.requests": ("CardRequest", "GenerateRequest"),
     "tokenahead.training.demo": (
         "MARK",
-        "BoxMeasurement",
+        "Measurement",
         "check_output",
         "run_demo",
     ),
+    "tokenahead.training.demo_subjects": ("box_subject", "model_subject"),
     "tokenahead.training.evaluation": ("MODES",),
     "tokenahead.training.evaluation.bench": ("Bench", "Protocol", "block_error", "is_near_tie"),
     "tokenahead.training.evaluation.decoding": (

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from huggingface_hub.errors import StrictDataclassError
 
 from .. import __version__
-from .requests import SECONDS, SEED, BenchRequest, CardRequest, GenerateRequest, add_options, whole
+from .requests import NAME, SECONDS, SEED, BenchRequest, CardRequest, GenerateRequest, add_options, whole
 from .utils import MissingExtraError, needs_extra, one_line
 
 INTERRUPTED = 130
@@ -109,17 +109,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--seconds", type=SECONDS, default=40.0, help="time for measuring (%(default)g)")
-    demo.add_argument("--new-bytes", type=whole(1), default=128, help="bytes per completion (%(default)s)")
+    words = "per completion, at most; bytes of the model in the box (%(default)s)"
+    demo.add_argument("--new-tokens", "--new-bytes", type=whole(1), default=128, help=words)
     demo.add_argument("--batch-size", type=whole(1), default=1, help="measure batches of so many prompts, too")
     demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="directory of results (%(default)s)")
     demo.add_argument("--seed", type=SEED, default=0, help="of prompts and samples (%(default)s)")
     demo.add_argument("--overwrite", action="store_true", help="write into a directory that no demo made")
     demo.add_argument("--web", nargs="?", const="", metavar="HOST:PORT", help="serve a page instead (at 127.0.0.1)")
-    demo.add_argument("--model", help="of the page: directory, or name on the Hub; the model in the box if left out")
-    demo.add_argument("--drafter", metavar="METHOD", help="of the page: a method of `tokenahead bench`")
+    demo.add_argument("--model", help=f"{NAME}; the model in the box if left out")
+    words = "a method of `tokenahead bench`; the model's own drafts, or ngram, if left out"
+    demo.add_argument("--drafter", metavar="METHOD", help=words)
     for name in ("heads", "eagle"):
         words = f"short for --drafter {name}:SOURCE"
         demo.add_argument(f"--{name}", dest="drafter", type=f"{name}:{{}}".format, metavar="SOURCE", help=words)
+    words = "file of prompts for --model, as `tokenahead bench` takes it; eight requests if left out"
+    demo.add_argument("--prompts", type=Path, metavar="FILE", help=words)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -144,19 +148,23 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    if arguments.prompts and (arguments.web is not None or not arguments.model):
+        raise ValueError("--prompts needs a --model that answers them, in the terminal: leave out --web")
     if arguments.web is not None:
         from .web import serve
 
         return serve(arguments.model, arguments.drafter, arguments.web)
-    if arguments.model or arguments.drafter:
-        raise ValueError("--model and --drafter are options of the page: add --web")
     with needs_extra("demo", "the demo"):
-        from .demo import BoxMeasurement, run_demo
-    import torch
+        from .demo import Measurement, run_demo
+        from .demo_subjects import box_subject, model_subject
+    if not arguments.model:
+        import torch
 
-    torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
-    options = {name: vars(arguments)[name] for name in ("seconds", "new_bytes", "batch_size", "seed")}
-    measured = run_demo(BoxMeasurement(**options), arguments.output, overwrite=arguments.overwrite)
+        torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
+    chosen = arguments.model, arguments.drafter, arguments.prompts
+    subject = model_subject(*chosen) if any(chosen) else box_subject()
+    options = {name: vars(arguments)[name] for name in ("seconds", "new_tokens", "batch_size", "seed")}
+    measured = run_demo(Measurement(**options), subject, arguments.output, arguments.overwrite)
     return 0 if all(row.is_lossless for row in measured.results) else 1
 
 

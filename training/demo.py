@@ -1,121 +1,121 @@
-"""`tokenahead demo`: the model in the box writes held-out code, plainly and with each of its heads."""
+"""`tokenahead demo`: a model writes with and without drafts: the text in colours, the table, the figures.
+
+What is shown, the model in the box or one's own, stands in demo_subjects.py.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import __version__
-from ..modeling import EvaByteForMTPC
-from .box import Box, excerpt_prompts
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
+from .demo_subjects import Subject
 from .evaluation.bench import Bench, Protocol
-from .evaluation.decoding import MODES
-from .evaluation.methods import drafting_method, plain_method
-from .evaluation.prompts import Prompt, Writer
+from .evaluation.decoding import Method
+from .evaluation.prompts import Writer
 from .evaluation.summary import Completion, completions_of, measured_results, results_of
+from .loading import unit_of
 from .results import DecodingResult, MeasuredResults, environment, hardware
-from .utils import replace_file
+from .utils import replace_file, shown_word
 
 MARK = "demo.json"
 """The file that marks the demo's own directories; it holds the command."""
 _FEW = 4  # prompts below which results are too uncertain to be shown without a warning
-_SHOWN = ("greedy", "sampled, T=1")  # ways of decoding of which an output is shown
+_UNSHOWN = "sampled, T=0.7"  # a way of decoding of which no output is shown
 _BATCH_SHARE = 0.35  # of the time, where batches are measured, too
-_BATCH_BYTES = 64  # per completion in batches, at most
-_ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}  # in batches, where a drafted byte costs more than alone
-_PREFIX = 320  # bytes of the held-out prefixes that are completed
+_BATCH_TOKENS = 64  # per completion in batches, at most
+_ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}  # in batches, where a drafted token costs more than alone
 
 
 @dataclass(frozen=True)
-class BoxMeasurement:
+class Measurement:
     """How much is measured: `seconds` for all of it, but at least one round.
 
     `batch_size` above 1 also measures batches of so many prompts; `on_step` is called with words on the progress.
     """
 
     seconds: float = 40.0
-    new_bytes: int = 128
-    most_prompts: int = 32
+    new_tokens: int = 128
     batch_size: int = 1
     seed: int = 0
     on_step: Callable[[str], None] = field(default=lambda words: None, compare=False)
 
-    @property
-    def command(self) -> str:
+    def command(self, subject: Subject, shows_directories: bool = True) -> str:
         """Return the command that repeats this."""
-        batches = f" --batch-size {self.batch_size}" if self.batch_size > 1 else ""
-        return f"tokenahead demo --seconds {self.seconds:g} --new-bytes {self.new_bytes} --seed {self.seed}{batches}"
+        words = ["tokenahead", "demo", *subject.arguments, "--seconds", f"{self.seconds:g}"]
+        words += ["--new-tokens", str(self.new_tokens), "--seed", str(self.seed)]
+        words += ["--batch-size", str(self.batch_size)] if self.batch_size > 1 else []
+        return shlex.join(words) if shows_directories else " ".join(map(shown_word, words))
 
-    def measure(self, box: Box) -> tuple[MeasuredResults, Bench]:
-        """Measure every head of a box; return the results, and the bench of single prompts, which holds the outputs."""
+    def measure(self, subject: Subject) -> tuple[MeasuredResults, Bench]:
+        """Measure the methods; return the results, and the bench of single prompts, which holds the outputs."""
         before, share = environment(), _BATCH_SHARE if self.batch_size > 1 else 0.0
-        single = self._decode(box, 1, self.new_bytes, (1 - share) * self.seconds)
+        single = self._decode(subject, subject.methods, 1, self.new_tokens, (1 - share) * self.seconds)
         benches = [single]
         if share:
-            few = min(self.new_bytes, _BATCH_BYTES)
-            benches.append(self._decode(box, self.batch_size, few, share * self.seconds, **_ADAPTIVE))
+            few, adaptive = min(self.new_tokens, _BATCH_TOKENS), [_adaptive(method) for method in subject.methods]
+            benches.append(self._decode(subject, adaptive, self.batch_size, few, share * self.seconds))
         rows = [row for bench in benches for row in results_of(bench)]
-        return self._measured(box, single, results=rows, environment=before), single
+        if not rows:
+            raise ValueError(f"nothing was measured: {'; '.join(single.not_measured.values())}")
+        unit = unit_of(subject.writer.tokenizer)
+        count = max(len(row.per_prompt) for row in rows)
+        parts = [
+            f"{subject.description}: {count} prompt{'s' * (count > 1)}",
+            f"each completed with at most {self.new_tokens} {unit}s",
+            f"in batches with at most {_BATCH_TOKENS}, and drafts as long as pays (the schedule `adaptive`)",
+        ]
+        measured = measured_results(
+            single,
+            results=rows,
+            environment=before,
+            dataset_name=subject.dataset,
+            dataset_description=f"{', '.join(parts if share else parts[:2])}.",
+            command=self.command(subject, shows_directories=False),
+            extra=subject.facts,
+        )
+        return measured, single
 
-    def _decode(self, box: Box, batch_size: int, new_bytes: int, seconds: float, **options: Any) -> Bench:
-        first, *_ = box.models.values()
-        drafting = [drafting_method(_name(head, model), model, **options) for head, model in box.models.items()]
-        texts = excerpt_prompts(box.excerpts, self.most_prompts, self.seed, _PREFIX)
-        protocol = Protocol(MODES, (batch_size,), new_bytes, seconds=seconds, seed=self.seed)
-        bench = Bench([plain_method(first), *drafting], Writer(box.tokenizer, chats=False), protocol, control=False)
+    def _decode(
+        self, subject: Subject, methods: Sequence[Method], batch_size: int, new_tokens: int, seconds: float
+    ) -> Bench:
+        protocol = Protocol(subject.modes, (batch_size,), new_tokens, seconds=seconds, seed=self.seed)
+        bench = Bench(methods, subject.writer, protocol, control=False)
         bench.run(
-            [Prompt(str(number), (text,)) for number, text in enumerate(texts)],
+            subject.prompts(self.seed),
             lambda done, count: self.on_step(f"{done} of at most {count} calls, {batch_size} prompts at once"),
         )
         return bench
 
-    def _measured(self, box: Box, bench: Bench, **facts: Any) -> MeasuredResults:
-        packages = sorted({excerpt.package for excerpt in box.excerpts})
-        count = max(len(row.per_prompt) for row in facts["results"])
-        return measured_results(
-            bench,
-            dataset_name="held-out Python packages",
-            dataset_description=f"Source of {', '.join(packages)}, of which nothing was trained on: {count} "
-            f"prompt{'s' * (count > 1)} of up to {_PREFIX} bytes, each completed with {self.new_bytes} bytes (in "
-            f"batches with at most {_BATCH_BYTES}, and drafts as long as pays: the schedule `adaptive`).",
-            command=self.command,
-            extra={
-                f"Parameters of {_name(head, model)}": sum(each.numel() for each in model.head.parameters())
-                for head, model in box.models.items()
-            },
-            **facts,
-        )
 
-
-def _name(head: str, model: EvaByteForMTPC) -> str:
-    """Return the family of a head, and its rank if it has one."""
-    rank = model.config.mtp_head.rank
-    return head if rank in (None, 1) else f"{head} {rank}"
+def _adaptive(method: Method) -> Method:
+    """Return a method that drafts as much as pays; a tree keeps its form."""
+    drafts = method.drafter is not None and "draft_tree" not in method.options
+    return replace(method, options=_ADAPTIVE | method.options) if drafts else method
 
 
 def run_demo(
-    measurement: BoxMeasurement,
+    measurement: Measurement,
+    subject: Subject,
     output: str | Path = "tokenahead-demo",
-    directory: str | Path | None = None,
     overwrite: bool = False,
     console: Console | None = None,
 ) -> MeasuredResults:
-    """Measure the model in the box, show its outputs, and write results and figures into a directory.
+    """Measure a model, show its outputs, and write results and figures into a directory.
 
     Args:
         measurement: How much is measured.
+        subject: The model, its methods and prompts.
         output: The directory of results and figures. One that a demo made is written over.
-        directory: Another box than the installed one.
         overwrite: Write into a directory that no demo made; files of other names stay.
         console: None: the standard output.
 
@@ -123,28 +123,24 @@ def run_demo(
         The results, as saved in `results.json`.
 
     Raises:
-        BoxDamagedError: There is no box, or a file of it is missing or has a wrong checksum; the message names it.
         OSError: An output directory that cannot be used; it is checked before anything is measured.
+        ValueError: Nothing could be measured; the message says why.
     """
     console, output = console or Console(highlight=False), Path(output)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    box = Box.load(directory)
     check_output(output, overwrite)
-    model = next(iter(box.models.values()))
-    console.print(
-        f"The model in the box: EvaByte with {model.model.num_parameters():,} parameters, heads over {model.window} "
-        f"bytes: {', '.join(box.models)}. {hardware()}; about {measurement.seconds:g} seconds.",
-        markup=False,
-    )
+    words = f"{subject.words}. {hardware()}; about {measurement.seconds:g} seconds."
+    console.print(words, markup=False)
     with console.status("Measuring ...") as status:
         shown = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
-        measured, bench = shown.measure(box)
+        measured, bench = shown.measure(subject)
     _print(console, measured, bench)
-    notes = {"made_by": f"tokenahead {__version__} demo", "command": measurement.command}
+    notes = {"made_by": f"tokenahead {__version__} demo", "command": measured.command}
     replace_file(output / MARK, json.dumps(notes, indent=2) + "\n")
     write(output, measured)
-    words = f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} into {output}. The same: {measurement.command}."
+    words = f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} into {output}. "
+    words += f"The same: {measurement.command(subject)}"
     console.print(words, markup=False)
     return measured
 
@@ -161,10 +157,12 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
     console.print(legend())
-    for mode in (mode for mode in MODES if mode.name in _SHOWN):
+    for mode in (mode for mode in bench.protocol.modes if mode.name != _UNSHOWN):
         fastest = fastest_of(measured.results, mode.name)
-        console.rule(f"{mode.name}, head {fastest}", align="left")
-        console.print(coloured(next(completions_of(bench, str(fastest), mode)), bench.writer.tokenizer))
+        if fastest is None:
+            continue
+        console.rule(f"{mode.name}, {fastest}", align="left")
+        console.print(coloured(next(completions_of(bench, fastest, mode)), bench.writer))
     show(console, measured)
     load = measured.environment.get("load average, 1 min", "unknown")
     console.print(f"{measured.dataset_description} {measured.hardware}; load {load} before.", markup=False)
@@ -176,11 +174,11 @@ def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
 def fastest_of(results: Sequence[DecodingResult], mode: str) -> str | None:
     """Return the method with drafts of most bytes per second in a way of decoding, one prompt at a time."""
     rows = [row for row in results if row.decoding == mode and row.batch_size == 1 and row.draft_length]
-    return max(rows, key=lambda row: row.tokens_per_second).method
+    return max(rows, key=lambda row: row.tokens_per_second).method if rows else None
 
 
 PROMPT, DRAFTED, VERIFIED = "dim", "black on green", "black on yellow"
-"""Styles of the prompt, of accepted drafts and of bytes that the verifier added; a background shows blanks, too."""
+"""Styles of the prompt, of accepted drafts and of tokens that the verifier added; a background shows blanks, too."""
 
 
 def legend() -> Text:
@@ -190,11 +188,12 @@ def legend() -> Text:
     )
 
 
-def coloured(completion: Completion, tokenizer: PreTrainedTokenizerBase, prompt_lines: int = 4) -> Text:
+def coloured(completion: Completion, writer: Writer, prompt_lines: int = 4) -> Text:
     """Return the last lines of the prompt and its completion, every token in the colour of its origin."""
-    text = Text().append("".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:]), style=PROMPT)
+    prompt = "".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:])
+    text = Text().append(f"{prompt}{writer.gap}", style=PROMPT)
     for is_drafted, run in groupby(zip(completion.ids, completion.drafted), key=lambda pair: pair[1]):
-        piece = str(tokenizer.decode([token for token, _ in run]))
+        piece = str(writer.tokenizer.decode([token for token, _ in run]))
         text.append(visible(piece), style=DRAFTED if is_drafted else VERIFIED)
     return text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_NAME = "directory, or name on the Hub (owner/name)"
+NAME = "directory, or name on the Hub (owner/name)"
 _OF_WEIGHTS = {"choices": _DTYPES, "help": "of the weights (auto: the checkpoint's)"}
 _KEEPS = "; as the card there says if left out"
 _METHODS = (
@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type, *exclusive: str) ->
 class GenerateRequest:
     """Options of `tokenahead generate`. Greedy, unless `temperature`, `top_k` or `top_p` asks for samples."""
 
-    model: str = option(help=_NAME)
+    model: str = option(help=NAME)
     prompt: str = option("", "the text to complete; '-', or none: the standard input; write '--' before a prompt that "
                           "begins with '-'", positional=True, nargs="?", default=None)  # fmt: skip
     heads: str | None = option(None, "directory, or name on the Hub, of heads that were trained for this model")
@@ -103,7 +103,7 @@ class GenerateRequest:
 class BenchRequest:
     """Options of `tokenahead bench`."""
 
-    model: str = option(help=_NAME)
+    model: str = option(help=NAME)
     prompts: Path = option(
         help="Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line", type=Path
     )
@@ -129,7 +129,7 @@ class BenchRequest:
 class CardRequest:
     """Options of `tokenahead card`."""
 
-    model: str = option(help=_NAME, positional=True)
+    model: str = option(help=NAME, positional=True)
     results: Path | None = option(
         None, "file of results of `tokenahead bench`; the one beside the card if left out", type=Path, metavar="FILE"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -87,6 +88,11 @@ def without_directories(name: str) -> str:
     path = Path(name).expanduser()
     is_here = path.is_absolute() or path.exists() or name.startswith(".")
     return path.name or path.resolve().name if is_here else name
+
+
+def shown_word(word: str) -> str:
+    """Return an argument of a command as a card shows it, see `without_directories`."""
+    return "".join(part and without_directories(part) for part in re.split("([=:?])", word))
 
 
 def check_same(where: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -16,17 +16,14 @@ from typing import Any
 import torch
 
 from ..configuration.fields import field
-from ..generation.attach import MTPGenerationMixin
 from ..generation.call.sequences import Sequences
 from ..generation.drafters.ngram import NgramDrafter
 from ..generation.target.backbones import takes_dense_masks
 from ..generation.trees import DraftTree, VerificationResult
 from ..generation.verification.verifiers import Verifier
-from .box import load_box
+from .demo_subjects import described, load_methods
 from .evaluation.decoding import GREEDY, Run, decode, sampled
-from .evaluation.methods import methods_of
 from .evaluation.prompts import Prompt, Writer
-from .loading import load_model
 from .utils import needs_extra
 
 _CODE, _WORDS = 'import json\n\n\ndef read_lines(path):\n    """', "Write a short story about a lighthouse keeper."
@@ -91,17 +88,10 @@ class Author:
     """A model with a drafter, which writes one text at a time; see `build`."""
 
     def __init__(self, model: str | None = None, drafter: str | None = None) -> None:
-        self.model, tokenizer = load_model(model) if model else load_box()
-        drafter = drafter or ("own" if isinstance(self.model, MTPGenerationMixin) else "ngram")
-        methods, refused = methods_of([drafter], self.model)
-        if refused or methods[-1].drafter is None:
-            reason = next(iter(refused.values()), "its drafts cannot be watched")
-            raise ValueError(f"--drafter {drafter}: {reason.removeprefix('--methods ')}")
-        self.plain, self.method, self.writer = methods[0], methods[-1], Writer(tokenizer, chats=bool(model))
-        self.gap = "\n\n" if model and tokenizer.chat_template else ""
+        self.model, tokenizer, self.plain, self.method = load_methods(model, drafter)
+        self.writer = Writer(tokenizer, chats=bool(model))
         self.example, self.temperature = (_WORDS, 0.0) if model else (_CODE, 0.7)  # the box repeats itself where greedy
-        about = f"{self.model.num_parameters():,} parameters, {str(self.model.dtype).removeprefix('torch.')}"
-        self.name = f"{model or 'The model in the box'} ({about}), drafts: {drafter}"
+        self.name = described(self.model, model, self.method)
         self.draws_trees = self.method.drafter.drafts_trees and takes_dense_masks(self.model)
         self.spelled = lru_cache(1 << 14)(lambda *ids: tokenizer.decode(list(ids)))
         self.worker = ThreadPoolExecutor(1)  # visitors take turns, also after one who left in the middle
@@ -152,7 +142,7 @@ class Author:
 
     def text(self, prompt: str, before: list[int], cycles: Sequence[Cycle], size: int = 1 << 30) -> str:
         """Return the prompt, whose ids are `before`, and the first `size` tokens of cycles as HTML."""
-        ids, parts = list(before), [f'<span class="prompt">{escape(prompt)}{self.gap}</span>']
+        ids, parts = list(before), [f'<span class="prompt">{escape(prompt)}{self.writer.gap}</span>']
         for origin, tokens in (span for cycle in tuple(cycles) for span in cycle.spans()):
             tokens = tokens[: len(before) + size - len(ids)]
             # an incomplete character belongs to the token that completes it

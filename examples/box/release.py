@@ -47,7 +47,8 @@ from tokenahead.training.box import (
     sha256,
 )
 from tokenahead.training.commands.bench import RESULTS, write
-from tokenahead.training.demo import BoxMeasurement
+from tokenahead.training.demo import Measurement
+from tokenahead.training.demo_subjects import box_subject
 
 DRAFTED = 5
 """Bytes that a head of the box drafts unless its release or the user chose otherwise; figures are in `docs/box.md`."""
@@ -57,7 +58,7 @@ _EXCERPTS, _WINDOWS = 128, 64
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def release(run: Path, output: Path, drafts: dict[str, int], measurement: BoxMeasurement) -> None:
+def release(run: Path, output: Path, drafts: dict[str, int], measurement: Measurement) -> None:
     """Write the box of a run; an older one is replaced as a whole.
 
     Raises:
@@ -82,7 +83,7 @@ def release(run: Path, output: Path, drafts: dict[str, int], measurement: BoxMea
         _measure(scratch, measurement, before)
 
 
-def measure_again(box: Path, drafts: dict[str, int], measurement: BoxMeasurement, heads: dict[str, str]) -> None:
+def measure_again(box: Path, drafts: dict[str, int], measurement: Measurement, heads: dict[str, str]) -> None:
     """Measure a box on this machine, and replace its results; the weights stay, but for the heads that are given.
 
     Raises:
@@ -157,11 +158,11 @@ def window_bits(model: EvaByteForMTPC, ids: torch.Tensor, batch_size: int = 8) -
     return torch.cat(found)
 
 
-def _measure(folder: Path, measurement: BoxMeasurement, before_rounding: dict[str, float]) -> None:
+def _measure(folder: Path, measurement: Measurement, before_rounding: dict[str, float]) -> None:
     """Write results, figures and card of a sealed box, and seal it anew."""
     box = Box.load(folder)
     bits = window_bits(next(iter(box.models.values())), excerpt_windows(box.excerpts))
-    measured, _ = measurement.measure(box)
+    measured, _ = measurement.measure(box_subject(folder))
     write(folder, replace(measured, bits_per_byte=float(bits.mean()), extra=measured.extra | before_rounding))
     write_box_card(folder)
     seal(folder)
@@ -272,7 +273,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    measurement = BoxMeasurement(arguments.seconds, batch_size=8, on_step=lambda words: print(words, flush=True))
+    measurement = Measurement(arguments.seconds, batch_size=8, on_step=lambda words: print(words, flush=True))
     if arguments.run is None:
         measure_again(arguments.output, arguments.drafts, measurement, arguments.heads)
     else:

@@ -17,9 +17,10 @@ from transformers import TrainerCallback
 from tests.boxes import CONFIG, HELD_OUT, ROOT, TRAIN, card, release, text, train
 from tests.internals import (
     BoxDamagedError,
-    BoxMeasurement,
     Excerpt,
+    Measurement,
     box_directory,
+    box_subject,
     check_box,
     load_box,
 )
@@ -29,7 +30,7 @@ from tokenahead.model_cards import MeasuredResults
 RECIPE = train.Recipe(
     config=CONFIG, phases=[(4, 32, 1), (2, 64, 1)], ranks={"ff": 1, "btree": 2}, head_steps=2, save_steps=3
 )
-FEW = BoxMeasurement(seconds=0.1, new_bytes=12, most_prompts=2, batch_size=2)
+FEW = Measurement(seconds=0.1, new_tokens=12, batch_size=2)
 
 
 def packages(*_: object, only_held_out: bool = False) -> Iterator[text.Package]:
@@ -121,7 +122,13 @@ def test_a_released_box_is_whole_and_loads(box: Path, run: Path) -> None:
         if name != "draft_heads.weight":  # those are the FF heads'
             assert torch.equal(weight, trained[name].bfloat16().float()), name
     told = (box / "README.md").read_text()
-    for words in ("frontier.png", "| held out | requests | 1 |", "btree 2", "Recipe: `{", FEW.command):
+    for words in (
+        "frontier.png",
+        "| held out | requests | 1 |",
+        "btree 2",
+        "Recipe: `{",
+        FEW.command(box_subject(box)),
+    ):
         assert words in told, words
     assert str(ROOT) not in told and str(box.parent) not in told
     assert "Apache License" in (box / "LICENSES.txt").read_text()

@@ -136,8 +136,10 @@ def test_a_drafter_that_does_not_fit_is_named(llama, drafter, message):
         web.Author(llama, drafter)
 
 
-def test_options_of_the_page_need_the_page(capsys, tmp_path):
-    assert run("--heads", tmp_path) == 1 and "--web" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [("--web", "--model", "m"), ()], ids=["of the page", "without a model"])
+def test_prompts_of_a_file_need_a_model_in_the_terminal(capsys, tmp_path, words):
+    assert run(*words, "--prompts", tmp_path / "p.txt") == 1
+    assert "--prompts needs a --model" in capsys.readouterr().err
 
 
 def test_a_missing_gradio_is_named_before_anything_is_loaded(capsys, monkeypatch):

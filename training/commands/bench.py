@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sys
 from itertools import product
 from pathlib import Path
@@ -28,7 +27,7 @@ from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
 from ..requests import BenchRequest
 from ..results import DecodingResult, MeasuredResults
-from ..utils import check_same, needs_extra, replace_figure, replace_file, without_directories
+from ..utils import check_same, needs_extra, replace_figure, replace_file, shown_word
 
 with needs_extra("demo", "figures"):
     from matplotlib.axes import Axes
@@ -112,27 +111,19 @@ def _run(bench: Bench, prompts: list[Prompt], console: Console) -> None:
 
 def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> MeasuredResults:
     names = {name for line in bench.lines for name in line.prompts}
-    many: dict[str, str | int | float] = {
-        f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in bench.refused.items()
-    }
     return measured_results(
         bench,
         dataset_name=request.prompts.name,
         dataset_description=f"{len(names)} prompts, all turns, answers of at most {request.new_tokens} tokens"
         f"{', none ended earlier' * request.force_length}",
-        command=" ".join(["tokenahead", *map(_shown, sys.argv[1:])]),
+        command=" ".join(["tokenahead", *map(shown_word, sys.argv[1:])]),
         extra={
             "Model": Path(request.model).name,
             "Chat template": bench.writer.template,
             "Largest error of logits, a block against single tokens": largest_error(bench.lines),
         },
-        not_measured=many | refused,
+        not_measured=bench.not_measured | refused,
     )
-
-
-def _shown(word: str) -> str:
-    """Return an argument without the directories of this machine, which no card may show."""
-    return "".join(part and without_directories(part) for part in re.split("([=:?])", word))
 
 
 def show(console: Console, measured: MeasuredResults) -> None:

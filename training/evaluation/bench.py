@@ -136,6 +136,11 @@ class Bench:
         drafters = [method.drafter for method in methods if isinstance(method.drafter, BaseDrafter)]
         self.restore_points = [drafter.restore_point() for drafter in drafters]
 
+    @property
+    def not_measured(self) -> dict[str, str | int | float]:
+        """What failed, and why."""
+        return {f"{method}, {mode}, batch {size}": reason for (method, mode, size), reason in self.refused.items()}
+
     def run(self, prompts: Sequence[Prompt], on_unit: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Measure until all is done or the time is over; what earlier runs left in the directory is not repeated.
 

@@ -130,6 +130,11 @@ class Writer:
         return "the tokenizer's chat template" if self._uses_template else "none, prompts as they are"
 
     @property
+    def gap(self) -> str:
+        """What stands between a prompt and the answer where both are shown."""
+        return "\n\n" if self._uses_template else ""
+
+    @property
     def _uses_template(self) -> bool:
         return self.chats and self.tokenizer.chat_template is not None
 

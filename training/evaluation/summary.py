@@ -68,6 +68,7 @@ def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
         "unit": unit_of(bench.writer.tokenizer),
         "results": results_of(bench),
         "environment": environment(),
+        "not_measured": bench.not_measured,
     }
     return MeasuredResults(**fields | facts)
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tests.internals import Completion, drafted_flags, explanation, tables
+from tests.internals import Completion, Writer, drafted_flags, explanation, tables
 from tests.internals import demo_report as report
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import DecodingResult, MeasuredResults
@@ -16,7 +16,7 @@ def ids(text: str | bytes) -> list[int]:
 
 
 def coloured(completion: Completion, **options):
-    return report.coloured(completion, EvaByteTokenizer(), **options)
+    return report.coloured(completion, Writer(EvaByteTokenizer(), chats=False), **options)
 
 
 def result(**changes) -> DecodingResult:

@@ -8,19 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.boxes import untrained_box
 from tests.internals import (
     MARK,
-    Box,
     BoxDamagedError,
-    BoxMeasurement,
+    Measurement,
+    box_subject,
     check_output,
+    model_subject,
     run_demo,
 )
+from tokenahead import EvaByteTokenizer, MTPHeads
 from tokenahead.model_cards import MeasuredResults
 
-FEW = {"seconds": 0.1, "new_bytes": 20, "most_prompts": 2}
+FEW = {"seconds": 0.1, "new_tokens": 20}
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +34,9 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     threads = torch.get_num_threads()
-    measured = run_demo(BoxMeasurement(batch_size=2, **FEW), tmp_path / "out", box, console=console)
+    measured = run_demo(Measurement(batch_size=2, **FEW), box_subject(box, 2), tmp_path / "out", console=console)
     shown = " ".join(console.file.getvalue().split())
-    for words in ("drafted and accepted", "greedy, head", "sampled, T=1, head", "batch 2", "--batch-size 2"):
+    for words in ("drafted and accepted", "greedy, ", "sampled, T=1, ", "batch 2", "--batch-size 2"):
         assert words in shown, words
     assert torch.get_num_threads() == threads
     assert MeasuredResults.from_json(tmp_path / "out" / "results.json") == measured
@@ -43,8 +46,7 @@ def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -
 
 
 def test_results_come_with_their_circumstances(box: Path) -> None:
-    loaded = Box.load(box)
-    measured, bench = BoxMeasurement(**FEW).measure(loaded)
+    measured, bench = Measurement(**FEW).measure(box_subject(box, 2))
     names = ["plain", "ff", "btree 2"]
     assert [method.name for method in bench.methods] == names
     modes = "greedy", "sampled, T=0.7", "sampled, T=1"
@@ -66,7 +68,7 @@ def test_a_damaged_file_is_named_before_anything_is_measured(box: Path, tmp_path
     weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     try:
         with pytest.raises(BoxDamagedError, match=r"btree\.safetensors"):
-            run_demo(BoxMeasurement(), tmp_path / "out", box)
+            run_demo(Measurement(), box_subject(box), tmp_path / "out")
     finally:
         weights.write_bytes(before)
     assert not (tmp_path / "out").exists()
@@ -83,3 +85,91 @@ def test_someone_elses_directory_is_refused_unless_told_otherwise(tmp_path: Path
     check_output(tmp_path, overwrite=False)
     with pytest.raises(FileExistsError, match=r"notes\.txt"):
         check_output(tmp_path / "notes.txt", overwrite=True)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Directories of a model with a chat template, and of heads for it."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder / "model")
+    tokenizer = EvaByteTokenizer()
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    tokenizer.save_pretrained(folder / "model")
+    MTPHeads.from_backbone(model, window=3).save_pretrained(folder / "heads")
+    return str(folder / "model"), str(folder / "heads")
+
+
+def test_ones_own_model_is_shown_with_its_drafter(llama: tuple[str, str], tmp_path: Path) -> None:
+    model, heads = llama
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    subject = model_subject(model, f"heads:{heads}")
+    measured = run_demo(Measurement(**FEW), subject, tmp_path / "out", console=console)
+    shown = " ".join(console.file.getvalue().split())
+    words = "drafts: heads:heads", "drafted and accepted", "greedy, heads:heads", "sampled, T=1, heads:heads"
+    for each in (*words, "lighthouse keeper", f"--model {model} --drafter heads:{heads}", "1 prompt,"):
+        assert each in shown, each
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"bench.png", "demo.json", "results.json", "frontier.png"}
+    assert [(row.method, row.identical) for row in measured.results if row.decoding == "greedy"] == [
+        ("plain", None),
+        ("heads:heads", True),
+    ]
+    assert (
+        measured.command == "tokenahead demo --model model --drafter heads:heads --seconds 0.1 --new-tokens 20 --seed 0"
+    )
+    assert measured.extra == {"Model": "model", "Chat template": "the tokenizer's chat template"}
+
+
+def test_prompts_of_a_file_take_the_place_of_the_requests(llama: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "ab", "category": "letters"}\n')
+    subject = model_subject(llama[0], prompts=tmp_path / "asked.jsonl")
+    assert [prompt.turns for prompt in subject.prompts(0)] == [("ab",)]
+    assert [method.name for method in subject.methods] == ["plain", "ngram"]
+    assert subject.writer.batch(subject.prompts(0), [[]], torch.device("cpu"))["input_ids"][0].tolist()[-1] == 64 + ord(
+        ">"
+    )
+    measured, _ = Measurement(**FEW).measure(subject)
+    assert measured.dataset_description == "Prompts of letters: 1 prompt, each completed with at most 20 bytes."
+
+
+def test_batches_draft_as_much_as_pays_but_trees_keep_their_form(llama: tuple[str, str]) -> None:
+    for drafter in ("ngram", 'ngram?draft_tree={"top_k":2}'):
+        measured, _ = Measurement(batch_size=2, **FEW).measure(model_subject(llama[0], drafter))
+        assert len([row for row in measured.results if row.batch_size == 2]) == 4, measured.not_measured
+
+
+def test_a_model_with_another_drafter_in_the_box() -> None:
+    subject = model_subject(None, "ngram")
+    assert [method.name for method in subject.methods] == ["plain", "ngram"] and subject.arguments == [
+        "--drafter",
+        "ngram",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [
+        ("heads:nowhere", r"--drafter heads:nowhere: nowhere: no such directory"),
+        ("own", r"--drafter own: a LlamaForCausalLM does not draft"),
+        ("transformers:prompt_lookup", "cannot be watched"),
+        ("plain", "cannot be watched"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_named(llama: tuple[str, str], drafter: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        model_subject(llama[0], drafter)
+
+
+def test_what_fails_everywhere_says_why(llama: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = model_subject(llama[0])
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(type(subject.methods[0].model), "generate", fails)
+    with pytest.raises(ValueError, match="no such kernel"):
+        Measurement(**FEW).measure(subject)

@@ -1,0 +1,152 @@
+"""What a demo shows: a model with plain decoding and its drafters, and the prompts that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..generation.attach import MTPGenerationMixin
+from ..modeling import EvaByteForMTPC
+from .box import Box, excerpt_prompts, load_box
+from .evaluation.decoding import MODES, DecodingMode, Method
+from .evaluation.methods import drafting_method, methods_of, plain_method
+from .evaluation.prompts import Prompt, Writer, read_prompts
+from .loading import load_model
+from .utils import shown_word
+
+_PREFIX = 320  # bytes of the held-out prefixes that the model in the box completes
+_PREFIXES = 32
+_REQUESTS = {
+    "writing": "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "coding": "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "mathematics": "A baker sells 3 rolls for 2 euros. How much do 12 rolls cost? Explain it step by step.",
+    "extraction": "List the names and the years in this text, a line for each: Anna Berg founded the mill in 1891. Her "
+    "nephew Olof Lind sold it in 1924 to Maria Santos, who had come from Porto in 1910.",
+    "planning": "Plan a day in the mountains for a family with two small children, hour by hour.",
+    "rewriting": "Correct the mistakes in this text: Yesterday we was walking to the lake, and their we seen two swan "
+    "who was sleeping under a old tree.",
+    "knowledge": "Why is the sky blue, and why is it red in the evening?",
+    "translation": "Translate into French: The train to the coast leaves at nine, and the last one back at seven.",
+}
+"""By category, what a model is asked where no prompts are given."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its methods and its prompts.
+
+    Attributes:
+        words: The model and its drafters, in a line.
+        methods: The first decodes plainly.
+        writer: Makes ids of prompts.
+        prompts: From a seed to the prompts.
+        dataset: Short name of the prompts.
+        description: What they are.
+        modes: Ways of decoding.
+        arguments: Of `tokenahead demo`, which name the subject.
+        facts: To show beside the results, by name.
+    """
+
+    words: str
+    methods: Sequence[Method]
+    writer: Writer
+    prompts: Callable[[int], list[Prompt]]
+    dataset: str
+    description: str
+    modes: Sequence[DecodingMode] = MODES
+    arguments: Sequence[str] = ()
+    facts: dict[str, str | int | float] = field(default_factory=dict)
+
+
+def box_subject(directory: str | Path | None = None, prompts: int = _PREFIXES) -> Subject:
+    """Return the model in the box (None: the installed one) with each of its heads, and held-out code to complete.
+
+    Raises:
+        BoxDamagedError: There is no box, or a file of it is missing or has a wrong checksum; the message names it.
+    """
+    box = Box.load(directory)
+    first, *_ = box.models.values()
+    names = {head: _name(head, model) for head, model in box.models.items()}
+    packages = sorted({excerpt.package for excerpt in box.excerpts})
+
+    def beginnings(seed: int) -> list[Prompt]:
+        texts = excerpt_prompts(box.excerpts, prompts, seed, _PREFIX)
+        return [Prompt(str(number), (text,)) for number, text in enumerate(texts)]
+
+    return Subject(
+        words=f"The model in the box: EvaByte with {first.model.num_parameters():,} parameters, heads over "
+        f"{first.window} bytes: {', '.join(box.models)}",
+        methods=[plain_method(first), *(drafting_method(names[head], model) for head, model in box.models.items())],
+        writer=Writer(box.tokenizer, chats=False),
+        prompts=beginnings,
+        dataset="held-out Python packages",
+        description=f"Source of {', '.join(packages)}, of which nothing was trained on, prompts of up to {_PREFIX} "
+        "bytes",
+        facts={
+            f"Parameters of {names[head]}": sum(each.numel() for each in model.head.parameters())
+            for head, model in box.models.items()
+        },
+    )
+
+
+def _name(head: str, model: EvaByteForMTPC) -> str:
+    """Return the family of a head, and its rank if it has one."""
+    rank = model.config.mtp_head.rank
+    return head if rank in (None, 1) else f"{head} {rank}"
+
+
+def model_subject(model: str | None, drafter: str | None = None, prompts: Path | None = None) -> Subject:
+    """Return a model, what drafts for it, and prompts.
+
+    Args:
+        model: Directory, or name on the Hub; None: the model in the box.
+        drafter: A method of `tokenahead bench`; None: the model's own drafts, or n-grams.
+        prompts: A file of prompts, as `read_prompts` takes it; None: a short request of each of eight kinds.
+
+    Raises:
+        FileNotFoundError: No such directory or file.
+        OSError: What the Hub cannot give.
+        ValueError: No model, prompts that cannot be read, or a drafter that does not fit.
+    """
+    requests = [Prompt(name, (text,), name) for name, text in _REQUESTS.items()]
+    asked = read_prompts(prompts)[0] if prompts else requests
+    loaded, tokenizer, plain, drafting = load_methods(model, drafter)
+    writer = Writer(tokenizer, chats=bool(model))
+    given = {"model": model, "drafter": drafter, "prompts": prompts}
+    return Subject(
+        words=described(loaded, model, drafting),
+        methods=[plain, drafting],
+        writer=writer,
+        prompts=lambda seed: asked,
+        dataset=prompts.name if prompts else "short requests",
+        description=f"{'Prompts' if prompts else 'Requests'} of "
+        f"{', '.join(dict.fromkeys(prompt.category for prompt in asked))}",
+        modes=(MODES[0], MODES[-1]),
+        arguments=[word for name, value in given.items() if value for word in (f"--{name}", str(value))],
+        facts={"Model": shown_word(model or "the model in the box"), "Chat template": writer.template},
+    )
+
+
+def load_methods(
+    model: str | None, drafter: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Method, Method]:
+    """Return a model, its tokenizer, plain decoding, and the method of `tokenahead bench` that drafts.
+
+    See `model_subject`.
+    """
+    loaded, tokenizer = load_model(model) if model else load_box()
+    drafter = drafter or ("own" if isinstance(loaded, MTPGenerationMixin) else "ngram")
+    methods, refused = methods_of([drafter], loaded)
+    if refused or methods[-1].drafter is None:
+        reason = next(iter(refused.values()), "its drafts cannot be watched")
+        raise ValueError(f"--drafter {drafter}: {reason.removeprefix('--methods ')}")
+    return loaded, tokenizer, methods[0], methods[-1]
+
+
+def described(model: PreTrainedModel, name: str | None, method: Method) -> str:
+    """Return a model and what drafts for it, in a line."""
+    about = f"{model.num_parameters():,} parameters, {str(model.dtype).removeprefix('torch.')}"
+    return f"{name or 'The model in the box'} ({about}), drafts: {method.name}"

@@ -36,6 +36,8 @@ class EagleHeadConfig(LlamaConfig):
         norm_output: The feature that a row returns is normed (EAGLE-3.1).
         mask_token_id: P-EAGLE: all drafts but the first come from rows of this token and of learned states
             (`mask_hidden`), which run at once; None: a row after the other.
+        draft_length: Tokens of a draft where no option sets a number, the length that pays for this backbone; None: 5, as
+            in published chains.
         loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
         layout: Layout of `save_pretrained`.
         base_model_name_or_path: Name of the backbone that the head was trained for, for information.
@@ -70,6 +72,7 @@ class EagleHeadConfig(LlamaConfig):
     fc_norm: bool = False
     norm_output: bool = False
     mask_token_id: int | None = None
+    draft_length: int | None = None
     loss_options: dict[str, Any] | None = None
     layout: str = "tokenahead"
     base_model_name_or_path: str | None = None
@@ -91,7 +94,7 @@ class EagleHeadConfig(LlamaConfig):
 
     def validate_architecture(self) -> None:
         """Refuse contradictory values; the message names the field and the allowed values."""
-        check_values(self, {"version": (1, 3), "layout": LAYOUTS}, {"num_hidden_layers": 1})
+        check_values(self, {"version": (1, 3), "layout": LAYOUTS}, {"num_hidden_layers": 1, "draft_length": 1})
         heads, shared = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         drafted, head_dim = self.draft_vocab_size or 0, self.head_dim or self.hidden_size // heads
         of_aux = {"norm_before_fc": self.norm_before_fc, "fc_norm": self.fc_norm}

@@ -141,8 +141,8 @@ class EagleHead(
         return None
 
     def default_draft(self) -> int:
-        """Return the length of published chains."""
-        return _CHAIN
+        """Return the config's `draft_length`, or the length of published chains."""
+        return self.config.draft_length or _CHAIN
 
     def start(self, options: DraftOptions) -> EagleSession:
         """Return the draft session of one call of `generate`."""

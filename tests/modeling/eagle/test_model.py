@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -217,6 +218,25 @@ def test_default_layers_need_seven():
     assert head.attach(tiny_backbone(num_hidden_layers=7)).hidden_layers == [2, 3, 4]
     with pytest.raises(ValueError, match="aux_layers="):
         head.detach().attach(tiny_backbone(num_hidden_layers=6))
+
+
+def test_the_length_of_drafts_is_saved_and_an_option_of_a_call_overrides_it(tmp_path):
+    model = tiny_backbone()
+    head = EagleHead.from_backbone(model, version=1)
+    options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, return_dict_in_generate=True)
+
+    def drafted(head, **more):
+        told = model.generate(IDS[:1], assistant_model=head, **options, **more).speculation
+        return max(map(len, told.rows_drafts[0]))
+
+    assert drafted(head) == 5
+    head.config.draft_length = 2
+    head.save_pretrained(tmp_path)
+    head.detach()
+    head = EagleHead.from_pretrained(tmp_path).attach(model)
+    assert drafted(head) == 2 and drafted(head, num_assistant_tokens=3) == 3
+    with pytest.raises(StrictDataclassError, match="draft_length=0 must be at least 1"):
+        EagleHeadConfig(draft_length=0)
 
 
 def test_a_head_must_be_attached():

@@ -36,8 +36,8 @@ class EagleHeadConfig(LlamaConfig):
         norm_output: The feature that a row returns is normed (EAGLE-3.1).
         mask_token_id: P-EAGLE: all drafts but the first come from rows of this token and of learned states
             (`mask_hidden`), which run at once; None: a row after the other.
-        draft_length: Tokens of a draft where no option sets a number, the length that pays for this backbone; None: 5, as
-            in published chains.
+        draft_length: Tokens of a draft where no option sets a number, the length that pays for this backbone; None: 5,
+            as in published chains.
         loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
         layout: Layout of `save_pretrained`.
         base_model_name_or_path: Name of the backbone that the head was trained for, for information.

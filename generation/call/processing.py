@@ -58,6 +58,7 @@ class Processing:
         self.processors, self.pad, self.ends = list(processors), pad, ends
         self.pointwise = [p for p in self.processors if type(p) in POINTWISE]
         self.is_known = all(type(p) in KNOWN or is_automaton(p) for p in self.processors)
+        self.reads_ids = any(type(p) is library.SuppressTokensLogitsProcessor for p in self.pointwise)
         self.is_pointwise = len(self.pointwise) == len(self.processors)
         self.constraints = Constraints(self.processors, ends, prompt_length)
         self.unchecked = _CHECKED

@@ -115,20 +115,20 @@ def drawn_tree(
     are worth most, may depend on all draws before.
 
     Args:
-        distribution: [B, V] probabilities of the first token, as they are to be sampled (temperature, top-k, ...
+        distribution: [B, v] probabilities of the first token, as they are to be sampled (temperature, top-k, ...
             applied).
-        expand: Returns probabilities [B, k, V], as they are to be sampled.
+        expand: Returns probabilities [B, k, v], as they are to be sampled.
         depth: Calls of `expand`; paths are one longer.
         top_k: The most children per node, and nodes in the frontier.
         total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
         generator: Source of randomness.
-        columns: [v] int64, the tokens that any distribution has; no others are drawn. None: all of them.
+        columns: [v] int64, the tokens that the columns of distributions stand for. None: column i is token i.
 
     Raises:
         ValueError: A size that leaves nothing to draft.
     """
     check_size(depth, top_k, total_tokens)
-    width = min(top_k, distribution.shape[-1] if columns is None else len(columns))
+    width = min(top_k, distribution.shape[-1])
     sizes = level_sizes(depth + 1, width, total_tokens - 1)
     rows = cached_arange(len(distribution), distribution.device)[:, None]
     probs = distribution.new_zeros(len(distribution), sum(sizes) + 1, distribution.shape[1])
@@ -136,25 +136,26 @@ def drawn_tree(
     tokens, parents = [], []
     for level, size in enumerate(sizes):
         probs[rows, index] = q
-        token, worth, parent = _draw_children(q, worth, width, size, generator, columns)
+        token, worth, parent = _draw_children(q, worth, width, size, generator)
+        token = token if columns is None else columns[token]
         tokens.append(token)
         parents.append(index.gather(1, parent) - 1)
         if level + 1 < len(sizes):
             best = _best(worth, min(width, size))
             q = expand(token.gather(1, best), parent.gather(1, best) if level else torch.full_like(best, -1))
             worth, index, start = worth.gather(1, best), best + start, start + size
-    return DraftTree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), probs, depth=len(sizes))
+    nodes = torch.cat(tokens, dim=1), torch.cat(parents, dim=1)
+    return DraftTree(*nodes, probs, depth=len(sizes), columns=columns)
 
 
 def _draw_children(
-    q: Tensor, worth: Tensor, width: int, size: int, generator: torch.Generator | None, columns: Tensor | None
+    q: Tensor, worth: Tensor, width: int, size: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, chances that their paths are accepted, and parents (in the frontier) of a level, all [B, size].
+    """Return columns of tokens, chances that their paths are accepted, and parents (in the frontier) of a level, all [B, size].
 
-    The frontier has distributions q [B, k, V], and its paths the chances `worth` [B, k]; `width` is the most children
+    The frontier has distributions q [B, k, v], and its paths the chances `worth` [B, k]; `width` is the most children
     per node, and `size` their number in all.
     """
-    q = q if columns is None else q.index_select(-1, columns)
     drawn = race_order(q, width, generator)
     # of what will be drawn only the distribution is known: the first draw has its own mean probability, the others next
     # to none
@@ -164,8 +165,7 @@ def _draw_children(
     own = q.gather(-1, drawn)
     left = (1 - own.cumsum(-1) + own).clamp(min=torch.finfo(q.dtype).eps)
     reached = (worth[..., None] * _chance_accepted((own / left).clamp(max=1)) * (own > 0)).flatten(1)
-    tokens = drawn if columns is None else columns[drawn]
-    return tokens.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
+    return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
 
 
 def _chance_accepted(q: Tensor) -> Tensor:

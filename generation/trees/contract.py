@@ -41,6 +41,8 @@ class DraftTree:
         certain: [B, m] bool, nodes of a drawn tree that were not drawn: their tokens are certain given those before
             their parents' children, precede the drawn ones among these, and are taken out of `probs` for them.
             Whether there is such a node must not depend on draws among its siblings. None: all nodes were drawn.
+        columns: [v] int64, the tokens that the columns of `probs` [B, m + 1, v] stand for, of a drawn tree; all others
+            have no probability. None: every token has a column.
         auxiliary: Positions after the nodes in the block; only their drafter reads them.
         is_chain: Whether node i is the parent of node i + 1 everywhere, as `chain` makes it.
     """
@@ -52,6 +54,7 @@ class DraftTree:
     depth: int = sys.maxsize
     num_nodes: Tensor | None = None
     certain: Tensor | None = None
+    columns: Tensor | None = None
     auxiliary: Any = None
     is_chain: bool = False
 

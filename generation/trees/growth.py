@@ -145,10 +145,13 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
     else:
         tree["depth"] = min(tree["depth"], length - 1)
         if options.do_sample:
+            # masks may leave tokens without a column alone, and processors of ids count all of them
+            by_column = growth.draft_ids if masks is None and not options.processing.reads_ids else None
+            own = () if by_column is not None else vocabulary
             return drawn_tree(
-                draft_probs(logits, options, *vocabulary),
-                lambda tokens, parents: draft_probs(after(tokens, parents), options, *vocabulary),
-                columns=growth.draft_ids if masks is None else None,  # masks may leave others alone
+                draft_probs(logits, options, *own),
+                lambda tokens, parents: draft_probs(after(tokens, parents), options, *own),
+                columns=by_column,
                 **tree,
             )
         likely = dynamic_tree(ranking(logits), ranked_after, **tree)

@@ -27,6 +27,8 @@ It comes before the drawn ones, whose q is the drafter's without that token.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -275,13 +277,38 @@ def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Te
     Raises:
         ValueError: An unknown rule.
     """
-    accept, rest = _acceptance(tree, p, rule)
-    return accept, _or_target(rest, p)
+    check_rule(rule)
+    small, target = _over_columns(tree, p)
+    accept, rest = _acceptance(small, target, rule)
+    return accept, _or_target(_over_tokens(tree, rest, target, p), p)
+
+
+def _over_columns(tree: DraftTree, p: Tensor) -> tuple[DraftTree, Tensor]:
+    """Return a tree and its target over the tokens that were drafted and one more, which stands for all the others.
+
+    Verification takes the same from all others, in proportion: none of them can have been drawn.
+    """
+    if tree.columns is None or tree.probs is None:
+        return tree, p
+    size, some = len(tree.columns), p.index_select(-1, tree.columns)
+    others = (p.sum(-1, keepdim=True) - some.sum(-1, keepdim=True)).clamp(min=0)
+    numbers = torch.full_like(p[0, 0], size, dtype=torch.int64)
+    numbers.index_copy_(0, tree.columns, cached_arange(size, p.device))
+    probs = torch.nn.functional.pad(tree.probs, (0, 1))
+    small = replace(tree, tokens=numbers[tree.tokens], probs=probs, columns=None)
+    return small, torch.cat([some, others], dim=-1)
+
+
+def _over_tokens(tree: DraftTree, rest: Tensor, target: Tensor, p: Tensor) -> Tensor:
+    """Return residuals [..., V] of what `_over_columns` made: those of the target p [..., V]."""
+    if tree.columns is None or tree.probs is None:
+        return rest
+    share = (rest[..., -1:] / target[..., -1:]).nan_to_num(nan=0.0)  # 0 / 0 where the others have nothing
+    return (share * p).index_copy_(-1, tree.columns, rest[..., :-1])
 
 
 def _acceptance(tree: DraftTree, p: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     """Return `accept` of `tree_acceptance`, and residuals that are 0 where rounding left none."""
-    check_rule(rule)
     rows, places, tiny = cached_arange(len(p), p.device), tree.parents + 1, torch.finfo(p.dtype).tiny
     accept, rest, probs = torch.ones_like(p[..., 0]), p.clone(), _own_probs(tree, p.dtype)
     for node in range(tree.tokens.shape[1]):
@@ -307,12 +334,14 @@ def verify_drawn_tree(
     tree: DraftTree, p: Tensor, rule: str = "block", generator: torch.Generator | None = None
 ) -> VerificationResult:
     """Draw from the probabilities of `tree_acceptance`; arguments and errors as there."""
-    accept, rest = _acceptance(tree, p, rule)
+    small, target = _over_columns(tree, p)
+    accept, rest = _acceptance(small, target, rule)
     kept = torch.rand(accept.shape, dtype=p.dtype, device=p.device, generator=generator) < accept
     reached = accepted_path(tree, kept, rule)
     accepted, columns = reached.sum(1) - 1, path_columns(reached, tree.depth)
     end = cached_arange(len(p), p.device), columns[:, -1]
-    added = draw(_or_target(rest[end], p[end]), generator)[:, None]
+    left = _over_tokens(tree, rest[end], target[end], p[end])
+    added = draw(_or_target(left, p[end]), generator)[:, None]
     drafts = torch.nn.functional.pad(tree.tokens, (1, 0)).gather(1, columns)[:, 1:]
     return VerificationResult(
         accepted, torch.cat([drafts, added], dim=1).scatter_(1, accepted[:, None], added), columns

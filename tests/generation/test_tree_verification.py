@@ -333,6 +333,38 @@ def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
         assert result.num_accepted.unique().tolist() == [0, 1, 2, 3]
 
 
+def named_tree(rows: int, dtype: torch.dtype) -> tuple[DraftTree, DraftTree, torch.Tensor]:
+    """A tree over six tokens of twelve, the same with distributions over all, and a target that excludes some."""
+    ids = torch.tensor([7, 2, 11, 0, 5, 9])
+    q = (2 * torch.randn(rows, 6, dtype=dtype)).softmax(-1)
+    spread = lambda tokens, parents: q[:, None].expand(-1, tokens.shape[1], -1)  # noqa: E731
+    tree = drawn_tree(q, spread, depth=2, top_k=3, total_tokens=10, columns=ids)
+    probs = tree.probs.new_zeros(*tree.probs.shape[:2], 12).index_copy_(-1, ids, tree.probs)
+    p = (2 * torch.randn(rows, 10, 12, dtype=dtype)).masked_fill(torch.rand(rows, 10, 12) < 0.3, -torch.inf)
+    p[..., 0] = p[..., 0].nan_to_num(neginf=0.0)
+    p[: rows // 4] = p[: rows // 4].masked_fill(~torch.isin(torch.arange(12), ids), -torch.inf)  # nothing else is left
+    p = p.softmax(-1)
+    p[0] = probs[0, :1]
+    return tree, DraftTree(tree.tokens, tree.parents, probs, depth=tree.depth), p
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_distributions_over_some_tokens_are_judged_as_those_over_all(rule):
+    tree, whole, p = named_tree(200, torch.float64)
+    for got, want in zip(tree_acceptance(tree, p, rule), tree_acceptance(whole, p, rule)):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    runs = [verify_tree(each, p, torch.manual_seed(5), rule) for each in (tree, whole)]
+    assert all(torch.equal(one, other) for one, other in zip(*runs))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_distributions_over_some_tokens_emit_nothing_that_the_target_excludes_in_float32(rule):
+    tree, _, p = named_tree(4000, torch.float32)
+    result = verify_sampled(tree, p, rule)
+    after = p.gather(1, result.path[..., None].expand(-1, -1, 12)).gather(-1, result.tokens[..., None])[..., 0]
+    assert (after[torch.arange(after.shape[1]) <= result.num_accepted[:, None]] > 0).all()
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_nodes_beyond_the_count_are_as_if_not_drafted(rule):
     tree, p, _ = drawn_batch(50, torch.float64)

@@ -66,7 +66,7 @@ class Measurement:
             benches.append(self._decode(subject, adaptive, self.batch_size, few, share * self.seconds))
         rows = [row for bench in benches for row in results_of(bench)]
         if not rows:
-            raise ValueError(f"nothing was measured: {'; '.join(single.not_measured.values())}")
+            raise ValueError(f"nothing was measured: {'; '.join(map(str, single.not_measured.values()))}")
         unit = unit_of(subject.writer.tokenizer)
         count = max(len(row.per_prompt) for row in rows)
         parts = [

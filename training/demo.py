@@ -65,10 +65,11 @@ class Measurement:
             few, adaptive = min(self.new_tokens, _BATCH_TOKENS), [_adaptive(method) for method in subject.methods]
             benches.append(self._decode(subject, adaptive, self.batch_size, few, share * self.seconds))
         rows = [row for bench in benches for row in results_of(bench)]
+        refused = {name: reason for bench in benches for name, reason in bench.not_measured.items()}
         if not rows:
-            raise ValueError(f"nothing was measured: {'; '.join(map(str, single.not_measured.values()))}")
+            raise ValueError(f"nothing was measured: {'; '.join(map(str, refused.values()))}")
         unit = unit_of(subject.writer.tokenizer)
-        count = max(len(row.per_prompt) for row in rows)
+        count = len({name for bench in benches for line in bench.lines for name in line.prompts})
         parts = [
             f"{subject.description}: {count} prompt{'s' * (count > 1)}",
             f"each completed with at most {self.new_tokens} {unit}s",
@@ -82,6 +83,7 @@ class Measurement:
             dataset_description=f"{', '.join(parts if share else parts[:2])}.",
             command=self.command(subject, shows_directories=False),
             extra=subject.facts,
+            not_measured=refused,
         )
         return measured, single
 

@@ -151,7 +151,7 @@ def drawn_tree(
 def _draw_children(
     q: Tensor, worth: Tensor, width: int, size: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return columns of tokens, chances that their paths are accepted, and parents (in the frontier) of a level, all [B, size].
+    """Return columns of tokens, their paths' chances and parents (in the frontier) of a level, all [B, size].
 
     The frontier has distributions q [B, k, v], and its paths the chances `worth` [B, k]; `width` is the most children
     per node, and `size` their number in all.

@@ -147,7 +147,7 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
         if options.do_sample:
             # masks may leave tokens without a column alone, and processors of ids count all of them
             by_column = growth.draft_ids if masks is None and not options.processing.reads_ids else None
-            own = () if by_column is not None else vocabulary
+            own: tuple[Any, ...] = () if by_column is not None else vocabulary
             return drawn_tree(
                 draft_probs(logits, options, *own),
                 lambda tokens, parents: draft_probs(after(tokens, parents), options, *own),

@@ -149,6 +149,22 @@ class DecodingResult:
         return self.identical is not False or (self.differing is not None and self.differing == self.near_ties)
 
     @property
+    def sameness(self) -> str:
+        """What a card says of the outputs beside plain decoding's."""
+        if self.identical is None:
+            return "not compared"
+        if self.identical or not self.is_lossless:
+            return "yes" if self.identical else "**no**"
+        assert self.texts is not None and self.differing is not None
+        return f"{self.texts - self.differing} of {self.texts}, the rest near-ties"
+
+    @property
+    def reached_by_position(self) -> list[float]:
+        """`accepted_by_position` up to the last position that was reached: a tree has more nodes than its paths."""
+        shares = self.accepted_by_position
+        return shares[: max((number for number, share in enumerate(shares, 1) if share), default=len(shares))]
+
+    @property
     def processor_speed_up(self) -> float | None:
         """The same ratio by processor time, which other programs disturb less; None if that was not measured."""
         if self.processor_seconds is None or self.plain_processor_seconds is None:

@@ -101,6 +101,22 @@ def test_difference_is_shown(model, results, row):
     assert table_row(render_card(model, differing), "greedy")[-1] == "**no**"
 
 
+def test_near_ties_are_told_from_differences(model, results, row):
+    kinds = [dataclasses.replace(row, identical=False, texts=9, differing=4, near_ties=ties) for ties in (4, 3)]
+    near, other = (render_card(model, dataclasses.replace(results, results=[each])) for each in kinds)
+    assert table_row(near, "greedy")[6] == "5 of 9, the rest near-ties"
+    assert table_row(other, "greedy")[6] == "**no**"
+
+
+def test_places_of_a_tree_that_no_path_reaches_are_no_columns(model, results, row):
+    shares = {"tree": [0.5, 0.25, 0.0, 0.0, 0.0], "chain": [0.5]}
+    rows = [dataclasses.replace(row, name=name, accepted_by_position=each) for name, each in shares.items()]
+    card = render_card(model, dataclasses.replace(results, results=rows))
+    assert table_row(card, "Drafts, at least") == ["1", "2"]
+    assert table_row(card, "Accepted, tree") == ["50 %", "25 %"]
+    assert table_row(card, "Accepted, chain") == ["50 %", ""]
+
+
 def test_unit_names_the_columns(model, results):
     assert (
         "| New tokens | Backbone calls | Tokens per call |"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import sys
 from itertools import product
 from pathlib import Path
@@ -116,7 +117,7 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
         dataset_name=request.prompts.name,
         dataset_description=f"{len(names)} prompts, all turns, answers of at most {request.new_tokens} tokens"
         f"{', none ended earlier' * request.force_length}",
-        command=" ".join(["tokenahead", *map(shown_word, sys.argv[1:])]),
+        command=shlex.join(["tokenahead", *map(shown_word, sys.argv[1:])]),
         extra={
             "Model": Path(request.model).name,
             "Chat template": bench.writer.template,

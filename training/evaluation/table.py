@@ -91,7 +91,7 @@ _DETAILS: dict[str, _Cell] = {
     "ms of\ndrafts": lambda row: _number(row.draft_ms, ".1f"),
     "ms of\nprompt": lambda row: _number(row.prompt_ms, ".0f"),
     "cache\nMB": lambda row: "" if row.cache_bytes is None else f"{row.cache_bytes / 1e6:.1f}",
-    "accepted by\nposition, %": lambda row: " ".join(f"{100 * share:.0f}" for share in row.accepted_by_position[:8]),
+    "accepted by\nposition, %": lambda row: " ".join(f"{100 * share:.0f}" for share in row.reached_by_position[:8]),
 }
 
 

@@ -35,7 +35,7 @@ DEEPEST = 8
 """The longest path that is tried, in tokens."""
 _LENGTHS, _SIZES = (1, 2, 4, DEEPEST), ((4, 16), (8, 48))
 """Lengths of chains; and children per node and nodes of wider trees, b included."""
-_TOKENS, _FEWEST = 24, 4
+_TOKENS, _FEWEST = 12, 4
 """Tokens of a trial, and the fewest that tell anything."""
 _GAIN = 0.97
 """A wider tree must be faster by this factor, beyond what clocks vary."""
@@ -286,22 +286,21 @@ def choose_tree(
 def fastest_tree(trial: Trial, longest: int) -> Tree | None:
     """Return the tree that promises most tokens per second, of paths up to `longest`; None where a trial tells nothing.
 
-    Chains share what they accept, position by position, and a length between two that were tried takes a time between
-    theirs. Few cycles tell little of a wider tree, which is chosen only where it is faster with a standard error less.
+    Chains share what they accept, position by position. At first a length between two that were tried takes a time
+    between theirs; then the best one and its neighbours are tried, for costs have steps. Few cycles tell little of a
+    wider tree, which is chosen only where it is faster with a standard error less.
     """
     lengths = sorted({min(length, longest) for length in _LENGTHS})
     trial(chain_options(lengths[0]))  # what a first call sets up, later ones do not
-    rates, costs = AcceptanceRates(lengths[-1]), CycleCosts()
-    for length in lengths:
-        if (told := trial(chain_options(length))) is None:
-            return None
-        drafted = sorted(zip(map(len, chain.from_iterable(told.rows_drafts)), _accepted(told)))
-        for size, verified in groupby(drafted, key=itemgetter(0)):  # the end of an output shortens drafts
-            rates.update(size, [count for _, count in verified])
-        costs.add(length, _seconds(told))
-    yields = list(accumulate(rates.survival(), initial=1.0))
-    best = min(range(lengths[0], lengths[-1] + 1), key=lambda length: costs.seconds(length) / yields[length])
-    fastest, chosen = costs.seconds(best) / yields[best], chain_options(best)
+    rates = AcceptanceRates(lengths[-1])
+    if (coarse := _best_chain(trial, lengths, rates)) is None:
+        return None
+    middle, _ = coarse
+    near = [length for length in (middle - 1, middle, middle + 1) if 1 <= length <= lengths[-1]]
+    if (fine := _best_chain(trial, near, rates)) is None:
+        return None
+    best, fastest = fine
+    chosen = chain_options(best)
     for top_k, total in _SIZES:
         tree = {"depth": best - 1, "top_k": top_k, "total_tokens": total}
         if (told := trial(tree)) is None:
@@ -309,6 +308,25 @@ def fastest_tree(trial: Trial, longest: int) -> Tree | None:
         if (pace := _careful_pace(told)) < _GAIN * fastest:
             fastest, chosen = pace, tree
     return chosen
+
+
+def _best_chain(trial: Trial, lengths: Sequence[int], rates: AcceptanceRates) -> tuple[int, float] | None:
+    """Return the best length within those that are tried, and its seconds per token; None where a trial tells nothing.
+
+    They are tried there and back, for a machine is slow for a while. `rates` learns what the trials accepted.
+    """
+    costs = CycleCosts()
+    for length in (*lengths, *reversed(lengths)):
+        if (told := trial(chain_options(length))) is None:
+            return None
+        drafted = sorted(zip(map(len, chain.from_iterable(told.rows_drafts)), _accepted(told)))
+        for size, verified in groupby(drafted, key=itemgetter(0)):  # the end of an output shortens drafts
+            rates.update(size, [count for _, count in verified])
+        costs.add(length, _seconds(told))
+    yields = list(accumulate(rates.survival(), initial=1.0))
+    paces = {length: costs.seconds(length) / yields[length] for length in range(min(lengths), max(lengths) + 1)}
+    best = min(paces, key=lambda length: paces[length])
+    return best, paces[best]
 
 
 def chain_options(length: int) -> Tree:

@@ -37,7 +37,7 @@ def test_the_fastest_tree_is_chosen_and_trials_are_few():
         asked.clear()
         return fastest_tree(trial, longest)
 
-    assert fastest(lambda tree: float(tree["total_tokens"]), some_accepted) == chain_options(1) and len(asked) == 7
+    assert fastest(lambda tree: float(tree["total_tokens"]), some_accepted) == chain_options(1) and len(asked) == 15
     assert fastest(lambda tree: float(tree["top_k"]), all_accepted) == chain_options(8)
     wide = fastest(lambda tree: 1.0 / tree["total_tokens"], some_accepted, longest=3)
     assert wide == {"depth": 2, "top_k": 8, "total_tokens": 48}
@@ -51,6 +51,27 @@ def test_a_length_between_those_that_were_tried_may_pay_best():
         return told(tree, 1.0 + 0.05 * length if length <= 4 else 3.0, [min(length, 3)] * 20)
 
     assert fastest_tree(trial, 8) == chain_options(3)
+
+
+def test_a_length_before_a_step_of_the_costs_is_found():
+    def trial(tree):
+        length = tree["depth"] + 1
+        return told(tree, 1.0 if length <= 3 else 0.4 * length, [min(length, 4)] * 20)
+
+    # on the line between 2 and 4 tokens, 3 would take 1.3 and yield as many tokens a second as 2
+    assert fastest_tree(trial, 8) == chain_options(3)
+
+
+@pytest.mark.parametrize("slow", [range(1, 3), range(1, 5), range(3, 5), range(4, 7), range(9, 12)])
+def test_a_machine_that_is_slow_for_a_while_does_not_decide(slow):
+    numbers = iter(range(100))
+
+    def trial(tree):
+        length, is_slow = tree["depth"] + 1, next(numbers) in slow
+        seconds = (1.6 if is_slow else 1.0) * (1.0 + 0.1 * length) * (1 if tree["top_k"] == 1 else 2)
+        return told(tree, seconds, [min(count, length) for count in (0, 0, 0, 0, 0, 1, 1, 2, 2, 3)] * 2)
+
+    assert fastest_tree(trial, 8)["depth"] + 1 in (2, 3)
 
 
 def test_a_lucky_trial_of_a_wider_tree_is_not_believed():

@@ -37,6 +37,14 @@ def test_a_clone_without_links_imports(tmp_path):
     assert done.stdout.split() == ["tokenahead.modeling.heads.attached", str(tmp_path / "training" / "cli.py")]
 
 
+def test_the_installed_package_is_found_from_beside_its_clone(tmp_path):
+    """The directory of a script may hold the clone, whose name is the package's and which is none itself."""
+    (tmp_path / "tokenahead").mkdir()
+    code = "from importlib.util import find_spec; print(find_spec('tokenahead').origin)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.strip().endswith("__init__.py")
+
+
 WITHOUT_EXTRAS = """
 import sys
 sys.modules.update(dict.fromkeys(["rich", "matplotlib", "trl", "datasets", "evaluate"]))

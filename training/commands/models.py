@@ -23,6 +23,8 @@ from ...configuration import MTPHeadConfig, PTPConfig
 from ...configuration.eagle import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
+from ...modeling.draft_vocabulary import frequent_tokens
+from ...modeling.heads.losses import IGNORE
 from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..features import STATES, FeatureDataset, cache_features
 from ..loading import (
@@ -264,6 +266,33 @@ def check_features(settings: Settings, model: PreTrainedModel) -> None:
     streams = {"dataset_streaming": settings.data.dataset_streaming, "streaming": settings.mixture.streaming}
     for name in (name for name, value in streams.items() if value):
         raise ValueError(f"features={directory} holds all rows at once, and a stream has no end: set {name}: false")
+
+
+def draft_frequent_tokens(trainer: Trainer, trainee: Trainee, settings: Settings) -> None:
+    """Let a new drafter with `draft_vocab_size`, but no `draft_ids`, draft the most frequent tokens of what is scored.
+
+    It is begun anew over these, in place, for its first weights may be rows of the backbone's unembedding.
+
+    Raises:
+        ValueError: A stream, or a size below the number of tokens that are always included.
+    """
+    options, rows = _drafter_options(settings.drafter), trainer.train_dataset
+    size = options.get("draft_vocab_size")
+    if size is None or "draft_ids" in options or not isinstance(trainee.model, MTPHeads | EagleHead):
+        return
+    if not isinstance(rows, Dataset):
+        raise ValueError(f"draft_vocab_size={size}: a stream has no most frequent tokens, name them with draft_ids")
+    batches = _Collated(rows, trainer.data_collator)
+    scored = (batch["input_ids"][batch["labels"] != IGNORE].tolist() for batch in batches)
+    try:
+        ids = frequent_tokens(scored, size, trainee.tokenizer).tolist()
+    except ValueError as error:
+        raise ValueError(f"drafter_options: draft_vocab_{error}") from None
+    unused = sorted({*range(trainee.backbone.config.get_text_config().vocab_size)} - {*ids})
+    options["draft_ids"] = ids + unused[: size - len(ids)]
+    anew = type(trainee.model).from_backbone(trainee.backbone, **options).detach()
+    trainee.model.load_state_dict(anew.state_dict())
+    trainee.model.attach(trainee.backbone)  # again the one that drafts by default
 
 
 def store_features(trainer: Trainer, settings: Settings) -> None:

@@ -29,6 +29,7 @@ from .models import (
     Trainee,
     build,
     check_features,
+    draft_frequent_tokens,
     is_parallel,
     learning_parts,
     note_backbone,
@@ -94,6 +95,7 @@ def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCall
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(directory, requested, facts)])
     check_best_metric(trainer)
+    draft_frequent_tokens(trainer, trainee, settings)
     pushes = settings.training.push_to_hub
     if pushes:  # a value that no card may show is refused before the first step
         trainer.create_model_card(dataset=_data_names(requested))

@@ -1,6 +1,7 @@
 """`tokenahead train`: every drafter from a YAML file to a directory that loads again, with the facts of the run."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from tests.internals import JointMTPModel, write_run
 from tests.internals import cli_module as cli
 from tests.internals import commands_train as train
 from tests.training.commands.conftest import LINES
-from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads
+from tokenahead.modeling.draft_vocabulary import frequent_tokens
 
 RUNS = {
     "evabyte": dict(model="evabyte", drafter_options={"head_type": "btree", "rank": 2}),
@@ -197,3 +199,35 @@ def test_a_file_names_the_tokens_to_draft(drafter, settings_of, tmp_path):
     model = train(settings_of(drafter=drafter, drafter_options={name: str(tmp_path / "ids.json")}, max_steps=2)).model
     for each in (model, type(model).from_pretrained(tmp_path / "run")):
         assert each.draft_vocabulary.ids.tolist() == [32, 101, 110]
+
+
+@pytest.mark.parametrize("options", [{}, {"features": "states"}, {"drafter": "eagle"}])
+def test_a_size_alone_drafts_the_commonest_tokens_of_the_data(options, settings_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    always = frequent_tokens([], 84, EvaByteTokenizer()).tolist()  # special tokens, digits and white space
+    run = {"drafter": "heads", "drafter_options": {"draft_vocab_size": 90}} | options
+    run |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = train(settings_of(**run))
+    counts = Counter(int(token) for row in trainer.train_dataset for token in dict(row)["input_ids"])
+    said = [token for token, _ in counts.most_common() if token not in always]
+    for model in (trainer.model, type(trainer.model).from_pretrained(tmp_path / "run")):
+        assert set(model.draft_vocabulary.ids.tolist()) == {*always, *said[:6]}
+    again = train(settings_of(**run | dict(max_steps=4, resume_from_checkpoint="true"))).model
+    assert torch.equal(again.draft_vocabulary.ids, trainer.model.draft_vocabulary.ids)
+
+
+def test_a_size_alone_starts_as_a_drafter_that_names_its_tokens(settings_of, tmp_path):
+    run = dict(drafter="eagle", learning_rate=0.0)
+    named = train(settings_of(**run, drafter_options={"draft_vocab_size": 90})).model
+    (tmp_path / "ids.json").write_text(json.dumps(named.draft_vocabulary.ids.tolist()))
+    options = {"draft_ids": str(tmp_path / "ids.json")}
+    other = train(settings_of(**run, drafter_options=options, output_dir=str(tmp_path / "other"))).model
+    assert torch.equal(named.lm_head.weight, other.lm_head.weight)
+
+
+def test_a_size_alone_is_refused_where_no_text_tells_the_tokens(settings_of):
+    streamed = dict(dataset_streaming=True, test_split_size=None, eval_strategy="no")
+    with pytest.raises(ValueError, match="draft_vocab_size=90.*draft_ids"):
+        train(settings_of(drafter="heads", drafter_options={"draft_vocab_size": 90}, **streamed))
+    with pytest.raises(ValueError, match="draft_vocab_size=3 must be at least 84"):
+        train(settings_of(drafter="heads", drafter_options={"draft_vocab_size": 3}))

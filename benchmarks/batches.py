@@ -29,6 +29,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tokenahead import EagleHead, EvaByteConfig, EvaByteForMTPC, MTPHeads, NgramDrafter
+from tokenahead.configuration.cache_names import CACHE, cache_of
 from tokenahead.generation import loop
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -87,13 +88,13 @@ def decode(model: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: A
 @torch.no_grad()
 def forward_ratio(model: PreTrainedModel, inputs: dict[str, torch.Tensor], repeats: int = 40) -> float:
     """Seconds of a forward of a whole window per row over those of one token per row, medians."""
-    cache = model(**inputs).past_key_values
+    cache = cache_of(model(**inputs))
     seconds: dict[int, list[float]] = {1: [], model.window if isinstance(model, EvaByteForMTPC) else 5: []}
     for _ in range(repeats):
         for length, times in seconds.items():
             block = inputs["input_ids"][:, -length:]
             started = time.process_time()
-            model(block, past_key_values=cache, use_cache=True)
+            model(block, **{CACHE: cache}, use_cache=True)
             times.append(time.process_time() - started)
             cache.crop(-length)
     plain, whole = (statistics.median(times) for times in seconds.values())

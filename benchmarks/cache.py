@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tokenahead import NgramDrafter
+from tokenahead.configuration.cache_names import CACHE
 from tokenahead.extending import AttachableDrafter, DraftSession
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.target.repacking import RepackedTarget
@@ -93,7 +94,7 @@ def llama(width: int = 256, layers: int = 4) -> LlamaForCausalLM:
 def target(kind: type[ColumnTarget], model: LlamaForCausalLM, context: int, batch: int) -> ColumnTarget:
     """A target with a prompt in its cache."""
     cache, ids = DynamicCache(config=model.config), torch.randint(1, 512, (batch, context))
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **{CACHE: cache}, logits_to_keep=1)
     room = {"limit": context + (ROUNDS + 2) * CYCLES * BLOCK, "span": BLOCK} if kind is RaggedTarget else {}
     return kind(model, cache, ids[:, 0], None, None, **room)
 
@@ -108,10 +109,10 @@ def cycle(made: ColumnTarget, batch: int) -> None:
 def plain(model: LlamaForCausalLM, context: int, batch: int) -> Callable[[], None]:
     """A step of transformers' own decoding."""
     cache, ids = DynamicCache(config=model.config), torch.randint(1, 512, (batch, context))
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, **{CACHE: cache}, logits_to_keep=1)
 
     def step() -> None:
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **{CACHE: cache})
 
     return step
 

@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenahead import EvaByteConfig, EvaByteForMTPC, EvaByteTokenizer
+from tokenahead.configuration.cache_names import CACHE, cache_of
 
 SIZES = {
     "demo": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6},
@@ -67,11 +68,11 @@ def seconds_of(call: Callable[[], None], repeats: int) -> float:
 @torch.no_grad()
 def bare_forward(model: EvaByteForMTPC, prompt: torch.Tensor, repeats: int) -> float:
     """Median seconds of a forward of n tokens behind the prompt, rolled back each time."""
-    cache = model(prompt).past_key_values
+    cache = cache_of(model(prompt))
     block = prompt[:, : model.window].clone()
 
     def call() -> None:
-        model(block, past_key_values=cache, use_cache=True)
+        model(block, **{CACHE: cache}, use_cache=True)
         cache.crop(-block.shape[1])
 
     seconds_of(call, 10)

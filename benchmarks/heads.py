@@ -35,6 +35,7 @@ from rich.table import Table
 from transformers import TemperatureLogitsWarper
 
 from tokenahead import EvaByteForMTPC
+from tokenahead.configuration.cache_names import CACHE, cache_of
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.verification import verify
 from tokenahead.modeling.sampling import draw
@@ -49,11 +50,11 @@ HEADS = ("ff", "cp", "hmm", "btree")
 def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
     """Median milliseconds of the parts of a sampled cycle."""
     window = model.window
-    cache = model(prompt).past_key_values
+    cache = cache_of(model(prompt))
     block = prompt[:, :window]
 
     def forward() -> None:
-        model(block, past_key_values=cache, use_cache=True)
+        model(block, **{CACHE: cache}, use_cache=True)
         cache.crop(-window)
 
     hidden, last, length = torch.randn(1, model.config.hidden_size), torch.tensor([100]), window - 1
@@ -190,10 +191,10 @@ def main() -> None:
 @torch.no_grad()
 def bare(model: EvaByteForMTPC, prompt: torch.Tensor) -> float:
     """Median seconds of a forward of one token behind the prompt."""
-    cache = model(prompt).past_key_values
+    cache = cache_of(model(prompt))
 
     def call() -> None:
-        model(prompt[:, :1], past_key_values=cache, use_cache=True)
+        model(prompt[:, :1], **{CACHE: cache}, use_cache=True)
         cache.crop(-1)
 
     seconds_of(call, 5)

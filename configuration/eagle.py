@@ -54,7 +54,9 @@ class EagleHeadConfig(LlamaConfig):
     model_type = "eagle_head"
     base_model_tp_plan = None
     base_model_pp_plan = None
-    keys_to_ignore_at_inference = ["past_key_values", "hidden_states", "step_losses", "head_losses", "acceptances"]
+    keys_to_ignore_at_inference = [
+        *("cache", "past_key_values", "hidden_states", "step_losses", "head_losses", "acceptances"),
+    ]
 
     version: int = 3
     bos_token_id: int | None = None

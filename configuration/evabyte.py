@@ -43,7 +43,7 @@ class EvaByteConfig(PreTrainedConfig):
     """Read by TRL of every model whose class is not of transformers."""
     sub_configs = {"mtp_head": MTPHeadConfig}
     keys_to_ignore_at_inference = [
-        *("past_key_values", "hidden_states", "head_losses", "backbone_loss"),
+        *("cache", "past_key_values", "hidden_states", "head_losses", "backbone_loss"),
         *("acceptances", "head_squares"),
     ]
 

@@ -111,7 +111,7 @@ class MTPHeadConfig(PreTrainedConfig):
     model_type = "mtp_heads"
     base_config_key = "mtp_head"
     keys_to_ignore_at_inference = [
-        *("past_key_values", "hidden_states", "head_losses", "backbone_loss"),
+        *("cache", "past_key_values", "hidden_states", "head_losses", "backbone_loss"),
         *("acceptances", "head_squares"),
     ]
 

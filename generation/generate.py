@@ -36,6 +36,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
+from ..configuration.cache_names import CACHE, renamed
 from ..configuration.fields import field
 from ..modeling.wrapped_models import checkpointing_paused, is_base, readable
 from .call.keywords import USUAL, Keywords
@@ -63,7 +64,7 @@ from .trees.growth import choose_tree
 logger = logging.get_logger(__name__)
 _DEPTH = 32
 """Deeper than any tree: drafts of the longest sequences go beyond the end, and slots follow drafts."""
-_OF_THE_CALL = {"past_key_values", "use_cache", "input_ids"}
+_OF_THE_CALL = {CACHE, "use_cache", "input_ids"}
 """Keyword arguments of the model that trials on the same prompt make for themselves."""
 _SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -114,7 +115,7 @@ def prepared_call(
     Raises:
         ValueError: An option, a prompt or a combination that is not supported; the message names it.
     """
-    call = dict(zip(_names(generate, len(args)), args)) | kwargs
+    call = renamed(dict(zip(_names(generate, len(args)), args)) | kwargs)
     own = {name: call.pop(name) for name in OWN if name in call}
     sources = (call, call.get("generation_config"), backbone.generation_config)
     call |= {} if drafter is None else drafter.sampling_defaults(sources)
@@ -128,7 +129,7 @@ def prepared_call(
     check_prompt(backbone, call, config, has_own_cache=new_cache is not None)
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
-    has_user_cache = call.get("past_key_values") is not None
+    has_user_cache = call.get(CACHE) is not None
     check_user_cache(call, config)
     options = None
     if drafter is None or config.prompt_lookup_num_tokens:
@@ -176,7 +177,7 @@ def speculative_decoding(
     Raises:
         ValueError: `use_mtp=True`, a seed or uniforms were passed, and are not possible here.
     """
-    options, cache = call.options, model_kwargs.get("past_key_values")
+    options, cache = call.options, model_kwargs.get(CACHE)
     mask = model_kwargs.get("attention_mask")
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)
@@ -198,7 +199,7 @@ def speculative_decoding(
         options = _with_chosen_tree(call, generation_config, stopping_criteria, input_ids, model_kwargs)
     if _plans_static_cache(call, model, generation_config):
         has_singles = options.schedule == "adaptive" or not options.speculates
-        model_kwargs["past_key_values"] = planned_cache(model, model_kwargs, generation_config, has_singles)
+        model_kwargs[CACHE] = planned_cache(model, model_kwargs, generation_config, has_singles)
     made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
     session = call.drafter.session(made)
     made.warn_of_threshold(session, type(call.drafter).__name__)
@@ -258,12 +259,12 @@ def _reason_to_decode_plainly(
     model_kwargs: dict[str, Any],
     has_own_cache: bool,
 ) -> str | None:
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if isinstance(cache, StaticCache | EncoderDecoderCache):
-        return f"past_key_values of class {type(cache).__name__}"
+        return f"{CACHE} of class {type(cache).__name__}"
     if not has_own_cache:
         if not is_repackable(cache, backbone.config) and not isinstance(cache, SpeculativeCache):
-            return f"past_key_values with layers that cannot be rolled back ({type(cache).__name__})"
+            return f"{CACHE} with layers that cannot be rolled back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot be rolled back after a rejection"
     crosses = field(backbone.config.get_text_config(), "cross_attention_layers")

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..configuration.cache_names import CACHE, cache_of
 from ..configuration.fields import learned_positions, requested_states
 from ..modeling.masks import to_device
 from .call.keywords import Keywords
@@ -147,7 +148,7 @@ class SpeculativeLoop:
         """Run the first pass, transformers' own prefill; it emits one token per sequence."""
         kwargs, prompt = self.model_kwargs, self.tokens.ids[:, : self.tokens.prompt_length]
         outputs = self.backbone._prefill(prompt, self.config, kwargs | {"output_hidden_states": self.hidden_layers})
-        cache, mask = outputs.past_key_values, kwargs.get("attention_mask")
+        cache, mask = cache_of(outputs), kwargs.get("attention_mask")
         if self.keywords is not None:
             kwargs = kwargs | {"position_ids": self.keywords.position_ids}
         if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
@@ -297,8 +298,8 @@ class SpeculativeLoop:
             scores=scores,
             logits=logits,
             hidden_states=hidden_states,
-            past_key_values=self.target.cache,
             speculation=self.statistics,
+            **{CACHE: self.target.cache},
         )
 
     def _align_cache(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ..configuration.cache_names import CACHE
 from ..configuration.fields import requested_states
 from ..modeling import EvaByteForMTPC
 from ..modeling.heads.backbone_parts import BackboneParts
@@ -98,7 +99,7 @@ def _of_prefix(
         raise ValueError(f"{type(model).__name__} has a cache that cannot branch")
     cache = DynamicCache()
     if len(prefix) > 1:
-        model(prefix[None, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(prefix[None, :-1], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     paths, weights = prefix.new_zeros(1, 0), torch.ones(1, dtype=torch.float64, device=prefix.device)
     log_probs, missing, counts = [], [], []
     for step in range(k):
@@ -137,7 +138,7 @@ def _next_probs(model: PreTrainedModel, last: torch.Tensor, cache: DynamicCache,
     cache = copy.deepcopy(cache)
     cache.batch_repeat_interleave(len(paths))
     ids = torch.cat([last.expand(len(paths), 1), paths], 1)
-    return model(ids, past_key_values=cache, use_cache=True).logits[:, -1].float().softmax(-1).double()
+    return model(ids, **{CACHE: cache}, use_cache=True).logits[:, -1].float().softmax(-1).double()
 
 
 @torch.no_grad()

@@ -18,13 +18,14 @@ from transformers import Cache, PreTrainedModel
 from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
 
+from ...configuration.cache_names import CACHE, NAMES
 from ...modeling.wrapped_models import is_base
 from .sequences import Sequences
 
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
 """Kinds of tokens: `target.target.Continuation` continues them as transformers' own updates do."""
 _OURS = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep",
+    "input_ids", "attention_mask", "position_ids", *NAMES, "cache_position", "use_cache", "logits_to_keep",
     "labels", "return_dict", "output_attentions", "output_hidden_states", "inputs_embeds", "next_sequence_length",
     "is_first_iteration",
 }  # fmt: skip
@@ -162,7 +163,7 @@ class Keywords:
     def _inputs(self, ids: Tensor) -> dict[str, Any]:
         """Return the inputs of the last token of sequences [B, n], as transformers' loop prepares them."""
         cache = _AtLength(self.cached_before + ids.shape[1] - 1)
-        kwargs = self._kwargs_at(ids.shape[1]) | {"past_key_values": cache, "use_cache": True}
+        kwargs = self._kwargs_at(ids.shape[1]) | {CACHE: cache, "use_cache": True}
         try:
             inputs = self.prepare(ids, next_sequence_length=1, **kwargs)
         except _UNREADABLE as error:  # it reads more of the cache than its length

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.utils import logging
 
+from ...configuration.cache_names import CACHE
 from ..protocols import SpeculativeCache
 
 logger = logging.get_logger(__name__)
@@ -62,9 +63,9 @@ def add_cache(
     call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel, new_cache: Callable[[], SpeculativeCache]
 ) -> set[str]:
     """Pass a cache of the backbone's own class, where the call starts with an empty one; return the resolved fields."""
-    if config.use_cache is False or call.get("past_key_values") is not None:
+    if config.use_cache is False or call.get(CACHE) is not None:
         return set()
-    call["past_key_values"] = cache = new_cache()
+    call[CACHE] = cache = new_cache()
     if config.is_assistant:
         cache.activate_past_recording()
     if config.cache_implementation is None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
+from ...configuration.cache_names import CACHE
 from ...configuration.fields import learned_positions
 from ...modeling.masks import cached_arange
 from ..call.constraints import DraftMasks
@@ -101,7 +102,7 @@ class AssistantSession(DraftSession):
                 prompt.to(device),
                 attention_mask=mask.long().to(device),
                 position_ids=positions.to(device),
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
             )
         if span:

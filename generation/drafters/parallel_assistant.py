@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...configuration.cache_names import CACHE
 from ...configuration.fields import requested_states
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.masks import cached_arange, cached_range
@@ -178,7 +179,7 @@ class SeparateSession(ParallelSession):
             self.vocabulary.readable(tokens.newest(count)).to(device),
             attention_mask=block_mask(layout, count + slots, model.config.get_text_config(), model.dtype),
             position_ids=positions,
-            past_key_values=self.chain.target.cache,
+            **{CACHE: self.chain.target.cache},
             use_cache=True,
             logits_to_keep=slots + 1,
             output_hidden_states=requested_states(None if self.distribution is None else -1),

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ...configuration.cache_names import CACHE, cache_of
 from ...modeling.masks import additive_mask, cached_arange, cached_range, check_attention, model_mask, to_device
 from ...modeling.wrapped_models import has_own_cache
 from ..call.options import DraftOptions
@@ -87,7 +88,7 @@ class Gemma4Chain(DraftSession):
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Take the state before the first new token, [B, 1, D], and the cache, which it only reads."""
-        self.view, self.cache = view, outputs.past_key_values
+        self.view, self.cache = view, cache_of(outputs)
         self.state = outputs.hidden_states[-1][:, -1:]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
@@ -242,7 +243,7 @@ class DFlashSession(DraftSession):
             context_hidden_states=states,
             position_ids=(layout.counts[:, None] + depths).clamp(min=0),
             attention_mask={kind: model_mask(mask, config, block.dtype) for kind, mask in seen.items()},
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
         )
         if new is not None:
             layout.keep(new)

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
+from ...configuration.cache_names import CACHE, NAMES
 from ...configuration.fields import (
     chooses_blocks,
     compresses_windows,
@@ -81,8 +82,8 @@ def check_backbone(backbone: PreTrainedModel) -> None:
         raise ValueError(f"{name}: is_decoder=False: its tokens attend to later ones; attach to a causal model")
     if backbone.config.model_type in _IMAGES_APART:
         raise ValueError(f"{name}: its cache has columns of a picture that masks lack; attach to another backbone")
-    if not backbone._is_stateful and not _takes(type(backbone), "past_key_values"):
-        raise ValueError(f"{name}: its forward takes no past_key_values; attach to another backbone")
+    if not backbone._is_stateful and not any(_takes(type(backbone), name) for name in NAMES):
+        raise ValueError(f"{name}: its forward takes no {CACHE}; attach to another backbone")
     # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
     is_free = _has_alibi(backbone) or backbone._is_stateful or has_own_cache(backbone)
     if not is_free and not any(_takes(type(part), "position_ids") for part in (backbone, backbone.get_decoder())):
@@ -180,7 +181,7 @@ def check_user_cache(call: dict[str, Any], config: GenerationConfig) -> None:
     Raises:
         ValueError: It holds another number of sequences, or too few columns for the call.
     """
-    cache, ids = call.get("past_key_values"), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
+    cache, ids = call.get(CACHE), call.get("input_ids") if call.get("inputs") is None else call["inputs"]
     if not isinstance(cache, (DynamicCache, StaticCache)) or not isinstance(ids, Tensor) or (config.num_beams or 1) > 1:
         return
     sequences = len(ids) * (config.num_return_sequences or 1)
@@ -189,12 +190,12 @@ def check_user_cache(call: dict[str, Any], config: GenerationConfig) -> None:
     keys = [layer.keys for layer in cache.layers if isinstance(layer, CacheLayerMixin)]
     held = next((len(states) for states in keys if states is not None), sequences)
     if held != sequences:
-        raise ValueError(f"past_key_values holds {held} sequences, and the call has {sequences}: pass its own cache")
+        raise ValueError(f"{CACHE} holds {held} sequences, and the call has {sequences}: pass its own cache")
     fixed = (layer for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding)
     room = min((layer.get_max_length() for layer in fixed), default=tokens)
     if room < tokens:
         more = f"make max_cache_len longer by {tokens - room}"
-        raise ValueError(f"past_key_values has room for {room} tokens of {tokens}: {more}")
+        raise ValueError(f"{CACHE} has room for {room} tokens of {tokens}: {more}")
 
 
 def is_repackable(cache: Cache | None, config: PreTrainedConfig) -> bool:
@@ -267,7 +268,7 @@ def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], pro
     not as it is alone. That happens at a border alone, and not after one that is crossed once. Where attention
     chooses blocks of columns, tokens after padding may see nothing, and get the mean of all columns.
     """
-    mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values"), type(model).__name__
+    mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE), type(model).__name__
     if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
         return f"padding in attention_mask of {name}, whose attention chooses blocks of columns"
     is_offloaded = isinstance(cache, Cache) and cache.offloading

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 
+from ...configuration.cache_names import CACHE
 from ...modeling.masks import cached_arange, cached_range
 from ..call.sequences import NewTokens
 from .target import ColumnTarget
@@ -50,7 +51,7 @@ class RepackedTarget(ColumnTarget):
         hold(self.cache)
         return self.model(
             block,
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             use_cache=True,
             attention_mask=torch.nn.functional.pad(self.mask, (0, self.count), value=True) if self.is_padded else None,
             **(self.continuation.inputs(numbers, self.last_position) | options),

@@ -10,6 +10,7 @@ Knows neither drafts nor distributions.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ...configuration.cache_names import name_of_cache
 
 _STATES = ("conv_states", "recurrent_states")
 _INPUTS = ("hidden_states", "input_ids")
@@ -95,7 +98,7 @@ class Replay:
                 name: given[torch.tensor(fed, device=given.device), :count]
                 for name, given in self.inputs[mixer].items()
             }
-            mixer(**inputs, **{str(_cache_name(mixer)): _Only(index, view)})
+            mixer(**inputs, **{str(name_of_cache(mixer.forward)): _Only(index, view)})
         for name, states in self.before[index].items():
             for i in states:
                 getattr(layer, name)[i][rows] = getattr(view, name)[i][[fed.index(row) for row in rows]]
@@ -111,29 +114,32 @@ class _Only(Cache):
 def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, list[nn.Module]]:
     """The modules of a decoder that read and write the recurrent states of a cache, by layer.
 
-    In a layer that also attends, attention has the same number as the mixer: transformers' mixers take `cache_params`.
-    Elsewhere the innermost module with the layer's number that takes the cache is the mixer. A further one reads the
-    tokens beside their states.
+    In a layer that also attends, attention has the same number as the mixer, and in some a module around it: the mixer
+    is the innermost module whose own code updates states. A further one reads the tokens beside their states.
     """
     found: dict[int, nn.Module] = {}
     further: dict[int, list[nn.Module]] = {}
     for module in decoder.modules():
         index = getattr(module, "layer_idx", None)
-        if not isinstance(index, int) or not 0 <= index < len(cache.layers) or _cache_name(module) is None:
+        if not isinstance(index, int) or not 0 <= index < len(cache.layers) or name_of_cache(module.forward) is None:
             continue
         if not isinstance(cache.layers[index], LinearAttentionCacheLayerMixin):
             continue
         if set(_INPUTS) <= set(inspect.signature(module.forward).parameters):
             further.setdefault(index, []).append(module)
-        elif index not in found or _cache_name(found[index]) != "cache_params":
+        elif index not in found or _rank(type(module)) >= _rank(type(found[index])):
             found[index] = module
     return {index: [mixer, *further.get(index, ())] for index, mixer in found.items()}
 
 
-def _cache_name(mixer: nn.Module) -> str | None:
-    """What a module's forward calls the cache; None where it takes none."""
-    known = inspect.signature(mixer.forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in known), None)
+@functools.cache
+def _rank(kind: type[nn.Module]) -> int:
+    """Return which states the code of a class updates: 2 recurrent ones, 1 of a convolution, 0 none."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return 0
+    return 2 if "update_recurrent_state" in source else int("update_conv_state" in source)
 
 
 def _copies(layer: LinearAttentionCacheLayerMixin) -> dict[str, dict[int, Tensor]]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
+from ...configuration.cache_names import CACHE
 from ...modeling.masks import cached_range
 from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, rounded
@@ -45,7 +46,7 @@ def planned_cache(
 ) -> PlannedCache:
     """Return the cache that replaces the static one that transformers prepared for a call; see `PlannedCache`."""
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
-    cache.room = max(layer.get_max_length() for layer in model_kwargs["past_key_values"].layers)
+    cache.room = max(layer.get_max_length() for layer in model_kwargs[CACHE].layers)
     cache.has_singles = has_singles
     if model._valid_auto_compile_criteria(model_kwargs, config):
         cache.compiled = lambda runner: runner.get_compiled_call(config.compile_config)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from ...configuration.cache_names import CACHE
 from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
 from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
@@ -160,7 +161,7 @@ class OwnLengthsTarget(Target):
         self.count = block.shape[1]
         options = self.keywords if tree.is_chain else {**self.keywords, "draft_tree": tree}
         options = {"return_dict": True, "output_hidden_states": hidden_layers, **options}
-        outputs = self.model(block, past_key_values=self.cache, use_cache=True, **options)
+        outputs = self.model(block, **{CACHE: self.cache}, use_cache=True, **options)
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
@@ -355,7 +356,7 @@ class RaggedTarget(ColumnTarget):
         mask = None if masks_padding_alone(config) else block_mask(self.layout, count, config, self.model.dtype, tree)
         inputs = self.continuation.inputs(self.layout.counts[:, None] + depths, last)
         note_positions(self.cache, inputs["position_ids"])
-        inputs |= {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
+        inputs |= {"attention_mask": mask, CACHE: self.cache, "use_cache": True}
         return self.call(block, **(inputs | options))
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:

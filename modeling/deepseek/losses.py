@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
+from ...configuration.cache_names import CACHE
 from ...configuration.fields import chooses_blocks, has_short_convolutions, masks_padding_alone, rotates_anew
 from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import BackboneParts, text_positions
@@ -242,7 +243,7 @@ def _causal_mask(modules: MTPModules, states: Tensor, position_ids: Tensor, atte
         config=modules.config,
         inputs_embeds=states,
         attention_mask=padding,
-        past_key_values=None,
+        **{CACHE: None},
         position_ids=text_positions(position_ids),
         layer_idx=modules.count - 1,
         allow_is_causal_skip=False,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field, requested_states
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from ...generation.call.options import CallOptions, DraftOptions
     from ...generation.drafters.modules import ModuleSession
 
-_NO_PREDICTIONS = ["past_key_values", "head_losses", "mtp_logits", "acceptances", "inputs_embeds", "position_ids"]
+_NO_PREDICTIONS = [
+    *("cache", "past_key_values", "head_losses", "mtp_logits", "acceptances", "inputs_embeds", "position_ids"),
+]
 
 
 class DeepSeekMTP(
@@ -267,7 +270,7 @@ class DeepSeekMTP(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -275,6 +278,7 @@ class DeepSeekMTP(
         output_mtp_logits: bool | None = None,
         logits_to_keep: int | Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> DeepSeekMTPOutput:
         """Return next-token logits of the main model, teacher-forced logits of the modules, and the loss of both.
@@ -284,7 +288,7 @@ class DeepSeekMTP(
             attention_mask: [B, past + L], 0 for padding.
             position_ids: [B or 1, L]; where they restart, another packed document begins. Beside images, also as the
                 main model reads them.
-            past_key_values: Cache of the main model, which is extended.
+            cache: Cache of the main model, which is extended.
             inputs_embeds: [B, L, H] instead of `input_ids`.
             labels: [B, L] int64 as in transformers (shifted here, -100 ignored).
             use_cache: Return a cache.
@@ -294,6 +298,7 @@ class DeepSeekMTP(
             logits_to_keep: Number of last positions whose main logits are computed (0: all), or these positions. None:
                 all, but none in training with labels.
             num_items_in_batch: Targets per depth over all micro-batches, [D + 1] or one number (from the Trainer).
+            past_key_values: The older name of `cache`.
             **kwargs: Of the main model without its head, pixels for example; `shift_labels` [B, L], the target of every
                 position, replaces `labels`. With `output_router_logits`, also of the configuration, the balance of the
                 experts is part of the loss.
@@ -304,21 +309,22 @@ class DeepSeekMTP(
         Raises:
             ValueError: Labels that are not token ids, or labels or `output_mtp_logits=True` with a non-empty cache.
         """
+        cache = given_cache(cache, past_key_values)
         shift_labels = kwargs.pop("shift_labels", None)
         has_labels = labels is not None or shift_labels is not None
         if output_mtp_logits is None:
             only_loss = self.training or num_items_in_batch is not None
-            output_mtp_logits = not (only_loss or use_cache or past_key_values is not None) and self.num_modules > 0
-        has_past = past_key_values is not None and past_key_values.get_seq_length()
+            output_mtp_logits = not (only_loss or use_cache or cache is not None) and self.num_modules > 0
+        has_past = cache is not None and cache.get_seq_length()
         if (output_mtp_logits or has_labels) and has_past:
-            raise ValueError("past_key_values: labels and output_mtp_logits need whole sequences; leave it out")
+            raise ValueError(f"{CACHE}: labels and output_mtp_logits need whole sequences; leave it out")
         if has_labels and use_cache is None:
             use_cache = False  # with a cache, transformers ignores packed documents
         if field(self.config.get_text_config(), "output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
         inputs: dict[str, Any] = kwargs | {
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            CACHE: cache,
             "use_cache": use_cache,
             "output_hidden_states": requested_states(output_hidden_states, self.config),
         }
@@ -345,13 +351,12 @@ class DeepSeekMTP(
             logits = self.readout(selected_positions(hidden, logits_to_keep or 0))
         return DeepSeekMTPOutput(
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=with_state(outputs.hidden_states, main_output),
             attentions=outputs.attentions,
             mtp_logits=mtp_logits,
             aux_loss=aux_loss,
             **(prompt_parts(self.config, main_output) if use_cache else {}),
-            **(shown | {"loss": loss}),
+            **(shown | {"loss": loss, CACHE: cache_of(outputs)}),
         )
 
 

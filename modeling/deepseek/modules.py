@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...configuration.cache_names import CACHE
 from ...configuration.fields import has_short_convolutions, rotates_anew
 from ..heads.backbone_parts import (
     finished_logits,
@@ -101,7 +102,7 @@ class MTPModule(GradientCheckpointingLayer):
             cache.update(earlier[0], earlier[1], self.slot)
             for keys in earlier[2:]:
                 cache.update_indexer(keys, self.slot)
-        state = self._handed_on(self.run(merged, past_key_values=cache, **options))
+        state = self._handed_on(self.run(merged, **{CACHE: cache}, **options))
         layer = cast(CacheLayerMixin, cache.layers[self.slot])
         indexed = [layer.indexer_keys] if isinstance(layer, DynamicIndexedLayer) else []
         return state, *cast(list[Tensor], [layer.keys, layer.values, *indexed])

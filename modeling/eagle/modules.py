@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...configuration import EagleHeadConfig
+from ...configuration.cache_names import CACHE
 from ...generation.attach import AttachableDrafter
 from ..draft_vocabulary import DraftIdsMixin
 from ..heads.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings
@@ -206,7 +207,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         options = {
             "attention_mask": self._mask(embeddings, position_ids, attention_mask, past_key_values),
             "position_ids": position_ids,
-            "past_key_values": past_key_values,
+            CACHE: past_key_values,
             "position_embeddings": self.rotary_emb(features, position_ids),
         }
         if self.config.version == 1:
@@ -248,8 +249,8 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
             config=self.config,
             inputs_embeds=embeddings,
             attention_mask=mask,
-            past_key_values=cache,
             position_ids=position_ids,
+            **{CACHE: cache},
         )
 
 

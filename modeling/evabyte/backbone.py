@@ -27,6 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig
+from ...configuration.cache_names import CACHE, given_cache
 from ..heads.registry import init_head
 from ..loading import StrictLoadingMixin
 from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths, States
@@ -227,11 +228,12 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: EvaByteCache | None = None,
+        cache: EvaByteCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | int | list[int] | None = None,
         draft_tree: DraftTree | None = None,
+        past_key_values: EvaByteCache | None = None,
         **kwargs: object,
     ) -> BaseModelOutputWithPast:
         """Run the layers.
@@ -240,12 +242,13 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
             input_ids: [B, L] int64.
             attention_mask: [B, past columns + L], 0 for padding on any side; only the last L columns are read.
             position_ids: [B or 1, L]; see the class.
-            past_key_values: Cache to continue and to extend.
+            cache: Cache to continue and to extend.
             inputs_embeds: [B, L, D] instead of `input_ids`.
             use_cache: Return a cache; defaults to the config's `use_cache`; off where activations are checkpointed.
             output_hidden_states: True for all layers, or the indices to return (-1: after the final norm).
             draft_tree: Which of `input_ids` descend from which, where drafts after the first one are a tree; needs a
                 cache, whose `keep_last` leaves one path.
+            past_key_values: The older name of `cache`.
 
         Returns:
             `last_hidden_state` [B, L, D] after the final norm, the cache and the requested hidden states.
@@ -256,11 +259,11 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._cache(given_cache(cache, past_key_values), use_cache)
         inputs = hidden, attention_mask, position_ids, cache, output_hidden_states
         last, states = self._runner(cache)(*inputs, tree=draft_tree)
         found = cast(tuple[Tensor, ...] | None, states)  # entries that were not requested are None
-        return BaseModelOutputWithPast(last_hidden_state=last, past_key_values=cache, hidden_states=found)
+        return BaseModelOutputWithPast(last_hidden_state=last, hidden_states=found, **{CACHE: cache})
 
     def continue_from(
         self,
@@ -309,7 +312,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
 
     def _cache(self, cache: Cache | None, use_cache: bool | None) -> EvaByteCache | None:
         if cache is not None and not isinstance(cache, EvaByteCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}; give an EvaByteCache(model.config)")
+            raise ValueError(f"{CACHE} is a {type(cache).__name__}; give an EvaByteCache(model.config)")
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return None
         wanted = self.config.use_cache if use_cache is None else use_cache

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...configuration import EvaByteConfig
+from ...configuration.cache_names import CACHE
 from ...generation.call.sequences import NewTokens
 from .geometry import EvaBlock
 
@@ -252,7 +253,7 @@ class EvaByteCache(Cache):
 
     Example:
         >>> cache = EvaByteCache(model.config)
-        >>> out = model(ids, past_key_values=cache)
+        >>> out = model(ids, cache=cache)
         >>> cache.crop(-2)  # or a tensor with one number per sequence
     """
 
@@ -314,7 +315,7 @@ class EvaByteCache(Cache):
             try:
                 sequences.crop(surplus)
             except ValueError as error:
-                raise ValueError("past_key_values: padding is folded into summaries; leave it out") from error
+                raise ValueError(f"{CACHE}: padding is folded into summaries; leave it out") from error
             sequences.gaps = [gap + extra for gap, extra in zip(sequences.gaps, surplus)]
 
     def activate_past_recording(self) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
+from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import check_options
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
@@ -246,13 +247,14 @@ class EvaByteForMTPC(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: EvaByteCache | None = None,
+        cache: EvaByteCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_all_pred_logits: bool = False,
         num_items_in_batch: Tensor | int | None = None,
+        past_key_values: EvaByteCache | None = None,
         **kwargs: Any,
     ) -> MTPOutput:
         """Return next-byte logits and, with labels, the discounted loss over all depths of the window.
@@ -261,7 +263,7 @@ class EvaByteForMTPC(
             input_ids: [B, L] int64.
             attention_mask: [B, past columns + L], 0 for padding.
             position_ids: [B or 1, L]; only to mark packed documents (see `EvaByteModel`).
-            past_key_values: Cache to continue and to extend.
+            cache: Cache to continue and to extend.
             inputs_embeds: [B, L, D] instead of `input_ids`.
             labels: [B, L] int64 as everywhere in transformers (shifted here, -100 ignored), or [B, L, n] with the
                 target of every depth spelled out (the official form).
@@ -269,6 +271,7 @@ class EvaByteForMTPC(
             logits_to_keep: Compute logits of the last so many positions only (0: all), or of these positions.
             return_all_pred_logits: Logits of all N heads, [B, L, N, V].
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
+            past_key_values: The older name of `cache`.
             **kwargs: For the backbone; `shift_labels` [B, L], the target of every position, in place of `labels`;
                 `balance` [n], factors of the depths (`loss_balance="rms"`); `cached_states` [B, L, 1, D], the last
                 hidden states from an earlier run: the backbone is then not run, and only the loss is returned.
@@ -288,7 +291,7 @@ class EvaByteForMTPC(
             input_ids,
             attention_mask,
             position_ids,
-            past_key_values,
+            given_cache(cache, past_key_values),
             inputs_embeds,
             use_cache,
             **kwargs | {"return_dict": True},
@@ -305,8 +308,8 @@ class EvaByteForMTPC(
             losses = self._loss(features, hidden, targets, input_ids, num_items_in_batch, balance)
         return MTPOutput(
             logits=logits.float() if self.config.fp32_logits else logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **{CACHE: cache_of(outputs)},
             **losses,
         )
 

@@ -24,6 +24,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
+from ...configuration.cache_names import CACHE, name_of_cache
 from ...configuration.fields import field, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
 from ..masks import model_mask
@@ -170,8 +171,7 @@ class LayerSource:
         check_layers(config, self._body)
         self.config: PreTrainedConfig = self._body.config
         self.layers: nn.ModuleList = self._body.layers
-        wanted = inspect.signature(type(self.layers[-1]).forward).parameters
-        self.cache_name = "layer_past" if "layer_past" in wanted else "past_key_values"
+        self.cache_name = name_of_cache(type(self.layers[-1]).forward) or CACHE
 
     def new_layers(self, count: int) -> list[nn.Module]:
         """Return `count` new layers like the last one, whose slots in a cache are 0, 1, ..."""
@@ -210,15 +210,15 @@ def layer_options(
     states: Tensor,
     attention_mask: Tensor | dict[str, Tensor] | None,
     position_ids: Tensor,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     kind: str = "full_attention",
     slot: int = 0,
-    cache_name: str = "past_key_values",
+    cache_name: str = CACHE,
 ) -> dict[str, Any]:
     """Return what a layer takes besides its states [B, T, d], whose shape, dtype and device are read.
 
     `attention_mask` is [B, past + T], or what is seen [B, 1, T, W] bool, of all layers or by kind; `position_ids` is
-    [B or 1, T], or three beside images (`rotary_positions`); `past_key_values` is the caller's cache, in which the
+    [B or 1, T], or three beside images (`rotary_positions`); `cache` is the caller's, in which the
     layer has a `slot`; `kind` says how the layer attends, as `layer_types` calls it; `cache_name`: see `LayerSource`.
     """
     if isinstance(attention_mask, dict):
@@ -236,18 +236,18 @@ def layer_options(
             config=config,
             inputs_embeds=states,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             position_ids=text_positions(position_ids),
             layer_idx=slot,
         )
     positions = rotary_positions(position_ids)
     if rotates_anew(config):
-        positions = _positions_of_all(positions.expand(3, len(states), -1), past_key_values, slot)
+        positions = _positions_of_all(positions.expand(3, len(states), -1), cache, slot)
     return {
         "attention_mask": mask,
         "position_ids": text_positions(position_ids),
         "position_embeddings": None if rotary is None else rotated(rotary, states, positions, kind),
-        cache_name: past_key_values,
+        cache_name: cache,
     } | extra
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel import ParallelGenerationMixin
@@ -216,7 +217,7 @@ class PTPForCausalLM(
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         uniforms: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -225,6 +226,7 @@ class PTPForCausalLM(
         inputs_embeds: Tensor | None = None,
         read: Callable[[Tensor, nn.Module], object] | None = None,
         masks: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> PTPOutput:
         """Return logits of the tokens (the backbone's own) and of the auxiliary positions after them.
@@ -233,7 +235,7 @@ class PTPForCausalLM(
             input_ids: [B, T] int64.
             attention_mask: [B, past + T], 0 for padding; or visibility [B, 1, T + A, past + T + A] bool.
             position_ids: [B or 1, T + A]. By default the slots follow the last token, as one completion.
-            past_key_values: Cache to continue and to extend (with the slots, too: crop them).
+            cache: Cache to continue and to extend (with the slots, too: crop them).
             uniforms: [B, A] float32 in [0, 1), one per slot; `GREEDY` (-1) requests the most likely token.
             labels: [B, T] for the backbone's own loss (shifted here, -100 ignored).
             use_cache: Return a cache.
@@ -245,6 +247,7 @@ class PTPForCausalLM(
                 of distributed training. Losses over large vocabularies are computed in chunks there.
             masks: [B or 1, A] int64 in [0, num_slots), the mask that each slot reads, in place of `uniforms`; with
                 `variant="mask"`.
+            past_key_values: The older name of `cache`.
             **kwargs: For the backbone without its head; `shift_labels` [B, T], the target of every token, in place of
                 `labels`; `num_items_in_batch`, targets over all micro-batches (from the Trainer).
 
@@ -255,6 +258,7 @@ class PTPForCausalLM(
             ValueError: Both or none of ids and embeddings, uniforms outside [0, 1), uniforms for masks or vice versa,
                 positions beyond a table of learned ones, labels that are no token ids or without logits of all tokens.
         """
+        cache = given_cache(cache, past_key_values)
         loss_options = {name: kwargs.pop(name, None) for name in ("shift_labels", "num_items_in_batch")}
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -265,7 +269,7 @@ class PTPForCausalLM(
             slots = self._embedded(uniforms, masks)
             embeds = torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
         if position_ids is None:
-            position_ids = self._positions(embeds, tokens, attention_mask, past_key_values)
+            position_ids = self._positions(embeds, tokens, attention_mask, cache)
         check_positions(self.config, position_ids)
         if self.backbone.training and checkpoints_activations(self.backbone):
             preserve_gates(self.backbone)
@@ -274,7 +278,7 @@ class PTPForCausalLM(
                 inputs_embeds=embeds,
                 attention_mask=_as_mask(attention_mask, embeds),
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **{CACHE: cache},
                 use_cache=use_cache,
                 output_hidden_states=requested_states(output_hidden_states, self.config, self.backbone.config),
                 **kwargs,
@@ -284,7 +288,7 @@ class PTPForCausalLM(
         return PTPOutput(
             loss=None if logits is None else self._loss(logits[:, :tokens], labels, **loss_options),
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: cache_of(outputs)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             read=read and read(hidden, head),
@@ -323,10 +327,8 @@ class PTPForCausalLM(
         """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
-    def _positions(
-        self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, past_key_values: Cache | None
-    ) -> Tensor:
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    def _positions(self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
+        past = 0 if cache is None else cache.get_seq_length()
         order = torch.arange(embeds.shape[1], device=embeds.device)
         if self.config.variant == "one_hot":  # slot 0 shares the position of the last token
             order = order - (order >= tokens).long()

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...configuration.cache_names import CACHE, cache_of
 from ...generation.drafter import BaseDrafter
 from ..utils import one_line, replace_file
 from .decoding import GREEDY, MODES, DecodingMode, Method, Run, decode
@@ -331,9 +332,9 @@ def block_error(model: PreTrainedModel, prompt: torch.Tensor, output: torch.Tens
     prompt, output = (ids.expand(batch_size, -1) for ids in (prompt, output[: _WIDTH * _BLOCKS]))
     logits = []
     for width in (_WIDTH, 1):
-        cache, parts = model(prompt, use_cache=True).past_key_values, []
+        cache, parts = cache_of(model(prompt, use_cache=True)), []
         for part in output.split(width, 1):
-            parts.append(model(part, past_key_values=cache, use_cache=True).logits.float())
+            parts.append(model(part, **{CACHE: cache}, use_cache=True).logits.float())
         logits.append(torch.cat(parts, 1))
     blocks, singles = logits
     likeliest = singles.topk(min(_TOP, singles.shape[-1])).indices

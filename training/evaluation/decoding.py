@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...configuration.cache_names import cache_of
 from ...generation.call.options import first_set
 from ..utils import eos_ids, until_end
 from .drafts import has_probs, usual_drafts
@@ -175,7 +176,7 @@ def decode(
         "seconds": clock.seconds,
         "prompt_seconds": clock.prompt_seconds,
         "processor_seconds": clock.processor_seconds,
-        "cache_bytes": cache_bytes(output.past_key_values),
+        "cache_bytes": cache_bytes(cache_of(output)),
     }
     if speculation is not None:
         # of a single sequence the loop's own count of calls, which includes plain steps between drafts

@@ -18,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from ...configuration.cache_names import CACHE, cache_of
 from ..results import DecodingResult, MeasuredResults
 from .bench import CONTROL, PLAIN
 
@@ -119,13 +120,13 @@ def block_costs(model: Any, lengths: Sequence[int], batch_size: int = 1) -> dict
     """Return the time of a block of so many tokens over that of one token, after 200 tokens; medians by turns."""
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.arange(_CONTEXT + max(lengths), device=model.device).remainder(vocab_size).expand(batch_size, -1)
-    start = model(ids[:, :_CONTEXT], use_cache=True).past_key_values
+    start = cache_of(model(ids[:, :_CONTEXT], use_cache=True))
     times: dict[int, list[float]] = {length: [] for length in (1, *lengths)}
     for number in range(1 + _REPEATS):  # the first time sets things up
         for length, seconds in times.items():
             cache, block = copy.deepcopy(start), ids[:, _CONTEXT : _CONTEXT + length]
             began = time.perf_counter()
-            model(block, past_key_values=cache, use_cache=True).logits[0, 0, 0].item()
+            model(block, **{CACHE: cache}, use_cache=True).logits[0, 0, 0].item()
             if number:
                 seconds.append(time.perf_counter() - began)
     return {length: median(seconds) / median(times[1]) for length, seconds in times.items()}

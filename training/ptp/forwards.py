@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from ...configuration.cache_names import CACHE, cache_of
 from ...configuration.ptp import PTPConfig
 from ...modeling.masks import additive_mask
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
@@ -86,12 +87,12 @@ class PackedBatch:
             input_ids=self.sequences.tokens[:, :0] if tokens is None else tokens,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self.cache if use_cache else None,
+            **{CACHE: self.cache if use_cache else None},
             use_cache=use_cache,
             read=read,
             **({} if slots is None else slots.flat()),
         )
-        self.cache = outputs.past_key_values if use_cache else self.cache
+        self.cache = cache_of(outputs) if use_cache else self.cache
         return outputs.read
 
     @torch.no_grad()

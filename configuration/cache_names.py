@@ -33,7 +33,10 @@ def given_cache(cache: Given | None, past_key_values: Given | None) -> Given | N
         ValueError: Two different ones.
     """
     if cache is not None and past_key_values is not None and cache is not past_key_values:
-        raise ValueError("cache and past_key_values are two names of one argument; pass one of them")
+        raise ValueError(
+            "cache and past_key_values are two names of one argument; pass one of them (prefix tuning of peft before "
+            "0.22 passes both on transformers 5.24)"
+        )
     return past_key_values if cache is None else cache
 
 

@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 from ..configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
 from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP
-from ..modeling.remote_code import TRANSFORMERS, TravellingMixin
+from ..modeling.remote_code import REQUIREMENT, TravellingMixin
 
 _CHAIN = 5  # tokens that an EAGLE head drafts by default
 _SLOTS = {
@@ -84,7 +84,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
         remote_code = None
     elif remote_code == "auto":
         remote_code = "bundle" if model_class.travels_when_pushed else None
-    needs = [f"'transformers=={TRANSFORMERS}.*'", *(["peft"] if drafting.kind == "uniforms" else [])]
+    needs = [f"'{REQUIREMENT}'", *(["peft"] if drafting.kind == "uniforms" else [])]
     return ModelFacts(
         class_name=model_class.__name__,
         model_type=config.model_type,

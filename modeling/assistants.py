@@ -1,8 +1,8 @@
 """Small models that draft: the first layers of a larger one, DFlash assistants, which fill in blocks, and those of
 Gemma 4 (`gemma4_assistant`).
 
-Attention layers of the last have no keys and values: all read the backbone's. transformers 5.23.0 looks up which of
-the layers compute what the others reuse, finds none, and refuses to build any; the configurations below define
+Attention layers of the last have no keys and values: all read the backbone's. transformers before 5.24 looks up which
+of the layers compute what the others reuse, finds none, and refuses to build any; the configurations below define
 `kv_sharing_modes` for that case.
 """
 

@@ -78,16 +78,18 @@ CODE_DIRECTORY = "tokenahead_code"
 """The directory of code in a saved one."""
 TRAVELS = __name__.rpartition(".")[2] != "remote_code"
 """Whether this file came with a model."""
-TRANSFORMERS = "5.23"
-"""The version of transformers for which the code is written: it uses private methods of `generate`."""
+TRANSFORMERS = ("5.21", "5.22", "5.23", "5.24")
+"""The versions of transformers for which the code is written: it uses private methods of `generate`."""
+REQUIREMENT = "transformers>=5.21,<5.25"
+"""The same for pip."""
 _CHOICES = ("auto", "bundle", "package", None)
 _README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the directory above is loaded, by the
 Auto classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
 
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
-It needs torch and transformers {TRANSFORMERS}, and peft where it imports that. Where tokenahead is installed
-(from a clone or a wheel), that is used in place of this code.
+It needs torch and transformers {TRANSFORMERS[0]} to {TRANSFORMERS[-1]}, and peft where it imports that. Where
+tokenahead is installed (from a clone or a wheel), that is used in place of this code.
 """
 
 
@@ -228,9 +230,9 @@ class TravellingTokenizerMixin(TravellingMixin):
             self._pushed_code = "auto"
 
 
-if TRAVELS and not transformers.__version__.startswith(f"{TRANSFORMERS}."):
+if TRAVELS and not transformers.__version__.startswith(tuple(f"{version}." for version in TRANSFORMERS)):
     logger.warning(
-        f"the code of this model (tokenahead {__version__}) is written for transformers {TRANSFORMERS}, and "
-        f"{transformers.__version__} is installed: if it fails, pip install 'transformers=={TRANSFORMERS}.*', or "
-        "install tokenahead, which is then used in its place"
+        f"the code of this model (tokenahead {__version__}) is written for transformers {TRANSFORMERS[0]} to "
+        f"{TRANSFORMERS[-1]}, and {transformers.__version__} is installed: if it fails, pip install '{REQUIREMENT}', "
+        "or install tokenahead, which is then used in its place"
     )

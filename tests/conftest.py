@@ -17,6 +17,7 @@ import torch
 
 from tests import models
 from tests.core import COLLECTED, is_core
+from tests.internals import obstacle_of_peft
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
@@ -45,6 +46,29 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("core")
         if explores(config) and (hypothesis.is_hypothesis_test(item.obj) or item.path.stem == "test_fuzz"):
             item.add_marker("slow")
+
+
+def _waiting():
+    """Skip a test that meets transformers' refusal of the installed peft: nothing here can change that."""
+    try:
+        return (yield)
+    except (ImportError, ValueError) as error:
+        reason = obstacle_of_peft()
+        if reason and ("version of PEFT" in str(error) or reason in str(error)):
+            pytest.skip(reason)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """Let fixtures wait for peft."""
+    return (yield from _waiting())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Let tests wait for peft."""
+    return (yield from _waiting())
 
 
 @pytest.fixture(autouse=True)

@@ -50,12 +50,15 @@ _MODULES = {
 """Whole modules, for tests that replace a name in them."""
 
 _NAMES = {
+    "tokenahead.configuration.cache_names": ("CACHE", "given_cache", "name_of_cache", "renamed"),
     "tokenahead.configuration.transformers_names": (
         "CORE",
         "TESTED_VERSIONS",
         "TRAINER",
         "check_names",
         "missing_names",
+        "obstacle_of_peft",
+        "warn_of_newer_version",
     ),
     "tokenahead.configuration.head_families": (
         "HEAD_FAMILIES",
@@ -245,6 +248,7 @@ _NAMES = {
         "RegisterModel",
     ),
     "tokenahead.modeling.remote_code": (
+        "REQUIREMENT",
         "TRANSFORMERS",
         "TravellingMixin",
     ),

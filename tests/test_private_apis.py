@@ -6,15 +6,25 @@ the lists below hold those of other libraries, and the parameters of functions.
 
 import inspect
 import re
+import sys
 from importlib import import_module
 
 import accelerate
 import peft
 import pytest
 import torch
+import transformers
 import trl
 
-from tests.internals import CORE, TRAINER, check_names, missing_names
+from tests.internals import (
+    CORE,
+    TESTED_VERSIONS,
+    TRAINER,
+    check_names,
+    missing_names,
+    obstacle_of_peft,
+    warn_of_newer_version,
+)
 from tests.private_names import accessed, overridden
 
 PARAMETERS = {
@@ -77,9 +87,30 @@ def test_transformers_has_every_listed_name():
 
 def test_a_missing_name_is_said_with_both_versions():
     table = {"transformers.modeling_utils:PreTrainedModel": {"_never_there": "nothing", "_init_weights": "something"}}
-    with pytest.raises(ImportError, match=r"transformers \d+\.\d+.*PreTrainedModel\._never_there.*5\.23") as raised:
+    with pytest.raises(ImportError, match=r"transformers \d+\.\d+.*PreTrainedModel\._never_there.*5\.24") as raised:
         check_names(table)
     assert "_init_weights" not in str(raised.value)
+
+
+def test_a_version_newer_than_all_tested_is_said(caplog):
+    transformers.utils.logging.enable_propagation()
+    try:
+        warn_of_newer_version("5.24.3")
+        assert not caplog.records
+        warn_of_newer_version("5.99.0")
+        warn_of_newer_version("5.99.0")
+    finally:
+        transformers.utils.logging.disable_propagation()
+    (record,) = caplog.records
+    assert "5.99.0" in record.getMessage() and TESTED_VERSIONS[-1] in record.getMessage()
+
+
+def test_a_peft_that_transformers_refuses_is_named(monkeypatch):
+    names = sys.modules[obstacle_of_peft.__module__]
+    monkeypatch.setattr(names, "MIN_PEFT_VERSION", "99.0")
+    assert "peft 99.0" in obstacle_of_peft() and transformers.__version__ in obstacle_of_peft()
+    monkeypatch.setattr(names, "MIN_PEFT_VERSION", "0.1")
+    assert obstacle_of_peft() is None
 
 
 def test_a_missing_class_is_said():

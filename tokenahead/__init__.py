@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from . import deprecated
 from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
 from .configuration.mtp_families import MiMoConfig
-from .configuration.transformers_names import CORE, check_names
+from .configuration.transformers_names import CORE, check_names, warn_of_newer_version
 from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.call.grammar import GrammarConstraint
 from .generation.drafters.assistant import AssistantDrafter
@@ -38,6 +38,7 @@ from .modeling import (
 from .modeling.deepseek.conversion import MiMoForCausalLM
 
 check_names(CORE)
+warn_of_newer_version()
 
 AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)

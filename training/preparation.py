@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
+from ..configuration.transformers_names import obstacle_of_peft
 from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
@@ -148,6 +149,8 @@ def _joined(model: nn.Module, strategy: TrainingStrategy) -> JointMTPModel:
 
 def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
     """Train a backbone by adapters: new ones, or those that it carries."""
+    if reason := obstacle_of_peft():
+        raise ImportError(f"train='lora': {reason}; upgrade peft, or pip install 'transformers<5.24'")
     if not carries_adapters(backbone):
         backbone.add_adapter(lora_config(backbone, strategy))
         return

@@ -6,6 +6,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from tests.backbones import backbone, prompts
+from tests.internals import CACHE
 from tests.models import left_padded, trained_model
 from tests.ptp_models import VOCABULARY, student
 from tokenahead import NgramDrafter
@@ -78,14 +79,14 @@ def test_a_cache_of_another_batch_is_refused(sequences):
     model, prompt, cache = backbone(), torch.full((2, 6), 5), DynamicCache()
     NgramDrafter().attach(model, default=True)
     model(torch.full((sequences, 4), 5), past_key_values=cache)
-    with pytest.raises(ValueError, match=rf"past_key_values.*{sequences}.*2"):
+    with pytest.raises(ValueError, match=rf"{CACHE}.*{sequences}.*2"):
         model.generate(prompt, past_key_values=cache, max_new_tokens=4)
 
 
 def test_a_static_cache_that_is_too_small_is_refused_by_how_much():
     model, prompt = backbone(), torch.full((2, 6), 5)
     drafter = NgramDrafter().attach(model)
-    with pytest.raises(ValueError, match=r"past_key_values.*9.*13.*max_cache_len.*4"):
+    with pytest.raises(ValueError, match=rf"{CACHE}.*9.*13.*max_cache_len.*4"):
         cache = StaticCache(config=model.config, max_cache_len=9)
         model.generate(prompt, past_key_values=cache, max_new_tokens=8, assistant_model=drafter)
     cache = StaticCache(config=model.config, max_cache_len=13)

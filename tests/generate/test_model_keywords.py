@@ -17,6 +17,7 @@ from transformers import (
 
 from tests.backbones import backbone, blurred, prompts, train_eagle, train_heads
 from tests.distributions import continuation_distribution, continuation_p_value
+from tests.internals import CACHE
 from tests.matrix.excuses import warnings_of
 from tests.models import left_padded, trained_model
 from tokenahead import AssistantDrafter, DeepSeekMTP, EvaByteForMTPC, NgramDrafter, PTPStudent
@@ -63,9 +64,9 @@ class OfTokens(Steered):
 class Known(Steered):
     """Takes its columns of a tensor that is given for the whole text, by the length of the cache."""
 
-    def prepare_inputs_for_generation(self, input_ids, steering=None, past_key_values=None, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
-        past = past_key_values.get_seq_length()
+    def prepare_inputs_for_generation(self, input_ids, steering=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        past = kwargs[CACHE].get_seq_length()
         return (
             inputs if steering is None else inputs | {"steering": steering[:, past:][:, : inputs["input_ids"].shape[1]]}
         )
@@ -96,9 +97,9 @@ class ByOutputs(Steered):
 class OfTheCache(Steered):
     """Looks into the cache, of which only the length is known for a draft."""
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
-        keys = past_key_values.layers[0].keys if past_key_values.get_seq_length() else None
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        keys = kwargs[CACHE].layers[0].keys if kwargs[CACHE].get_seq_length() else None
         return inputs if keys is None else inputs | {"boost": self.bias * keys[0, 0, -1, 0].sign()}
 
 

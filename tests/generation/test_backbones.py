@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.backbones import backbone, plain_continuations, prompts, train_heads
+from tests.internals import CACHE
 from tests.models import left_padded
 from tokenahead import NgramDrafter
 
@@ -80,7 +81,7 @@ def test_decoders_whose_config_does_not_say_so_are_taken():
 
 def test_a_model_without_a_cache_is_refused():
     config = OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=48)
-    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel.*past_key_values"):
+    with pytest.raises(ValueError, match=f"OpenAIGPTLMHeadModel.*{CACHE}"):
         NgramDrafter().attach(AutoModelForCausalLM.from_config(config))
 
 

@@ -213,10 +213,14 @@ def test_prefix_functions_are_asked_by_row_and_never_after_an_end(do_sample):
 
     common = dict(attention_mask=torch.ones_like(ids), num_return_sequences=2, max_new_tokens=12, do_sample=True)
     common |= dict(do_sample=do_sample) if do_sample else dict(do_sample=False, num_return_sequences=1)
+    plain = set()
+    model.generate(
+        ids, prefix_allowed_tokens_fn=lambda row, _: plain.add(row) or [5, 7], **common | {"max_new_tokens": 1}
+    )
     for options in ({}, TREE):
         seen.clear()
         model.generate(ids, assistant_model=drafter, prefix_allowed_tokens_fn=function, **common, **options)
-        assert seen == set(range(4 if do_sample else 2))
+        assert seen == plain  # transformers 5.24 numbers prompts, older versions rows
 
 
 def test_rows_are_numbered_as_the_processor_says():

@@ -147,10 +147,8 @@ def test_trials_of_trees_are_given_them_too(monkeypatch):
 class Coloured(GPT2LMHeadModel):
     """Reads something of every token that this library has never heard of."""
 
-    def forward(
-        self, input_ids=None, past_key_values=None, attention_mask=None, position_ids=None, colours=None, **kwargs
-    ):
-        return super().forward(input_ids, past_key_values, attention_mask, position_ids=position_ids, **kwargs)
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, colours=None, **kwargs):
+        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
 
 
 def test_what_nobody_knows_how_to_go_on_decodes_plainly():

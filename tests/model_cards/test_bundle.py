@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from tests.internals import TESTED_VERSIONS, TRANSFORMERS, bundle
+from tests.internals import REQUIREMENT, TESTED_VERSIONS, TRANSFORMERS, bundle
 from tests.internals import bundle_module as module
 
 ENTRIES = {
@@ -42,7 +43,10 @@ def test_every_file_is_there_and_transformers_sees_every_import(entry, tmp_path)
 def test_versions_of_transformers_are_those_that_are_tested():
     text = Path(__file__).parents[2].joinpath("setup.cfg").read_text()
     assert f"    transformers>={TESTED_VERSIONS[0]}\n" in text
-    assert TESTED_VERSIONS[-1] == TRANSFORMERS
+    assert TESTED_VERSIONS == TRANSFORMERS
+    low, high = (SpecifierSet(part) for part in REQUIREMENT.removeprefix("transformers").split(","))
+    assert all(low.contains(f"{v}.0") and high.contains(f"{v}.0") for v in TRANSFORMERS)
+    assert not high.contains(f"5.{int(TRANSFORMERS[-1].split('.')[1]) + 1}.0")
 
 
 def test_only_imports_differ_from_the_source():

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
+from tests.internals import CACHE, obstacle_of_peft
 from tokenahead import DeepSeekMTP, MTPHeads
 
 EVABYTES = [name for name in NAMES if name.startswith("evabyte")]
@@ -105,8 +106,11 @@ def test_virtual_tokens_decode_plainly_or_are_refused_by_name(name):
     prefixed = get_peft_model(every_model(name), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     if name.startswith("evabyte"):
         for run in (prefixed, prefixed.generate):
-            with pytest.raises(ValueError, match="past_key_values.*EvaByteCache"):
+            with pytest.raises(ValueError, match=f"{CACHE}.*EvaByteCache|peft"):
                 run(input_ids=ids)
+    elif obstacle_of_peft():  # it passes its cache under the old name beside that of the call
+        with pytest.raises(ValueError, match="past_key_values.*peft"):
+            prefixed.generate(input_ids=ids, **options)
     else:
         assert prefixed.generate(input_ids=ids, **options).shape[1] == ids.shape[1] + 5
 

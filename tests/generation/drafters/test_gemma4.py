@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+import transformers
+from packaging.version import parse
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -23,6 +25,7 @@ from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter
 
 DRAFT = 3
+TRANSFORMERS_BUILDS = parse(transformers.__version__) >= parse("5.24")
 
 
 @pytest.fixture(params=[dict(), dict(is_sharing=False), dict(has_clusters=True)], ids=["small", "large", "clusters"])
@@ -185,8 +188,9 @@ def test_other_folders_are_loaded_as_ever(tmp_path):
     assert torch.equal(out.sequences, model.generate(prompt, **options)) and out.speculation.accepted == [5, 4]
 
 
+@pytest.mark.skipif(TRANSFORMERS_BUILDS, reason="transformers builds them from 5.24 on")
 def test_why_we_build_them_ourselves(tmp_path):
-    """Once this fails, transformers builds them, and the configurations of `modeling.assistants` may go."""
+    """Once the oldest supported transformers builds them, the configurations of `modeling.assistants` go."""
     assistant().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="layer types"):
         AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -114,7 +114,10 @@ def test_fresh_models_draft_with_their_own_modules(saved):
 def test_dtype_is_that_of_the_folder_unless_given(saved):
     DeepSeekMTP.from_pretrained(saved, dtype=torch.bfloat16).save_pretrained(saved)
     model = DeepSeekMTP.from_pretrained(saved)
-    assert {p.dtype for p in model.mtp.parameters()} == {p.dtype for p in model.main.parameters()} == {torch.bfloat16}
+    parts = [dict(part.named_parameters()) for part in (model.mtp, model.main)]
+    for parameters in parts:  # routers stay in float32 from transformers 5.24 on
+        assert {p.dtype for name, p in parameters.items() if not name.endswith("gate.weight")} == {torch.bfloat16}
+    assert len({p.dtype for part in parts for name, p in part.items() if name.endswith("mlp.gate.weight")}) <= 1
     assert DeepSeekMTP.from_pretrained(saved, dtype="float32").mtp[0].eh_proj.weight.dtype == torch.float32
 
 

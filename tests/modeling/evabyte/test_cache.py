@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.internals import CACHE
 from tests.models import GOLDENS, left_padded, tiny_model
 from tokenahead import EvaByteCache, EvaByteForMTPC, NgramDrafter
 
@@ -194,7 +195,7 @@ def test_a_row_that_ended_windows_ago_cannot_be_continued_and_that_is_said():
     mask = torch.ones(2, 3 * window, dtype=torch.long)
     mask[0, window // 2 :] = 0
     longer = torch.nn.functional.pad(ids, (0, 2), value=70)
-    with pytest.raises(ValueError, match="past_key_values"):
+    with pytest.raises(ValueError, match=CACHE):
         model.generate(
             longer,
             attention_mask=torch.nn.functional.pad(mask, (0, 2), value=1),

@@ -60,9 +60,14 @@ class Speculation:
         return [sum(count >= position for count in accepted) / len(accepted) for position in range(1, longest + 1)]
 
     @property
+    def rows_calls(self) -> list[int]:
+        """Per sequence, the forward passes before its end, the prefill included."""
+        return [1 + len(accepted) for accepted in self.rows_accepted]
+
+    @property
     def tokens_per_call(self) -> float:
-        """New tokens per sequence and backbone call."""
-        return self.new_tokens / len(self.rows_accepted) / max(1, self.backbone_calls)
+        """New tokens per sequence and backbone call; a sequence that has ended counts in no further call."""
+        return self.new_tokens / sum(self.rows_calls)
 
 
 @dataclass

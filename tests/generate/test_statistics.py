@@ -1,8 +1,10 @@
 """Statistics of a call: shapes for one row and for several, shares by position, tokens per call."""
 
 import pytest
+import torch
 
-from tokenahead import GenerateSpeculativeOutput, Speculation
+from tests.every_model import llama
+from tokenahead import GenerateSpeculativeOutput, NgramDrafter, Speculation
 
 
 def test_one_row_is_a_plain_list():
@@ -16,7 +18,7 @@ def test_several_rows_are_lists_of_lists():
     statistics = Speculation([[1], [0, 2]], [[[5, 6]], [[7, 8], [9, 9]]], backbone_calls=3, new_tokens=8)
     assert statistics.accepted == [[1], [0, 2]]
     assert statistics.drafts == [[[5, 6]], [[7, 8], [9, 9]]]
-    assert statistics.tokens_per_call == pytest.approx(8 / 2 / 3)
+    assert statistics.rows_calls == [2, 3] and statistics.tokens_per_call == pytest.approx(8 / 5)
 
 
 def test_shares_are_those_of_all_verifications_whatever_their_drafts():
@@ -40,6 +42,24 @@ def test_nothing_drafted():
     assert statistics.accepted_by_position == []
     assert Speculation([[]], [[]]).accepted_by_position == []
     assert Speculation([[]], [[]]).tokens_per_call == 0
+
+
+def test_ended_sequences_count_in_no_further_call():
+    """Alone or together, a sequence that drafts its own tokens has the same tokens and calls; filling a returned cache
+    up is nobody's call."""
+    torch.manual_seed(2)
+    model, prompt = llama(initializer_range=0.25), torch.randint(3, 64, (2, 4))
+    model.generation_config.pad_token_id = 0
+    drafter = NgramDrafter(longest=1, num_tokens=3).attach(model)
+    asked = dict(max_new_tokens=24, output_scores=True, assistant_model=drafter, return_dict_in_generate=True)
+    mask = torch.ones_like(prompt)
+    plain = model.generate(prompt, attention_mask=mask, max_new_tokens=24)
+    asked["eos_token_id"] = next(int(t) for t in plain[0, 9:] if t not in (*plain[0, 4:9], *plain[1, 4:]))
+    alone = [model.generate(prompt[i : i + 1], attention_mask=mask[:1], **asked).speculation for i in (0, 1)]
+    told = model.generate(prompt, attention_mask=mask, **asked).speculation
+    assert alone[0].new_tokens < alone[1].new_tokens == 24
+    assert told.rows_calls == [each.backbone_calls for each in alone]
+    assert told.tokens_per_call == sum(each.new_tokens for each in alone) / sum(each.backbone_calls for each in alone)
 
 
 def test_times_do_not_make_calls_differ():

@@ -179,9 +179,7 @@ def decode(
         "cache_bytes": cache_bytes(cache_of(output)),
     }
     if speculation is not None:
-        # of a single sequence the loop's own count of calls, which includes plain steps between drafts
-        accepted = speculation.rows_accepted
-        calls = [speculation.backbone_calls] if len(ids) == 1 else [1 + len(each) for each in accepted]
+        accepted, calls = speculation.rows_accepted, speculation.rows_calls
         drafted = [list(map(len, drafts)) for drafts in speculation.rows_drafts]
         run |= {"calls": calls, "accepted": accepted, "drafted": drafted, "draft_seconds": speculation.draft_seconds}
     return Run(**run)

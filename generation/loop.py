@@ -29,7 +29,8 @@ from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
 from .call.schedule import AdaptiveSchedule
-from .call.sequences import NewTokens, Sequences, Stopping
+from .call.sequences import NewTokens, Sequences
+from .call.stopping import Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
 from .target.target import OwnLengthsTarget, RaggedTarget, Target, TargetOutput
@@ -88,7 +89,7 @@ class SpeculativeLoop:
         self.done = [False] * len(prompt)
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
-        self.stopping = Stopping(criteria, options.shown_pad, self.records and self.records.scores_of)
+        self.stopping = Stopping(criteria, options.pad, self.records and self.records.scores_of)
         self.pad = options.pad
         self.span = most_nodes(options) if options.draft_tree else 1 + options.num_tokens
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
@@ -122,6 +123,8 @@ class SpeculativeLoop:
                 scores = self._scores(outputs.logits, tree)
                 result = self.verifier.verify(tree, scores)
                 accepted, new_tokens = self._settle(tree, result, outputs, scores)
+                if self.stopping.holds:  # the last token that an open sequence keeps may be a draft
+                    result = result.first(new_tokens.on_device)
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
                 self.session.advance(outputs.along(result, tree), result)
                 if self.may_leave_out and any(self.done):
@@ -162,6 +165,7 @@ class SpeculativeLoop:
             self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, kwargs, limit, self.span)
             self.unwritten = target.mask.shape[1] - self.tokens.prompt_length
             self.starts = None if self.table is None else target.next_positions()
+        self.stopping.holds = self.returns_cache and not self.target.takes_cuts
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
         tree = DraftTree.chain(prompt[:, :0])
@@ -230,7 +234,6 @@ class SpeculativeLoop:
         self.tokens.keep(new_tokens)
         self.tokens.newest_on_host = [ids[:count] for ids, count in zip(verified, counts)]
         self.tokens.drafted_on_host = [len(draft) for draft in drafts]
-        self.statistics.new_tokens += sum(counts)
         if self.streamer is not None:
             self._stream(self.streamer)
         return [count for count, done in zip(accepted, before) if not done], new_tokens
@@ -270,22 +273,29 @@ class SpeculativeLoop:
     ) -> None:
         for index, draft in enumerate(drafts):
             if not before[index]:
-                self.statistics.rows_accepted[index].append(min(accepted[index], new[index]))
+                count = new[index] - (not self.done[index])
+                self.statistics.rows_accepted[index].append(min(accepted[index], count))
                 self.statistics.rows_drafts[index].append(draft)
                 self.statistics.rows_depths[index].append(min(depth, len(draft)))
 
     def _stream(self, streamer: BaseStreamer) -> None:
-        lengths = self.tokens.lengths
+        lengths, ends = self.tokens.lengths, None
         ready = min((n for n, done in zip(lengths, self.done) if not done), default=max(lengths))
+        if self.stopping.in_step:
+            ready, ends = self.stopping.shown, self.stopping.ends
         # one column at a time: text streamers are exact only so
-        for column in self.tokens.columns(self.streamed, ready, self.pad).cpu().unbind(1):
+        for column in self.tokens.columns(self.streamed, ready, self.pad, ends).cpu().unbind(1):
             streamer.put(column)
         self.streamed = max(self.streamed, ready)
 
     def _output(self) -> GenerateSpeculativeOutput | Tensor:
+        decoded = self.tokens.lengths
+        if self.stopping.in_step:
+            self._drop_what_ran_ahead(self.stopping.ends)
+        self.statistics.new_tokens = sum(self.tokens.num_new)
         sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)
         if self.returns_cache:  # it may cost a forward
-            self._align_cache()
+            self._align_cache(decoded)
         if not self.config.return_dict_in_generate:
             return sequences
         generated = zip(sequences[:, self.tokens.prompt_length :], self.tokens.num_new)
@@ -302,10 +312,21 @@ class SpeculativeLoop:
             **{CACHE: self.target.cache},
         )
 
-    def _align_cache(self) -> None:
-        """Add the last token of sequences that ended early, so that the next call may start at the last column."""
+    def _drop_what_ran_ahead(self, ends: list[int]) -> None:
+        """Cut sequences, records and statistics where criteria ended sequences that had run ahead."""
+        self.tokens.shorten(ends)
+        self.statistics.cut(self.tokens.num_new)
+        if self.records is not None:
+            self.records.cut(self.tokens.num_new)
+
+    def _align_cache(self, decoded: list[int]) -> None:
+        """Add the last token of sequences that ended early, so that the next call may start at the last column.
+
+        Of sequences that had run ahead, the cache has `decoded` tokens but one, and all that are returned.
+        """
         longest = max(self.tokens.lengths)
-        missing = NewTokens([int(n < longest) for n in self.tokens.lengths], self.tokens.ids.device)
+        counts = [int(n < longest and n == before) for n, before in zip(self.tokens.lengths, decoded)]
+        missing = NewTokens(counts, self.tokens.ids.device)
         if any(missing.counts) and self.target.supports_rollback:
             tree = DraftTree.chain(self.tokens.ids[:, :0])
             self.statistics.backbone_calls += 1

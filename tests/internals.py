@@ -88,8 +88,8 @@ _NAMES = {
     "tokenahead.generation.call.sequences": (
         "NewTokens",
         "Sequences",
-        "Stopping",
     ),
+    "tokenahead.generation.call.stopping": ("Stopping",),
     "tokenahead.generation.drafters.assistant_session": ("AssistantSession", "SharedVocabulary"),
     "tokenahead.generation.drafters.eagle": ("EagleSession",),
     "tokenahead.generation.drafters.heads": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +40,16 @@ class Speculation:
     verify_seconds: float = field(default=0.0, compare=False)
     rows_depths: list[list[int]] = field(default_factory=list)
     vocabulary_coverage: float | None = None
+
+    def cut(self, new_tokens: list[int]) -> None:
+        """Leave the verifications of the first `new_tokens[b]` new tokens of sequence b."""
+        for accepted, drafts, depths, count in zip(self.rows_accepted, self.rows_drafts, self.rows_depths, new_tokens):
+            ends = list(accumulate((1 + each for each in accepted), initial=1))
+            used = sum(end < count for end in ends[:-1])
+            for of_sequence in (accepted, drafts, depths):
+                del of_sequence[used:]
+            if accepted:
+                accepted[-1] = min(accepted[-1], count - ends[used - 1])
 
     @property
     def accepted(self) -> list:

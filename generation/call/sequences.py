@@ -1,17 +1,12 @@
-"""Token ids of a batch whose sequences grow at their own pace, and where each ends. Knows no model.
-
-Newly verified tokens are cut at the first hit of any stopping criterion.
-"""
+"""Token ids of a batch whose sequences grow at their own pace. Knows no model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 _GROWTH = 256
 
@@ -140,86 +135,21 @@ class Sequences:
             return self.ids[:, self.lengths[0] - count : self.lengths[0]]
         return self.ids.gather(1, (self.ends[:, None] - count + self.steps[:count]).clamp(min=0))
 
-    def columns(self, start: int, stop: int, pad: int) -> Tensor:
-        """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after a sequence's end."""
-        chosen = self.ids[:, start:stop]
-        if min(self.lengths) >= stop:
-            return chosen.clone()
-        return chosen.masked_fill(self.steps[start:stop] >= self.ends[:, None], pad)
-
-
-Scores = Callable[[int], tuple[Tensor, ...] | None]
-"""From a number of new tokens to the scores of as many steps, [B, v] each, where the call records them."""
-
-
-class Stopping:
-    """Stopping criteria of one call of `generate`.
-
-    End-of-sequence ids and the length limit are compared as plain integers. Other criteria (stop strings, time, the
-    user's own) are called at every new length in turn with all B sequences in their order: a sequence of another length
-    as it was at that length, or whole after padding where it is shorter; their result for those is dropped.
-
-    Args:
-        criteria: The list that transformers prepared for this call.
-        pad: An id of the vocabulary, for where a sequence has no token.
-        scores: The scores that criteria are called with.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, pad: int = 0, scores: Scores | None = None) -> None:
-        self.eos, self.max_length, self.others = set(), None, []
-        self.pad, self.scores = pad, scores
-        for criterion in criteria:
-            self._add(criterion)
-
-    def _add(self, criterion: StoppingCriteria) -> None:
-        if type(criterion) is EosTokenCriteria:
-            self.eos |= set(criterion.eos_token_id.flatten().tolist())
-        elif type(criterion) is MaxLengthCriteria:
-            limit = criterion.max_length
-            self.max_length = limit if self.max_length is None else min(limit, self.max_length)
-        else:
-            self.others.append(criterion)
-
-    def tokens_left(self, length: int) -> int:
-        """Return how many more tokens a sequence of `length` may get."""
-        return 2**31 if self.max_length is None else self.max_length - length
-
-    def cut(self, tokens: Sequences, new: list[list[int]], done: list[bool]) -> tuple[list[int], list[bool]]:
-        """Decide how many new tokens each sequence gets.
+    def columns(self, start: int, stop: int, pad: int, lengths: list[int] | None = None) -> Tensor:
+        """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after a sequence's end.
 
         Args:
-            tokens: The sequences; the new tokens are written after them.
-            new: Verified tokens per sequence.
-            done: Sequences that had ended before; they get none.
-
-        Returns:
-            New tokens per sequence, and whether the sequence has now ended.
+            start: The first column.
+            stop: The column after the last one.
+            pad: Id for what is missing.
+            lengths: Ids per sequence, where some are not counted yet, or do not count; None: `self.lengths`.
         """
-        counts = [0 if ended else self.tokens_left(n) for ended, n in zip(done, tokens.lengths)]
-        counts = [self._until_eos(ids[:count]) for ids, count in zip(new, counts)]
-        hits = self._first_hits(tokens, counts) if self.others else [None] * len(counts)
-        counts = [count if hit is None else hit for hit, count in zip(hits, counts)]
-        ended = [
-            hit is not None or old or (count > 0 and ids[count - 1] in self.eos) or self.tokens_left(n + count) <= 0
-            for hit, old, count, ids, n in zip(hits, done, counts, new, tokens.lengths)
-        ]
-        return counts, ended
+        chosen = self.ids[:, start:stop]
+        if min(lengths or self.lengths) >= stop:
+            return chosen.clone()
+        ends = self.ends if lengths is None else torch.tensor(lengths, device=self.ids.device)
+        return chosen.masked_fill(self.steps[start:stop] >= ends[:, None], pad)
 
-    def _until_eos(self, ids: list[int]) -> int:
-        return next((i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids))
-
-    def _first_hits(self, tokens: Sequences, counts: list[int]) -> list[int | None]:
-        """Return per sequence how many of its new tokens there are when another criterion first holds."""
-        hits: list[int | None] = [None] * len(counts)
-        criteria = StoppingCriteriaList(self.others)
-        spans = [range(n + 1, n + count + 1) for n, count in zip(tokens.lengths, counts)]
-        for length in sorted(set().union(*spans)):
-            open_now = [index for index, span in enumerate(spans) if length in span and hits[index] is None]
-            if not open_now:
-                continue
-            prefix, scores = tokens.prefix(length, counts, self.pad), self.scores
-            stops = criteria(prefix, scores and scores(length - tokens.prompt_length))
-            stops = torch.as_tensor(stops).expand(len(counts)).tolist()
-            for index in open_now:
-                hits[index] = length - tokens.lengths[index] if stops[index] else None
-        return hits
+    def shorten(self, lengths: list[int]) -> None:
+        """Leave the first `lengths[b]` ids of sequence b."""
+        self.lengths, self._ends = lengths, torch.tensor(lengths, device=self.ids.device)

@@ -105,11 +105,13 @@ class Target(CacheView, Protocol):
         supports_rollback: Whether sequences may accept different numbers of tokens; else all take b, those that have
             ended, too.
         keywords: Further keyword arguments of the next forward; the loop sets it.
+        takes_cuts: Whether `align` may drop any number of tokens of any sequence.
         is_steady: Whether the last forward took as long as the next one of its kind will: it compiled nothing.
     """
 
     cache: Cache
     supports_rollback: bool
+    takes_cuts: bool = False
     is_steady: bool = True
     last_position: int | None
     keywords: Mapping[str, Any] = MappingProxyType({})
@@ -300,7 +302,9 @@ class RaggedTarget(ColumnTarget):
         self.call: Callable[..., Any] = self.model
         self.limit = limit
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
-        self.layout.take_over(self.cache, self.layer_type or layer_class(self.model.config))
+        kind = self.layer_type or layer_class(self.model.config)
+        self.layout.take_over(self.cache, kind)
+        self.takes_cuts = type(self) is RaggedTarget and kind is None and not (self.replay or self.layout.window)
 
     @property
     def counts(self) -> Tensor:

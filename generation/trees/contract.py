@@ -145,6 +145,13 @@ class VerificationResult:
         """The added token, [B] int64."""
         return self.tokens.gather(1, self.num_accepted[:, None])[:, 0]
 
+    def first(self, counts: Tensor) -> VerificationResult:
+        """Return the result with at most `counts` [B] of the tokens, of which the last counts as the added one."""
+        accepted = torch.minimum(self.num_accepted, (counts - 1).clamp(min=0))
+        index = torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), accepted[:, None])
+        path = None if self.tree_path is None else self.tree_path.gather(1, index)
+        return VerificationResult(accepted, self.tokens, path, self.invalid)
+
 
 def path_columns(members: Tensor, depth: int) -> Tensor:
     """Return the members of paths in order.

@@ -7,7 +7,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
+from tests.backbones import word_tokenizer
 from tests.every_model import llama
 from tests.internals import cli_module as cli
 from tokenahead import EvaByteTokenizer
@@ -42,7 +44,8 @@ def stub(monkeypatch):
             self.model = llama()
 
         def _model_generate(self, context, **options):
-            return self.model.generate(context, return_dict_in_generate=True, max_new_tokens=12, **options)
+            options = {"return_dict_in_generate": True, "max_new_tokens": 12} | options
+            return self.model.generate(context, **options)
 
     found["lm_eval.models.huggingface"].HFLM = HFLM
     found["lm_eval.api.registry"].register_model = lambda name: lambda made: classes.setdefault(name, made)
@@ -63,6 +66,42 @@ def test_the_class_of_lm_eval_drafts(stub):
     assert drafted.sequences.equal(plain.sequences) and drafted.speculation.drafts
     with pytest.raises(ValueError, match="drafter='own': a LlamaForCausalLM"):
         stub["tokenahead"]("x")
+
+
+class Until(StoppingCriteria):
+    """What lm-eval's own criterion does: it remembers which sequences have ended, reads the last tokens of every one as
+    text, and answers once for the whole batch."""
+
+    def __init__(self, words: str, tokenizer, start: int, batch: int) -> None:
+        self.words, self.tokenizer, self.start = words, tokenizer, start
+        self.done, self.count = [False] * batch, len(tokenizer.encode(words, add_special_tokens=False)) + 2
+
+    def __call__(self, input_ids, scores, **kwargs):
+        newest = self.tokenizer.batch_decode(input_ids[:, self.start :][:, -self.count :])
+        for index, text in enumerate(newest):
+            self.done[index] = self.done[index] or self.words in text
+        return False not in self.done
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix"])
+def test_its_criteria_end_ragged_batches_where_plain_decoding_does(stub, drafter):
+    run("run")
+    plain, drafting = (stub["tokenahead"]("x", drafter=name) for name in ("plain", drafter))
+    torch.nn.init.normal_(plain.model.lm_head.weight, generator=torch.Generator().manual_seed(0))
+    drafting.model.load_state_dict(plain.model.state_dict())
+    words, shorter = word_tokenizer(64), 0
+    for seed in range(8):
+        ids = torch.randint(3, 64, (4, 9), generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones_like(ids)
+        ids[1, :4], mask[1, :4] = 0, 0
+        batch = dict(attention_mask=mask, pad_token_id=0, eos_token_id=2 if seed % 2 else None, max_new_tokens=40)
+        texts = []
+        for model in (plain, drafting):  # each sequence has several such words
+            criteria = [Until(until, words, 9, 4) for until in ("3.", "7.w1", "1.")[: 1 + seed % 3]]
+            texts.append(model._model_generate(ids, **batch, stopping_criteria=criteria).sequences)
+        assert texts[0].equal(texts[1])
+        shorter += texts[0].shape[1] < 49
+    assert shorter
 
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -56,6 +57,10 @@ class BaseDrafter:
     def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
         """Return the model that runs the forwards of a call: on tokens it must compute what the backbone does."""
         return backbone
+
+    def running(self, backbone: PreTrainedModel) -> AbstractContextManager[Any]:
+        """Return the context of the forwards of a call."""
+        return nullcontext()
 
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """Return an obstacle to these drafts in a call, in the user's words; None: there is none."""

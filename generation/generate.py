@@ -208,7 +208,7 @@ def speculative_decoding(
         model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
         generation_config, stopping_criteria, model_kwargs, keywords, call.streamer, call.has_user_cache,
     )  # fmt: skip
-    with readable(model):
+    with readable(model), call.drafter.running(model):
         output = loop.run(call.synced_gpus)
     if schedule is not None:
         call.drafter.remember(schedule, session, made)

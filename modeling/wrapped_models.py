@@ -299,6 +299,13 @@ def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, tuners.BaseTunerLayer)]
 
 
+def base_layer(layer: nn.Module) -> nn.Module:
+    """Return the layer that peft has adapted, or the layer itself."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    is_adapted = tuners is not None and isinstance(layer, tuners.BaseTunerLayer)
+    return cast(Any, layer).get_base_layer() if is_adapted else layer
+
+
 def merged_copy(model: Any) -> PreTrainedModel:
     """Return a copy that computes what a model with its active adapters does, without adapters.
 
@@ -319,10 +326,11 @@ def merged_copy(model: Any) -> PreTrainedModel:
 
 
 def adapter_marks(model: nn.Module) -> tuple[Hashable, ...]:
-    """Return values that change when the adapters of a model are trained, switched, merged or removed."""
+    """Return values that change when adapted layers of a model are trained, scaled, switched, merged or restored."""
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, layer.merged)
-        + tuple((p.data_ptr(), p._version) for name, p in layer.named_parameters() if "base_layer" not in name)
+        + tuple(getattr(layer, "scaling", {}).items())
+        + tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in layer.parameters())
         for _, layer in adapted_layers(model)
     )
 

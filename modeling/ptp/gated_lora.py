@@ -11,7 +11,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +33,13 @@ class Gate:
     Attributes:
         start: Number of ordinary tokens before them.
         length: Number of all positions, to find them where a layer has all sequences on one axis.
+        model: The model that opened it; adapters that are hooks of another model's layers obey theirs alone.
         shared: Last products of adapters that read the same input: that input, their owner, the products.
     """
 
     start: int
     length: int
+    model: object = None
     shared: tuple[Tensor, Siblings, Products] | None = None
 
     def products(self, x: Tensor, owner: Siblings) -> Products | None:
@@ -85,7 +87,7 @@ class GatePreserver:
         gate = current_gate()
 
         def gated(*inputs: object) -> object:
-            with opened(None if gate is None else Gate(gate.start, gate.length)):
+            with opened(None if gate is None else replace(gate, shared=None)):
                 return function(*inputs)
 
         return self.checkpoint(gated, *args)
@@ -130,7 +132,7 @@ class Siblings:
             parts = list(zip(low.split(len(down) // len(ups), dim=-1), ups))
             gate.shared = x, self, parts
         low, up = parts[self.layers.index(layer)]
-        if low.dtype != base.dtype:
+        if up.dtype != base.dtype:  # autocast may have cast `low` alone
             base[:, gate.start :].add_(low @ up)
         elif len(base) == 1:
             base[0, gate.start :].addmm_(low[0], up)
@@ -168,6 +170,29 @@ class Siblings:
         return [kind[ADAPTER].weight for kind in kinds]
 
 
+class PackedMixin(nn.Module):
+    """A layer's adapter, whose packed weights are made again where it is moved, cast or set to another mode.
+
+    Attributes:
+        siblings: The adapters that read the same input, this one among them.
+    """
+
+    siblings: Siblings | None = None
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode, as of any module."""
+        self._forget()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget()
+        return super()._apply(*args, **kwargs)
+
+    def _forget(self) -> None:
+        if self.siblings is not None:
+            self.siblings.forget()
+
+
 def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
     """Give all linear layers of a model but `skip` gated adapters, float32 (float64 in float64 layers), in place."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -185,13 +210,18 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
         if isinstance(layer, GatedLinear):
             dtype = torch.promote_types(layer.weight.dtype, torch.float32)
             layer.lora_A.to(dtype), layer.lora_B.to(dtype)
+    join_siblings(model)
+
+
+def join_siblings(model: nn.Module) -> None:
+    """Give all adapters inside a model their `Siblings`."""
     for module in list(model.modules()):
-        _join(module, GatedLinear)
+        _join(module)
 
 
-def _join(parent: nn.Module, kind: type) -> None:
-    """Give the adapted layers of one module their `Siblings`."""
-    layers = {name: layer for name, layer in parent.named_children() if isinstance(layer, kind)}
+def _join(parent: nn.Module) -> None:
+    """Give the adapters of one module their `Siblings`."""
+    layers: dict[str, Any] = {name: layer for name, layer in parent.named_children() if isinstance(layer, PackedMixin)}
     groups: list[list[Any]] = []
     for names in _TOGETHER:
         group = [layers[name] for name in names if name in layers]

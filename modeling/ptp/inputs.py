@@ -126,12 +126,12 @@ def packed_positions(
     return torch.cat([own, after], dim=1).clamp(min=0)
 
 
-def check_positions(config: PTPConfig, position_ids: Tensor) -> None:
+def check_positions(config: PTPConfig, position_ids: Tensor | None) -> None:
     """Refuse positions beyond a table of learned ones."""
     limit = config.learned_positions
     if torch.compiler.is_compiling():  # a graph cannot look at values
         return
-    if limit is not None and position_ids.numel() and int(position_ids.max()) >= limit:
+    if limit is not None and position_ids is not None and position_ids.numel() and int(position_ids.max()) >= limit:
         last, kind = int(position_ids.max()), config.backbone_config.model_type
         raise ValueError(f"position {last} is beyond the {limit} learned positions of {kind}; shorten the sequence")
 

@@ -266,8 +266,7 @@ class PTPForCausalLM(
         tokens = embeds.shape[1]
         is_slotted = has_slots(self.config, uniforms, masks)
         if is_slotted:
-            slots = self._embedded(uniforms, masks)
-            embeds = torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
+            embeds = self.with_slots(embeds, uniforms, masks)
         if position_ids is None:
             position_ids = self._positions(embeds, tokens, attention_mask, cache)
         check_positions(self.config, position_ids)
@@ -276,7 +275,7 @@ class PTPForCausalLM(
         with checkpointing_paused(self), opened(Gate(tokens, embeds.shape[1]) if is_slotted else None):
             outputs = self.backbone.get_decoder()(
                 inputs_embeds=embeds,
-                attention_mask=_as_mask(attention_mask, embeds),
+                attention_mask=dense_mask(attention_mask, embeds),
                 position_ids=position_ids,
                 **{CACHE: cache},
                 use_cache=use_cache,
@@ -293,6 +292,11 @@ class PTPForCausalLM(
             attentions=outputs.attentions,
             read=read and read(hidden, head),
         )
+
+    def with_slots(self, embeds: Tensor, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
+        """Return embeddings [B, T, D] of tokens and, after them, of slots: [B, T + A, D]."""
+        slots = self._embedded(uniforms, masks)
+        return torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
 
     def _embedded(self, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
         """Return the embeddings of the slots, [B or 1, A, D]."""
@@ -353,7 +357,7 @@ def _recommended(options: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def _as_mask(mask: Tensor | None, embeds: Tensor) -> Tensor | None:
+def dense_mask(mask: Tensor | None, embeds: Tensor) -> Tensor | None:
     """Return a 4d mask in the additive form; others unchanged."""
     if mask is None or mask.dim() != 4:
         return mask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from ..loading import StrictLoadingMixin
 from ..outputs import PTPOutput
 from ..wrapped_models import OfBackboneMixin, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
-from .gated_lora import ADAPTER
+from .gated_lora import ADAPTER, join_siblings
+from .hooked import HookedBackbone, LayerAdapter
 from .model import PTPForCausalLM
 
 _SAME = (
@@ -59,7 +61,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         if config.backbone_config is None:
             raise ValueError("PTPStudentConfig needs a backbone_config")
         super().__init__(config)
-        self._backbones, self._models = [], []  # of models, in lists, so that they are no submodules
+        self._backbones, self._models, self._hooked = [], [], []  # in lists, so that models are no submodules
         with torch.device("meta"):  # to learn which layers are adapted
             whole = PTPForCausalLM(PTPConfig(backbone_config=_copy(config.backbone_config), **config.options))
         self.adapters = _adapters_like(whole.backbone)
@@ -103,13 +105,24 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
             self._models = [state, self._joined(backbone)]
         return self._models[1]
 
-    def runner(self, backbone: PreTrainedModel) -> PTPForCausalLM:
-        """Return the model that runs forwards with slots; on tokens it equals the backbone."""
-        return self.whole
+    @property
+    def hooked(self) -> HookedBackbone:
+        """The attached backbone itself, which runs slots in calls."""
+        if not self._hooked:
+            self._hooked = [HookedBackbone(self.whole, self.backbone, self.adapters)]
+        return self._hooked[0]
+
+    def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
+        """Return the model that runs forwards with slots; on tokens it is the backbone."""
+        return self.hooked.model
+
+    def running(self, backbone: PreTrainedModel) -> AbstractContextManager[None]:
+        """Install the adapters for the forwards of a call."""
+        return self.hooked.installed()
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
         """`PTPForCausalLM.slot_distribution`."""
-        return self.whole.slot_distribution(states, before)
+        return self.hooked.model.slot_distribution(states, before)
 
     def _joined(self, backbone: PreTrainedModel) -> PTPForCausalLM:
         model = PTPForCausalLM.from_backbone(backbone, **self.config.options)
@@ -133,8 +146,8 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
         self._models = [_state_of(backbone), self._joined(backbone)]
 
     def on_detach(self) -> None:
-        """Drop the model around the backbone's tensors."""
-        self._models = []
+        """Drop the models around the backbone and its tensors."""
+        self._models, self._hooked = [], []
 
     def forward(self, *args: object, **kwargs: object) -> PTPOutput:
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
@@ -142,7 +155,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, OfBackboneMixin, Attachabl
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, without the backbone and the model made of it."""
-        return super().__getstate__() | {"_models": []}
+        return super().__getstate__() | {"_models": [], "_hooked": []}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -160,15 +173,13 @@ def _adapters_like(backbone: nn.Module) -> nn.Module:
     """Return new A's and B's under the names of the adapted layers of a model."""
     root = nn.Module()
     for name, layer in _layers(backbone):
-        parent = root
-        for part in name.split("."):
+        parent, (*path, leaf) = root, name.split(".")
+        for part in path:
             if part not in dict(parent.named_children()):
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
-        for kind, made, part in (("lora_A", nn.ModuleDict, layer.lora_A), ("lora_B", _Up, layer.lora_B)):
-            weight = part[ADAPTER].weight
-            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-            parent.add_module(kind, made({ADAPTER: linear}))
+        parent.add_module(leaf, LayerAdapter(layer, _Up))
+    join_siblings(root)
     return root
 
 

@@ -234,7 +234,7 @@ class TableWalk:
         new = max(now - old for old, now in zip(self.lengths, tokens.lengths))
         if new:
             source = self.begun[:, None] + cached_arange(new, tokens.ids.device)
-            ids = tokens.ids.gather(1, source).masked_fill(source >= tokens.ends[:, None], -1)
+            ids = tokens.at(source).masked_fill(source >= tokens.ends[:, None], -1)
             self.states = self._after(self.states, ids)
             self.lengths, self.begun = list(tokens.lengths), tokens.ends
         return self.masks[self._after(self.states[:, None].expand(paths.shape[:2]), paths)]

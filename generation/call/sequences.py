@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...modeling.masks import cached_range
+
 _GROWTH = 256
 
 
@@ -133,7 +135,11 @@ class Sequences:
         """Return the last `count` tokens of every sequence, [B, count]; arbitrary ids where a sequence has fewer."""
         if self.is_even and self.lengths[0] >= count:
             return self.ids[:, self.lengths[0] - count : self.lengths[0]]
-        return self.ids.gather(1, (self.ends[:, None] - count + self.steps[:count]).clamp(min=0))
+        return self.at(self.ends[:, None] + cached_range(-count, count, self.ids.device))
+
+    def at(self, columns: Tensor) -> Tensor:
+        """Return the ids in columns [B, n] of every sequence; arbitrary ids where it has no such column."""
+        return self.ids.gather(1, columns.clamp(0, self.ids.shape[1] - 1))
 
     def columns(self, start: int, stop: int, pad: int, lengths: list[int] | None = None) -> Tensor:
         """Return columns start .. stop - 1 of all sequences, [B, stop - start], with `pad` after a sequence's end.

@@ -111,8 +111,7 @@ class NgramSession(DraftSession):
         matches = torch.where(best.values > 0, best.indices, best.indices[:, :1])
         period = (tokens.ends[:, None] - 1 - matches).clamp(min=1)
         source = matches[..., None] + 1 + cached_arange(length, matches.device) % period[..., None]
-        source = source.clamp(max=tokens.ids.shape[1] - 1).transpose(1, 2)  # level by level, so that short drafts end
-        drafts = tokens.ids.gather(1, source.flatten(1))
+        drafts = tokens.at(source.transpose(1, 2).flatten(1))  # level by level, so that short drafts end
         self.has_draft = best.values[:, 0] > 0
         counts = torch.where(self.has_draft, branches * self.reach_on_device.clamp(max=length), 0)
         if branches == 1:

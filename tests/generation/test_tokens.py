@@ -110,6 +110,14 @@ def test_lengths_on_the_device_follow_those_on_the_host():
     assert tokens.newest(count).tolist() == [row[len(row) - count :] for row in rows]
 
 
+def test_columns_that_a_row_lacks_are_any():
+    tokens, rows = simulate(batch=4, cycles=7, widest=4, seed=5)
+    columns = torch.tensor([[-3, 0, len(row) - 1, 10**6] for row in rows])
+    assert tokens.at(columns)[:, 1:3].tolist() == [[row[0], row[-1]] for row in rows]
+    newest = tokens.newest(10**4)
+    assert newest.shape == (4, 10**4) and newest[:, -1].tolist() == [row[-1] for row in rows]
+
+
 @pytest.mark.parametrize("start", [0, 5, 7])
 def test_columns_are_padded_behind_a_rows_end(start):
     tokens, rows = simulate(batch=4, cycles=6, widest=5, seed=4)

@@ -47,9 +47,8 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' `generate`, with the options above."""
         drafter = self if kwargs.get("assistant_model") is None else None
-        call = prepared_call(super().generate, self, drafter, args, kwargs, self.own_cache())
         with decoding(self):
-            return super().generate(**call)
+            return super().generate(**prepared_call(super().generate, self, drafter, args, kwargs, self.own_cache()))
 
     def generate_batch(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: continuous batching has a loop of its own, which would not speculate.
@@ -290,11 +289,10 @@ class Route:
         if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
             return generate(*args, **kwargs)
         drafter = cast(AttachableDrafter, assistant)
-        self._check(drafter)
         kwargs.pop("assistant_model", None)
-        call = prepared_call(generate, backbone, drafter, args, kwargs)
         with decoding(backbone):
-            return generate(**call)
+            self._check(drafter)
+            return generate(**prepared_call(generate, backbone, drafter, args, kwargs))
 
     def _drafter_of(self, assistant: object) -> object:
         """Return the drafter that an assistant became when it was attached; other assistants unchanged."""

@@ -13,8 +13,8 @@ For a callable, transformers drops the streamer, the tokenizer and `synced_gpus`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -38,7 +38,7 @@ from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, renamed
 from ..configuration.fields import field
-from ..modeling.wrapped_models import checkpointing_paused, is_base, readable
+from ..modeling.wrapped_models import checkpointing_paused, drop_peft_arguments, is_base, peft_arguments, readable
 from .call.keywords import USUAL, Keywords
 from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
@@ -153,14 +153,16 @@ def prepared_call(
     return with_resolved(call, resolved) if resolved else call
 
 
-def decoding(backbone: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return the context of a call: a model in train mode uses its caches, though it checkpoints activations."""
-    if not backbone.training:
-        return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.no_grad())
-    stack.enter_context(checkpointing_paused(backbone))
-    return stack
+@contextmanager
+def decoding(backbone: PreTrainedModel) -> Iterator[None]:
+    """Let a model in train mode use its caches, though it checkpoints activations; an error leaves none of peft's
+    hooks."""
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not backbone.training), checkpointing_paused(backbone):
+            yield
+    except BaseException:
+        drop_peft_arguments(backbone)
+        raise
 
 
 def speculative_decoding(
@@ -295,6 +297,8 @@ def _obstacle_in_call(
     counting = next((processor for processor in processors if counts_calls(processor)), None)
     if counting is not None:
         return f"{type(counting).__name__}, which counts its calls"
+    if "alora_offsets" in peft_arguments(model):
+        return "activated adapters of peft, whose alora_offsets count from the end of every forward"
     embeds = model_kwargs.get("inputs_embeds")
     unwritten = 0 if embeds is None else embeds.shape[1] - input_ids.shape[1]
     if unwritten and options.draft_tree == "auto":

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..configuration.cache_names import CACHE, cache_of
 from ..configuration.fields import learned_positions, requested_states
 from ..modeling.masks import to_device
+from ..modeling.wrapped_models import has_foreign_hooks
 from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
@@ -83,7 +84,8 @@ class SpeculativeLoop:
         self.keywords = keywords
         self.returns_cache = has_user_cache or config.return_dict_in_generate
         is_read = self.returns_cache or session.reads_cache
-        self.may_leave_out = not (is_read or session.lookahead) and keywords is None
+        may_leave_out = len(prompt) > 1 and keywords is None and not (is_read or session.lookahead)
+        self.may_leave_out = may_leave_out and not has_foreign_hooks(runner)
         self.hidden_layers = requested_states(bool(config.output_hidden_states) or session.hidden_layers)
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)

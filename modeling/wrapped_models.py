@@ -19,6 +19,9 @@ from ..configuration.fields import field
 
 Model = TypeVar("Model")
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
+_OF_FRAMEWORKS = ("torch.", "transformers.", "accelerate.", "deepspeed.")
+_PER_SEQUENCE = {"adapter_names", "alora_offsets"}
+"""Arguments of a PeftModel that its layers get by hooks, with one value for each sequence."""
 
 
 def uncompiled(model: Model) -> Model:
@@ -207,6 +210,31 @@ def drop_collectors(model: nn.Module) -> None:
         for key in [key for key, hook in hooks.items() if "output_capturing_hook" in getattr(hook, "__name__", "")]:
             del hooks[key]
         vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+def has_foreign_hooks(model: nn.Module) -> bool:
+    """Return whether hooks of others run at the layers of a model: they may hold a value for each sequence of a batch.
+
+    Those of frameworks, which move or collect tensors, hold none; those of the model itself see its arguments alone.
+    """
+    layers = (module for module in model.modules() if module is not model)
+    tables = (table for layer in layers for table in (layer._forward_pre_hooks, layer._forward_hooks))
+    hooks = (hook for table in tables for hook in table.values())
+    return any(not getattr(getattr(hook, "func", hook), "__module__", "").startswith(_OF_FRAMEWORKS) for hook in hooks)
+
+
+def peft_arguments(model: nn.Module) -> set[str]:
+    """Return which arguments of a PeftModel its layers get in this call, for each sequence."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return {name for hook in hooks for name in _PER_SEQUENCE & getattr(hook, "keywords", {}).keys()}
+
+
+def drop_peft_arguments(model: nn.Module) -> None:
+    """Remove the hooks that hand on such arguments: peft leaves them where a call ends with an error."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if _PER_SEQUENCE & getattr(hook, "keywords", {}).keys():
+                del module._forward_pre_hooks[key]
 
 
 class PicklableMixin(nn.Module):

@@ -1,7 +1,10 @@
 """Sequences that have ended are left out of the forwards to come, and the text of the others does not change."""
 
+import copy
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
@@ -106,3 +109,57 @@ def test_a_long_context_is_not_copied_for_a_few_tokens(columns, leaves):
     drafter, sizes = NgramDrafter(longest=1, num_tokens=2).attach(model), sizes_of(model)
     assert torch.equal(model.generate(ids, **common, assistant_model=drafter), plain)
     assert (min(sizes) < 8) == leaves
+
+
+def adapted(**options):
+    """A model with two adapters, and what its layers get by hooks."""
+    lora = dict(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(copy.deepcopy(backbone()), LoraConfig(**lora, **options), adapter_name="a")
+    model.add_adapter("b", LoraConfig(**lora))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_adapters_per_sequence_stay_with_their_sequences(name):
+    model, (batch, options) = adapted(), batch_of(4)
+    options |= {"adapter_names": ["a", "b", "__base__", "a"]}
+    plain = model.generate(**batch, **options)
+    drafter = DRAFTERS[name](model)
+    assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)
+    other = model.generate(**batch, **options | {"adapter_names": ["b", "b", "a", "a"]}, assistant_model=drafter)
+    assert not other.equal(plain)
+
+
+def interrupt(sequences, scores, **_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("wrong", [{"stopping_criteria": [interrupt]}, {"num_assistant_tokens": 0}], ids=list)
+def test_adapters_of_a_call_are_gone_after_an_error(wrong):
+    model, (batch, options) = adapted(), batch_of(4)
+    drafter, plain = NgramDrafter().attach(model), model.generate(**batch, **options)
+    wrong = options | wrong | {"adapter_names": ["a", "b", "__base__", "a"], "assistant_model": drafter}
+    with pytest.raises((KeyboardInterrupt, ValueError)):
+        model.generate(**batch, **wrong)
+    assert model.generate(**batch, **options).equal(plain)
+    assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)
+
+
+def test_activated_adapters_decode_plainly():
+    """Their offsets count from the end of a forward, of one token in plain decoding."""
+    model, (batch, options) = adapted(alora_invocation_tokens=[5, 6]), batch_of(4)
+    batch["input_ids"][:, -2:] = torch.tensor([5, 6])
+    plain = model.generate(**batch, **options)
+    drafter = NgramDrafter(longest=1, num_tokens=6).attach(model)
+    assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)
+    with pytest.raises(ValueError, match="alora_offsets"):
+        model.generate(**batch, **options, assistant_model=drafter, use_mtp=True)
+
+
+def test_hooks_of_layers_see_the_whole_batch():
+    model, (batch, options) = copy.deepcopy(backbone()), batch_of(4)
+    steering = torch.randn(4, 1, 32, generator=torch.Generator().manual_seed(1))
+    model.model.layers[0].register_forward_hook(lambda layer, args, output: output + steering)
+    plain = model.generate(**batch, **options)
+    drafter = NgramDrafter(longest=1, num_tokens=4).attach(model)
+    assert model.generate(**batch, **options, assistant_model=drafter).equal(plain)

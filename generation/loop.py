@@ -327,14 +327,20 @@ class SpeculativeLoop:
         Of sequences that had run ahead, the cache has `decoded` tokens but one, and all that are returned.
         """
         longest = max(self.tokens.lengths)
-        counts = [int(n < longest and n == before) for n, before in zip(self.tokens.lengths, decoded)]
-        missing = NewTokens(counts, self.tokens.ids.device)
-        if any(missing.counts) and self.target.supports_rollback:
-            tree = DraftTree.chain(self.tokens.ids[:, :0])
-            self.statistics.backbone_calls += 1
-            self._positions_left()
-            if self.keywords is not None:
-                self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, self.done)
-            self.target.forward(self.tokens.last()[:, None], tree, None)
-            self.target.keep(missing)
+        early = [n < longest and n == before for n, before in zip(self.tokens.lengths, decoded)]
+        if any(early) and self.target.supports_rollback:
+            is_prepared = self.keywords is not None and self.keywords.is_prepared
+            lengths = sorted({n for n, is_early in zip(self.tokens.lengths, early) if is_early})
+            for group in [[n] for n in lengths] if is_prepared else [lengths]:
+                self._feed_last([is_early and n in group for n, is_early in zip(self.tokens.lengths, early)])
         self.target.align(longest - 1 + self.unwritten)
+
+    def _feed_last(self, chosen: list[bool]) -> None:
+        """Put the last token of the chosen sequences in the cache."""
+        tree = DraftTree.chain(self.tokens.ids[:, :0])
+        self.statistics.backbone_calls += 1
+        self._positions_left()
+        if self.keywords is not None:
+            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, [not row for row in chosen])
+        self.target.forward(self.tokens.last()[:, None], tree, None)
+        self.target.keep(NewTokens([int(row) for row in chosen], self.tokens.ids.device))

@@ -135,7 +135,9 @@ class Keywords:
         open_lengths = [n for n, ended in zip(tokens.lengths, done) if not ended] or tokens.lengths
         starts = [n if n in open_lengths else open_lengths[0] for n in tokens.lengths]
         lengths = sorted({start + step for start in starts for step in range(depth + 1)})
-        self.by_length = {n: kwargs for n, kwargs in self.by_length.items() if n >= lengths[0] - 1}
+        # those of sequences that have ended are read once more, at the end of the call
+        kept = (n for n in self.by_length if n >= lengths[0] - 1 or n in tokens.lengths)
+        self.by_length = {n: self.by_length[n] for n in kept}
         tokens.write(drafts)  # without counting them
         written = [drafts.shape[1]] * len(starts)
         columns = [self._at(tokens.prefix(length, written)) for length in lengths]

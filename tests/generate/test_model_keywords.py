@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import (
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -230,6 +231,29 @@ def test_a_change_in_the_middle_of_a_text_is_not_drafted_across():
     assert sum(map(sum, out.speculation.rows_accepted)) > 0
     with pytest.raises(ValueError, match="boost=.*use_mtp=False"):  # sequences cross the border in different forwards
         model.generate(**batch, **GREEDY, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("answer", ["dict", "cache"])
+@pytest.mark.parametrize("kind", [OfTokens, Known, Grown, Switched])
+def test_a_text_that_ended_long_before_is_whole(kind, answer):
+    """Its last token is fed at the end of the call, with the keywords of its own column."""
+    model, lengths = model_of(kind), torch.tensor([8, 15, 40])
+    batch = dict(
+        input_ids=torch.stack([prompt[:6] for prompt in prompts(5)[2:]]), attention_mask=torch.ones(3, 6).long()
+    )
+    if kind in (Known, Grown):
+        batch["steering"] = bias(3, 6 if kind is Grown else 40)
+    batch |= dict(stopping_criteria=[lambda ids, scores, **_: ids.shape[1] >= lengths], eos_token_id=V - 1)
+    batch |= {"return_dict_in_generate": True} if answer == "dict" else {}
+    caches, texts = [DynamicCache(config=model.config) for _ in range(2)], []
+    for cache, drafter in zip(caches, ({}, {"assistant_model": DRAFTERS["ngram"](model)})):
+        given = {"past_key_values": cache} if answer == "cache" else {}
+        out = model.generate(**batch, do_sample=False, max_new_tokens=30, **given, **drafter)
+        texts.append(out.sequences if answer == "dict" else out)
+        caches[len(texts) - 1] = out.past_key_values if answer == "dict" else cache
+    assert texts[0].equal(texts[1])
+    for row, length in enumerate((texts[0] != 0).sum(1).clamp(max=texts[0].shape[1] - 1).tolist()):
+        torch.testing.assert_close(*(cache.layers[1].keys[row, :, :length] for cache in caches))
 
 
 class Always(Steered):

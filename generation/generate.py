@@ -179,7 +179,7 @@ def speculative_decoding(
     Raises:
         ValueError: `use_mtp=True`, a seed or uniforms were passed, and are not possible here.
     """
-    options, cache = call.options, model_kwargs.get(CACHE)
+    options, cache, input_ids = call.options, model_kwargs.get(CACHE), input_ids.long()
     mask = model_kwargs.get("attention_mask")
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)

@@ -62,6 +62,13 @@ class Broken(LogitsProcessor):
         return scores
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_ids_of_32_bits(speculating, rows):
+    ids, mask = PROMPT[:rows].int(), {"attention_mask": torch.ones_like(PROMPT[:rows])}
+    wanted, found = speculating.plain(ids, **mask), speculating.generate(ids, **mask)
+    assert found.equal(wanted) and found.dtype == wanted.dtype
+
+
 @pytest.mark.parametrize("length", [7, 11])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")], ids=str)
 def test_sampling_from_no_distribution_raises(speculating, value, length):

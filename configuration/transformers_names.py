@@ -31,6 +31,7 @@ CORE = {
         "_supports_default_dynamic_cache": "whether the cache is a DynamicCache",
         "_valid_auto_compile_criteria": "whether forwards of a call are compiled",
         "_update_model_kwargs_for_generation": "the inputs of the model after one more token",
+        "_validate_generation_mode": "overridden on a backbone: refuses a drafter that was attached within the call",
         "_validate_model_kwargs": "overridden: pixels go to the main model",
     },
     "transformers.modeling_utils:PreTrainedModel": {

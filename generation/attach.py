@@ -12,6 +12,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
+import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -93,6 +94,17 @@ class AttachableDrafter(BaseDrafter):
     def is_attached(self) -> bool:
         """Whether there is a backbone."""
         return bool(self._backbones)
+
+    @property
+    def device(self) -> torch.device:
+        """That of a drafter that is a module.
+
+        Raises:
+            RuntimeError: It is none. transformers' own loop asks first of all, for a model that it is not attached to.
+        """
+        if (device := getattr(super(), "device", None)) is None:
+            raise RuntimeError(f"this {type(self).__name__} cannot assist this model: call attach(backbone) first")
+        return device
 
     def matches(self, model: object) -> bool:
         """Return whether `generate` may take that model as `assistant_model` for this drafter."""
@@ -263,7 +275,7 @@ class Route:
             return cast(Route, route)
         route = cls(backbone, Tie(), backbone.config.get_text_config().vocab_size)
         # pickle and copy ask the instance, too
-        vars(backbone).update(generate=route, __getstate__=route.state)
+        vars(backbone).update(generate=route, __getstate__=route.state, _validate_generation_mode=route.validate)
         return route
 
     def remove(self, drafter: AttachableDrafter) -> None:
@@ -272,13 +284,24 @@ class Route:
         self.default = None if self.default is drafter else self.default
         if not self.drafters:
             drop_collectors(self.backbone)
-            del self.backbone.generate, self.backbone.__getstate__
+            del self.backbone.generate, self.backbone.__getstate__, self.backbone._validate_generation_mode
 
     def state(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle of the backbone, without the hooks of transformers that collect
         states."""
         drop_collectors(self.backbone)
         return vars(self.backbone)
+
+    def validate(self, mode: object, config: object, call: dict[str, Any]) -> None:
+        """Refuse a drafter in transformers' own loop: the call had begun when its arguments laid the route.
+
+        Raises:
+            RuntimeError: As in `model.generate(..., assistant_model=drafter.attach(model))`.
+        """
+        if getattr(assistant := call.get("assistant_model"), "is_attached", None) is not None:
+            name = type(assistant).__name__
+            raise RuntimeError(f"this {name} was attached within the call: call attach(backbone) before generate(...)")
+        type(self.backbone)._validate_generation_mode(self.backbone, mode, config, call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         """Call `backbone.generate`."""

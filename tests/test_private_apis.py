@@ -40,6 +40,7 @@ PARAMETERS = {
     "_convert_id_to_token": "index",
     "_tokenize": "text kwargs",
     "_update_total_vocab_size": "",
+    "_validate_generation_mode": "generation_mode generation_config generation_mode_kwargs",
     "_valid_auto_compile_criteria": "model_kwargs generation_config",
     "_finish_current_push": "",
     "_get_num_items_in_batch": "batch_samples device",

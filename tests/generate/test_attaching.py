@@ -10,7 +10,17 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.backbones import backbone, blurred, word_tokenizer
-from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, PTPStudent
+from tokenahead import (
+    AssistantDrafter,
+    DeepSeekMTP,
+    DrafterCascade,
+    EagleHead,
+    MTPHeads,
+    NgramDrafter,
+    PTPForCausalLM,
+    PTPStudent,
+    SuffixDrafter,
+)
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=16, do_sample=False)
@@ -193,6 +203,36 @@ def test_drafters_are_attached_to_the_model_within_a_compiled_one(wrap):
 def test_what_is_no_model_of_transformers_is_refused_at_the_door(take):
     with pytest.raises(TypeError, match="PreTrainedModel"):
         take(torch.nn.Linear(2, 2))
+
+
+WITHIN = MAKE | {
+    "suffix": lambda model: SuffixDrafter().attach(model),
+    "eagle": EagleHead.from_backbone,
+    "student": lambda model: PTPStudent.from_backbone(model, num_slots=3),
+    "cascade": lambda model: DrafterCascade([SuffixDrafter(), NgramDrafter()]).attach(model),
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", WITHIN)
+def test_attach_within_the_call_is_refused_by_name(kind, more):
+    """Python has looked `generate` up before the drafter lays its route."""
+    model = backbone()
+    before = dict(vars(model))
+    with pytest.raises(RuntimeError, match=r"within the call: call attach\(backbone\) before"):
+        model.generate(PROMPT, assistant_model=(drafter := WITHIN[kind](model)), **OPTIONS | more)
+    if kind != "cascade":
+        plain = model.generate(PROMPT, **OPTIONS)
+        assert model.generate(PROMPT, assistant_model=drafter, **OPTIONS).equal(plain)
+        drafter.detach()
+        assert vars(model).keys() == before.keys() and model.generate(PROMPT, **OPTIONS).equal(plain)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "assistant", "suffix", "heads", "eagle", "cascade"])
+def test_another_models_drafter_asks_for_attach(kind):
+    drafter = WITHIN[kind](backbone())
+    with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
+        backbone().generate(PROMPT[:1], assistant_model=drafter, max_new_tokens=4)
 
 
 DEFAULTS = MAKE | {

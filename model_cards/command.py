@@ -9,12 +9,13 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..modeling.remote_code import CODE_DIRECTORY
+from ..modeling.stored_drafters import holds_drafter_alone, read_drafter
 from ..training.evaluation.bench import CONTROL, PLAIN
-from ..training.loading import DRAFTERS, causal_class
+from ..training.loading import causal_class
 from ..training.requests import CardRequest
 from ..training.results import MeasuredResults
 from .card import render_card, write_card
@@ -71,9 +72,10 @@ def make_card(request: CardRequest) -> Path:
 
 def _load(source: str) -> PreTrainedModel:
     logging.disable_progress_bar()
+    if holds_drafter_alone(source):
+        return read_drafter(source).eval()
     config = AutoConfig.from_pretrained(source)
-    auto_class = AutoModel if isinstance(config, DRAFTERS) else causal_class(config)
-    return auto_class.from_pretrained(source, config=config, dtype="auto").eval()
+    return causal_class(config).from_pretrained(source, config=config, dtype="auto").eval()
 
 
 def _drafting(results: MeasuredResults) -> MeasuredResults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from importlib import import_module
 from os import PathLike
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from .. import __version__
 from .remote_code import TRAVELS, TravellingMixin, is_ours, whole_directory
+from .tensor_files import check_contents, unlisted_file, wrapped_names
 from .wrapped_models import fingerprint
 
 LIBRARY = "tokenahead"
@@ -144,17 +146,26 @@ class StrictLoadingMixin(SavingMixin):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
-        except SafetensorError as error:
-            raise ValueError(f"{name}: a safetensors file is damaged or cut short ({error}); fetch it again") from error
-        except RuntimeError as error:
-            if "mismatch" in str(error).lower():
+        except Exception as error:
+            if pretrained_model_name_or_path is not None:
+                check_contents(pretrained_model_name_or_path, kwargs.get("variant"), **hub)
+            if isinstance(error, SafetensorError):
+                words = f"{name}: a safetensors file is damaged or cut short ({error}); fetch it again"
+                raise ValueError(words) from error
+            if isinstance(error, RuntimeError) and "mismatch" in str(error).lower():
                 raise ValueError(f"{name}: tensors do not have the shapes that config.json says: {error}") from error
             raise
-        if missing := sorted(info["missing_keys"]):
+        if missing := sorted(map(cls.file_name, info["missing_keys"])):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise ValueError(f"{name}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {shown}")
+            reason = _why_missing(name, missing, info["unexpected_keys"])
+            raise ValueError(f"{name}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {shown}{reason}")
         vars(model.config).pop("auto_map", None)  # says where code lies in the directory that was read, and in no other
         return (model, info) if wants_info else model
+
+    @classmethod
+    def file_name(cls, name: str) -> str:
+        """Return the name in a checkpoint's files of a tensor of this class, for messages."""
+        return name
 
     @classmethod
     def check_model_type(
@@ -178,3 +189,11 @@ class StrictLoadingMixin(SavingMixin):
                 f"{name}: config.json has model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}"
                 + (makes if hasattr(cls, "from_backbone") else "")
             )
+
+
+def _why_missing(name: str, missing: list[str], unexpected: Iterable[str]) -> str:
+    """Return why a checkpoint lacks tensors, as the end of a sentence; empty where it is not known."""
+    if reason := wrapped_names(unexpected):
+        return f"; {reason}"
+    file = unlisted_file(name, set(missing).__contains__)
+    return "" if file is None else f"; {file} holds some of them, but no index lists it"

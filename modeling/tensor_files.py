@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from os import PathLike
@@ -30,7 +30,10 @@ _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHT
 
 def read_json(file: Path) -> Fields:
     """Return the fields of a JSON file; none where there is no such file."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    with naming(file):
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def write_json(file: Path, values: Mapping[str, object]) -> None:
@@ -39,7 +42,7 @@ def write_json(file: Path, values: Mapping[str, object]) -> None:
 
 
 def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tensors:
-    """Return the tensors of all files whose names begin with `prefix`, which is removed.
+    """Return the tensors of all files whose names (see `unwrapped`) begin with `prefix`, which is removed.
 
     Files are `.safetensors`, `.npz` (numpy), or anything else that `torch.load` reads with `weights_only=True`.
     """
@@ -48,11 +51,58 @@ def read_tensors(files: Iterable[str | PathLike[str]], prefix: str = "") -> Tens
         with naming(file):
             if file.suffix == ".safetensors":
                 with safe_open(file, framework="pt") as opened:
-                    names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118
-                    tensors |= {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
+                    names = unwrapped(opened.keys())
+                    wanted = {name: stored for stored, name in names.items() if name.startswith(prefix)}
+                    tensors |= {name.removeprefix(prefix): opened.get_tensor(each) for name, each in wanted.items()}
             else:
-                tensors |= below(_read_npz(file) if file.suffix == ".npz" else read_pickle(file), prefix)
+                found = _read_npz(file) if file.suffix == ".npz" else read_pickle(file)
+                names = unwrapped(found)
+                tensors |= below({names[stored]: tensor for stored, tensor in found.items()}, prefix)
     return tensors
+
+
+def unwrapped(names: Iterable[str]) -> dict[str, str]:
+    """Return names of tensors without the prefixes of wrapped models, by the names that are stored.
+
+    `torch.compile` puts `_orig_mod.` before the names within, `DistributedDataParallel` `module.` before all.
+    """
+    result = {name: name.replace("_orig_mod.", "") for name in names}
+    while result and all(name.startswith("module.") for name in result.values()):
+        result = {stored: name.removeprefix("module.") for stored, name in result.items()}
+    return result
+
+
+def wrapped_names(names: Iterable[str]) -> str | None:
+    """Return why names are those of a wrapped model (see `unwrapped`), as a clause; None where they are not."""
+    first = next((stored for stored, name in unwrapped(names).items() if stored != name), None)
+    return None if first is None else f"{first} is a name of a wrapped model (module., _orig_mod.): save the one within"
+
+
+def tensor_names(name: str | PathLike[str], **hub: Any) -> list[str]:
+    """Return the names of a checkpoint's tensors (see `unwrapped`); no tensor is read, and of shards only the index."""
+    for file in _NAMES:
+        if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
+            return [*unwrapped(_names_in(Path(path))).values()]
+    return []
+
+
+def _names_in(file: Path) -> list[str]:
+    with naming(file):
+        if file.suffix == ".json":
+            return [*read_json(file)["weight_map"]]
+        if file.suffix != ".safetensors":
+            return [*read_pickle(file, map_location="meta")]
+        with safe_open(file, framework="pt") as opened:
+            return [*opened.keys()]
+
+
+def unlisted_file(name: str | PathLike[str], is_wanted: Callable[[str], bool]) -> Path | None:
+    """Return a safetensors file with a wanted tensor that is not among the weight files of a directory, if any."""
+    directory = Path(name)
+    found = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
+    listed = {Path(file).name for file in weight_files(name, pickles=True)} if found else ()
+    others = [file for file in found if file.name not in listed]
+    return next((file for file in others if any(map(is_wanted, unwrapped(_names_in(file)).values()))), None)
 
 
 def weight_files(name: str | PathLike[str], variant: str | None = None, pickles: bool = False, **hub: Any) -> list[str]:
@@ -63,7 +113,10 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
     names = [_with_variant(file, variant) for file in (_NAMES if pickles else _NAMES[:2])]
     for file in names:
         if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
-            return get_checkpoint_shard_files(name, path, **hub)[0] if path.endswith(".json") else [path]
+            if not path.endswith(".json"):
+                return [path]
+            read_json(Path(path))  # whose errors name the file
+            return get_checkpoint_shard_files(name, path, **hub)[0]
     raise ValueError(f"{name}: no weights; none of {', '.join(names)} exists")
 
 
@@ -83,15 +136,49 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except UnpicklingError as error:
-        raise ValueError(f"{file} holds more than tensors; save its state_dict as safetensors") from error
-    except (SafetensorError, RuntimeError, OSError, EOFError) as error:
+    except (SafetensorError, RuntimeError, OSError, EOFError, UnpicklingError, ValueError) as error:
+        check_content(file)
+        if isinstance(error, UnpicklingError):
+            raise ValueError(f"{file} holds more than tensors; save its state_dict as safetensors") from error
+        if str(file) in str(error) and not isinstance(error, OSError):
+            raise
         raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
 
 
-def read_pickle(file: str | PathLike[str]) -> Tensors:
+def check_contents(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> None:
+    """Refuse a checkpoint of which a weight file, or the index, holds something else; see `check_content`."""
+    for file in _NAMES:
+        options = {"_raise_exceptions_for_missing_entries": False, **hub, "local_files_only": True}
+        if path := cached_file(name, _with_variant(file, variant), **options):
+            shards = set(read_json(Path(path)).get("weight_map", {}).values()) if path.endswith(".json") else []
+            for each in [Path(path), *(Path(path).with_name(shard) for shard in sorted(shards))]:
+                if each.is_file():
+                    check_content(each)
+            return
+
+
+_INSTEAD = (
+    (rb"version https://git-lfs", "a pointer of Git LFS, not the file itself: run `git lfs pull` in its repository"),
+    (rb"<(!doctype|html|head|\?xml)", "a page of HTML, not the file itself: fetch the address that ends in its name"),
+    (rb"\Z", "empty: fetch it again"),
+)
+"""What begins a file that a wrong download has left, and what is to be said of it."""
+
+
+def check_content(file: str | PathLike[str]) -> None:
+    """Refuse a file that holds what a wrong download leaves in the place of weights, or of JSON."""
+    with Path(file).open("rb") as stream:
+        start = stream.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()
+    for pattern, words in _INSTEAD:
+        if re.match(pattern, start, re.IGNORECASE):
+            raise ValueError(f"{file} is {words}")
+    if not str(file).endswith(".json") and re.match(rb"[\t\n\r -~]{12}", start):
+        raise ValueError(f"{file} is text and holds no tensors; it begins with {start[:40].decode('latin-1')!r}")
+
+
+def read_pickle(file: str | PathLike[str], map_location: str = "cpu") -> Tensors:
     """Return the tensors of a pickle, or of its `state_dict`, by name."""
-    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    loaded = torch.load(file, map_location=map_location, weights_only=True)
     loaded = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ValueError(f"{file} holds a {type(loaded).__name__}, not tensors by name; save its state_dict")

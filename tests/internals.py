@@ -158,6 +158,7 @@ _NAMES = {
         "listen",
     ),
     "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize",),
+    "tokenahead.modeling.stored_drafters": ("drafter_class", "holds_drafter_alone", "read_drafter"),
     "tokenahead.modeling.tensor_files": ("tensor_dtypes",),
     "tokenahead.modeling.deepseek.conversion": ("main_class",),
     "tokenahead.modeling.draft_vocabulary": (

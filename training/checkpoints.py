@@ -13,6 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration import MTPHeadConfig
+from ..modeling import EagleHead
+from ..modeling.stored_drafters import drafter_class
 from .utils import replace_file
 
 _STATE = "trainer_state.json"
@@ -105,9 +107,13 @@ def check_checkpoint(checkpoint: str | Path, model: PreTrainedModel) -> None:
     if not file.is_file() or hasattr(model, "peft_config"):
         return
     model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    if model_type != config.model_type:
+    if isinstance(model, EagleHead) and drafter_class(checkpoint) is EagleHead:  # in a layout of other tools, perhaps
+        earlier: PreTrainedConfig = EagleHead.stored_config(checkpoint)
+    elif model_type != config.model_type:
         raise ValueError(_differs(checkpoint, "model_type", model_type, config.model_type))
-    for name, theirs, ours in _shapes(type(config).from_pretrained(checkpoint), config):
+    else:
+        earlier = type(config).from_pretrained(checkpoint)
+    for name, theirs, ours in _shapes(earlier, config):
         if theirs != ours:
             raise ValueError(_differs(checkpoint, name, theirs, ours))
 

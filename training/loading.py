@@ -12,7 +12,6 @@ from huggingface_hub import hf_hub_download, is_offline_mode, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -20,15 +19,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
 from ..configuration.mtp_families import REFUSED, count_modules
-from ..modeling import DeepSeekMTP
+from ..modeling import DeepSeekMTP, EagleHead, MTPHeads, PTPStudent
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE
+from ..modeling.loading import HUB_OPTIONS
+from ..modeling.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from ..modeling.wrapped_models import carries_adapters
 
-DRAFTERS = (MTPHeadConfig, EagleHeadConfig, PTPStudentConfig)
-"""Configurations of drafters without their backbones."""
+DRAFTERS = (MTPHeads, EagleHead, PTPStudent)
+"""Classes of drafters without their backbones."""
 _ADAPTERS = "adapter_config.json"
 _OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
 """The files of a backbone that was trained with heads: its directory, and the tokenizer of the heads."""
@@ -72,12 +72,13 @@ def load_backbone(
         OSError: What the Hub cannot give.
         ValueError: A drafter without a backbone.
     """
-    config = load_config(source, option)
-    if isinstance(config, DRAFTERS):
+    hub = {key: value for key, value in options.items() if key in HUB_OPTIONS and value is not None}
+    if _may_exist(source) and holds_drafter_alone(source, **hub):
         raise ValueError(
             f"{option}={source} holds a drafter without a backbone: name the backbone there, and heads or an EAGLE "
             f"head as {of_drafters}; of a student, what student.whole.save_pretrained(directory) writes"
         )
+    config = load_config(source, option)
     return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
 
 
@@ -85,26 +86,29 @@ def load_drafter(
     source: str,
     backbone: PreTrainedModel,
     option: str,
-    kind: type[PreTrainedConfig] | tuple[type[PreTrainedConfig], ...] = DRAFTERS,
+    kind: type[PreTrainedModel] | tuple[type[PreTrainedModel], ...] = DRAFTERS,
     shared: bool = False,
+    **options: Any,
 ) -> Any:
     """Return a drafter, attached to its backbone, which gets the adapters that it learned with.
 
     Args:
-        source: Directory, or name on the Hub.
+        source: Directory, or name on the Hub, in this library's layout or a published one.
         backbone: The model that it drafts for, as `load_model` returns it.
         option: The argument that names the drafter, for messages.
-        kind: Accepted classes of its config.
+        kind: Accepted classes.
         shared: Refuse to put adapters on the backbone, which others use, too.
+        **options: Of `read_drafter`.
 
     Raises:
         FileNotFoundError: No such directory.
         OSError: What the Hub cannot give.
         ValueError: No such drafter, or one that learned with another backbone.
     """
-    config = load_config(source, option)
-    if not isinstance(config, kind):
-        raise ValueError(f"{option} {source} holds a model of type {config.model_type!r} and no drafter of this kind")
+    found = drafter_class(source) if _may_exist(source) else None
+    if found is None or not issubclass(found, kind):
+        words = found.__name__ if found else f"model of type {load_config(source, option).model_type!r}"
+        raise ValueError(f"{option} {source} holds a {words} and no drafter of this kind")
     trained, name = trained_backbone(source), str(backbone.name_or_path)
     if trained is not None and has_adapters(trained) and not carries_adapters(backbone):
         if shared:
@@ -112,8 +116,12 @@ def load_drafter(
         put_adapters(backbone, trained)
     elif trained is not None and not has_adapters(trained) and trained.resolve() != Path(name).resolve():
         raise ValueError(f"--model {name}: the backbone of {source} learned with these heads; name {trained} instead")
-    drafter = AutoModel.from_pretrained(source, config=config, dtype=backbone.dtype).to(backbone.device)
-    return drafter.eval().attach(backbone)
+    drafter: Any = read_drafter(source, backbone.dtype, **options)
+    return drafter.to(backbone.device).eval().attach(backbone)
+
+
+def _may_exist(source: str) -> bool:
+    return Path(source).is_dir() or is_hub_name(source)
 
 
 def load_config(source: str, option: str) -> PreTrainedConfig:

@@ -14,9 +14,9 @@ NAME = "directory, or name on the Hub (owner/name)"
 _OF_WEIGHTS = {"choices": _DTYPES, "help": "of the weights (auto: the checkpoint's)"}
 _KEEPS = "; as the card there says if left out"
 _METHODS = (
-    "of plain, own, ngram, assistant:SOURCE, heads:SOURCE, eagle:SOURCE, student:SOURCE, transformers:prompt_lookup, "
-    "transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one names its row, and ?OPTION=VALUE&... after "
-    "it are options of generate"
+    "of plain, own, ngram, suffix[:SOURCE], assistant:SOURCE, heads:SOURCE, eagle:SOURCE, student:SOURCE, "
+    "cascade:SOURCE, transformers:prompt_lookup, transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one "
+    "names its row, and ?OPTION=VALUE&... after it are options of generate"
 )
 
 
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type, *exclusive: str) ->
             options["action"] = "store_true"
         if default is not MISSING and default is not False:
             options.setdefault("default", default)
-        (group if entry.name in exclusive else parser).add_argument(name, **options)
+        (group if entry.name in exclusive else parser).add_argument(name, *options.pop("others", ()), **options)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class GenerateRequest:
     model: str = option(help=NAME)
     prompt: str = option("", "the text to complete; '-', or none: the standard input; write '--' before a prompt that "
                           "begins with '-'", positional=True, nargs="?", default=None)  # fmt: skip
-    heads: str | None = option(None, "directory, or name on the Hub, of heads that were trained for this model")
+    heads: str | None = option(None, "directory, or name on the Hub, of heads, an EAGLE head or a student that were "
+                               "trained for this model", others=["--eagle", "--student"], metavar="SOURCE")  # fmt: skip
     plain: bool = option(False, "one token at a time, without drafts")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
     dtype: str = option("auto", **_OF_WEIGHTS)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
-from ..tensor_files import read_tensors, tensor_dtypes
+from ..tensor_files import read_tensors, tensor_dtypes, unlisted_file, wrapped_names
 
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """Suffixes of the tensors that may hold a weight's scales."""
@@ -36,9 +36,14 @@ def check_checkpoint(
     family, wanted, layers = family_of(config), announced_modules(config), num_layers(config)
     dtypes = tensor_dtypes(name, variant, **hub)
     _check_scales(name, dtypes, config)
+    if reason := wrapped_names(dtypes):
+        raise ValueError(f"{name}: {reason}")
     if inference_only:
         return config, False
     stored = _count_stored(dtypes, family, layers)
+    if not stored or stored != (stored if wanted is None else wanted):
+        prefixes = [each for k in range((wanted or 0) + 1) for each in family.prefixes(layers, k)]
+        _refuse_unlisted(name, [*dtypes], prefixes)
     if not stored:
         example = family.prefixes(layers, 0)[0]
         raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
@@ -52,6 +57,16 @@ def check_checkpoint(
     }
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
+
+
+def _refuse_unlisted(name: str | PathLike, listed: list[str], prefixes: list[str]) -> None:
+    """Refuse a directory whose modules lie in a file that no index lists."""
+    file = unlisted_file(name, lambda key: key.startswith(tuple(prefixes)) and key not in listed)
+    if file is not None:
+        raise ValueError(
+            f"{name}: {file} holds tensors of modules ({prefixes[0]}*), but no index lists it: add them to the "
+            "weight_map of model.safetensors.index.json"
+        )
 
 
 def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:

@@ -7,6 +7,7 @@ that a config lacks are read off the tensors; unknown and contradictory values a
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from inspect import get_annotations
 from typing import Any
@@ -35,10 +36,25 @@ def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
     if config.aux_layers is None:
         if num_layers < _DEFAULT_LAYERS:
             raise ValueError(f"aux_layers=None needs {_DEFAULT_LAYERS} layers, not {num_layers}; pass aux_layers=")
-        return [2, num_layers // 2, num_layers - 3]
+        return default_aux_layers(num_layers)
     if not all(0 <= index <= num_layers for index in config.aux_layers):
         raise ValueError(f"aux_layers={config.aux_layers}: {num_layers} layers have hidden states 0..{num_layers}")
     return list(config.aux_layers)
+
+
+def default_aux_layers(num_layers: int) -> list[int]:
+    """Return the hidden states that the official code reads of L layers."""
+    return [2, num_layers // 2, num_layers - 3]
+
+
+def warn_of_default_layers(config: EagleHeadConfig, num_layers: int) -> None:
+    """Say which hidden states a head from elsewhere reads, where its config.json does not name them."""
+    if config.num_aux and config.aux_layers is None and config.layout != "tokenahead":
+        logger.warning_once(
+            f"{config.name_or_path or 'This EAGLE head'} does not name the hidden states that it reads: taken are "
+            f"aux_layers={default_aux_layers(num_layers)}, as in the official code; if it learned from others, few "
+            "drafts are accepted: pass aux_layers= to from_pretrained"
+        )
 
 
 def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfig:
@@ -154,6 +170,13 @@ def _own_name(name: str) -> str:
     return name
 
 
+def is_foreign_head(raw: Fields, names: Iterable[str]) -> bool:
+    """Return whether a checkpoint of another library is an EAGLE head, by its config.json and its tensors' names."""
+    own, last_norm = set(map(_own_name, names)), "norm.weight"
+    is_first = {"layers.0.self_attn.q_proj.weight", "fc.weight"} <= own and last_norm not in own
+    return "speculators_model_type" in raw or "layers.0.hidden_norm.weight" in own or is_first
+
+
 def foreign_head(
     name: object, raw: Fields, state: dict[str, Tensor], **overrides: object
 ) -> tuple[EagleHeadConfig, dict[str, Tensor]]:
@@ -164,9 +187,10 @@ def foreign_head(
     state = own_names(state)
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
     version = _version(name, raw, shapes)
-    if "hidden_size" not in _llama_fields(raw):
+    stated = _llama_fields(raw)
+    if "hidden_size" not in stated:
         raise ValueError(f"{name}: config.json has no hidden_size")
-    values = _llama_fields(raw) | _read_off(raw, shapes, version)
+    values = _sizes(name, stated, shapes, version) | stated | _read_off(stated, shapes, version)
     flags = dict(raw.get("eagle_config") or {}) | raw
     values |= {key: bool(flags[key]) for key in _FLAGS if key in flags and version == 3}
     values |= {key: value for key, value in overrides.items() if value is not None}
@@ -178,7 +202,10 @@ def foreign_head(
     elif values.get("aux_layers") is not None:
         raise ValueError(f"{name}: aux_layers={values['aux_layers']}: this head reads the last hidden state only")
     layout = "vllm" if "mask_hidden" in shapes else _layout(raw)
-    config = EagleHeadConfig(version=version, layout=layout, **values)
+    config = EagleHeadConfig(version=version, layout=layout, name_or_path=str(name), **values)
+    if "t2d" in state and "d2t" not in state and version == 3:
+        ids = state["t2d"].nonzero()[:, 0]
+        state["d2t"] = ids - torch.arange(len(ids))
     check_vocabulary(name, config, state)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
 
@@ -231,7 +258,29 @@ def _of_verifier(verifier: Fields) -> Fields:
     return {key: value for key, value in named.items() if value is not None}
 
 
-def _read_off(raw: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
+def _sizes(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
+    """Return sizes that the tensors show, for those that a config does not state; Llama's defaults would be wrong."""
+
+    def rows(tensor: str) -> int:
+        return shapes.get(tensor, (0,))[0]
+
+    attention = "layers.0.self_attn.{}_proj.weight"
+    heads, head_dim = (stated.get(key) for key in ("num_attention_heads", "head_dim"))
+    head_dim = head_dim or rows(attention.format("q")) // (heads or 1)
+    drafted = rows("lm_head.weight") if version == 3 else 0
+    shown = {
+        "num_attention_heads": heads or (rows(attention.format("q")) // head_dim if "head_dim" in stated else 0),
+        "num_key_value_heads": rows(attention.format("k")) // (head_dim or 1),
+        "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
+        "vocab_size": rows("embed_tokens.weight") or rows("t2d") or (0 if "d2t" in shapes else drafted),
+        "draft_vocab_size": drafted,
+    }
+    if missing := [key for key in ("num_attention_heads", "vocab_size") if key not in stated and not shown[key]]:
+        raise ValueError(f"{name}: config.json has no {', '.join(missing)}, and no tensor shows it")
+    return {key: size for key, size in shown.items() if size}
+
+
+def _read_off(stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return options that the tensors show; many configs lack them."""
     layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
     values = {
@@ -241,9 +290,9 @@ def _read_off(raw: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> 
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
         "fc_bias": "fc.bias" in shapes,
     }
-    stated = _llama_fields(raw)
-    if "num_attention_heads" in stated and "head_dim" not in stated:
-        values["head_dim"] = shapes["layers.0.self_attn.q_proj.weight"][0] // stated["num_attention_heads"]
+    first = shapes.get("layers.0.self_attn.q_proj.weight")
+    if first is not None and "num_attention_heads" in stated and "head_dim" not in stated:
+        values["head_dim"] = first[0] // stated["num_attention_heads"]
     if version == 3:
         shown = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes}
         values |= {key: value for key, value in shown.items() if value and key not in stated}

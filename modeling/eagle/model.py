@@ -32,6 +32,7 @@ from .conversion import (
     own_names,
     resolved_aux_layers,
     warn_of_another_kind,
+    warn_of_default_layers,
 )
 from .export import check_layout, write_layout
 from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
@@ -123,12 +124,13 @@ class EagleHead(
         resolved_aux_layers(self.config, text.num_hidden_layers)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's dtype and device, take over its special ids, and warn of another kind of model."""
+        """Follow the backbone's dtype and device, take over its special ids, and warn of what may not fit."""
         if backbone.device.type != "meta":  # not offloaded
             dtype = backbone.dtype if backbone.dtype.is_floating_point else None
             cast(nn.Module, self).to(backbone.device, dtype)
         adopt_special_ids(self.config, backbone)
         warn_of_another_kind(self.config, backbone)
+        warn_of_default_layers(self.config, backbone.config.get_text_config().num_hidden_layers)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Validate and complete `draft_tree`; a head whose rows run at once takes none."""
@@ -174,24 +176,13 @@ class EagleHead(
             ValueError: No EAGLE head, missing or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft
                 vocabulary out of range, a pickle of more than tensors.
         """
-        name, passed = pretrained_model_name_or_path, kwargs.pop("config", None)
+        name = pretrained_model_name_or_path
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
-        if isinstance(passed, PreTrainedConfig):
-            raw = passed.to_dict()
-        else:
-            check_is_there(name)
-            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
-        if not raw:
-            raise ValueError(f"{name}: no config.json")
         wants_info = kwargs.pop("output_loading_info", False)
-        if raw.get("model_type") == EagleHeadConfig.model_type:
-            changed = {key: value for key, value in fields.items() if value is not None}
-            kwargs["config"] = EagleHeadConfig.from_dict(raw | changed)
-        else:
-            config, state = foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), **fields)
-            kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS}
-            kwargs |= {"config": config, "state_dict": state}
+        config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs)
+        if state is not None:
+            kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS} | {"state_dict": state}
+        kwargs["config"] = config
         source = None if "state_dict" in kwargs else name
         head, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
         refuse_unknown(name, info["unexpected_keys"])
@@ -199,6 +190,29 @@ class EagleHead(
             check_vocabulary(name, head.config, {"d2t": head.offsets.cpu()})
         head.config.name_or_path = str(name)
         return (head, info) if wants_info else head
+
+    @classmethod
+    def stored_config(cls, name: str | PathLike) -> EagleHeadConfig:
+        """Return the configuration of the head in a directory or a Hub repository, in any layout."""
+        return cls._read(name, None, {}, {})[0]
+
+    @staticmethod
+    def _read(
+        name: str | PathLike, passed: Any, fields: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[EagleHeadConfig, dict[str, Tensor] | None]:
+        """Return the configuration of a stored head and, of another layout than ours, its tensors."""
+        hub = {key: options[key] for key in HUB_OPTIONS if key in options}
+        if isinstance(passed, PreTrainedConfig):
+            raw = passed.to_dict()
+        else:
+            check_is_there(name)
+            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
+        if not raw:
+            raise ValueError(f"{name}: no config.json")
+        if raw.get("model_type") == EagleHeadConfig.model_type:
+            changed = {key: value for key, value in fields.items() if value is not None}
+            return EagleHeadConfig.from_dict(raw | changed), None
+        return foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), **fields)
 
     def _write_directory(
         self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
-from ..tensor_files import read_json, write_json
+from ..tensor_files import Fields, read_json, write_json
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING
 from .layer import PARAMS, read_backbone
@@ -42,7 +42,13 @@ class OfficialLayoutsMixin:
             ValueError: An unknown layout, unknown or missing tensors, or a pickle of more than tensors.
         """
         folder = Path(folder)
-        fields, tensors = _layout_of(folder).read(folder)
+        layout, own = published_layout(folder), read_json(folder / "config.json").get("model_type")
+        if own == MTPHeadConfig.model_type:
+            raise ValueError(f"{folder} is in this library's own layout: load it with MTPHeads.from_pretrained")
+        if layout is None:
+            names = "medusa_lm_head.*, hydra_lm_head.*, params.json, medusa_head.* among the tensors, ..."
+            raise ValueError(f"{folder}: no known layout of heads ({names})")
+        fields, tensors = layout.read(folder)
         embedding = tensors.pop(EMBEDDING, None)
         heads = cls(MTPHeadConfig(**(fields | options)))
         wrong = f"{folder}: its tensors do not make {fields['head_type']!r} heads"
@@ -70,7 +76,7 @@ class OfficialLayoutsMixin:
             model = LlamaForCausalLM(config).to(dtype=config.dtype)
             model.load_state_dict(tensors)
             return model.eval()
-        if "architectures" not in read_json(folder / "config.json") or list(folder.glob("medusa_lm_head.*")):
+        if not holds_backbone(folder, read_json(folder / "config.json")):
             raise ValueError(f"{folder} holds heads alone; load their backbone by its own name")
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
@@ -117,12 +123,13 @@ class OfficialLayoutsMixin:
             raise ValueError(f"{type(backbone).__name__} has other embeddings than these heads were trained on")
 
 
-def _layout_of(directory: Path) -> HeadLayout:
-    """Return the layout of a directory."""
-    fields = read_json(directory / "config.json")
-    if fields.get("model_type") == MTPHeadConfig.model_type:
-        raise ValueError(f"{directory} is in this library's own layout: load it with MTPHeads.from_pretrained")
-    for layout in (layout for family in FAMILIES.values() for layout in family.layouts):
-        if layout.recognises(directory, fields):
-            return layout
-    raise ValueError(f"{directory}: no known layout of heads (medusa_lm_head.*, hydra_lm_head.*, params.json, ...)")
+def published_layout(directory: Path, fields: Fields | None = None) -> HeadLayout | None:
+    """Return the layout of other tools that a directory of heads has, if any; `fields` are those of its config.json."""
+    fields = read_json(directory / "config.json") if fields is None else fields
+    layouts = (layout for family in FAMILIES.values() for layout in family.layouts)
+    return next((layout for layout in layouts if layout.recognises(directory, fields)), None)
+
+
+def holds_backbone(directory: Path, fields: Fields) -> bool:
+    """Return whether a directory of heads in a published layout holds a model of transformers, too."""
+    return "architectures" in fields and fields.get("model_type") != "medusa" and not any(directory.glob("*_lm_head.*"))

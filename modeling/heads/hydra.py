@@ -185,7 +185,10 @@ def _names(arch: str, blocks: int) -> Names:
 
 def _read(directory: Path) -> Directory:
     """Return the options of the heads and their tensors; the backbone's embedding is among them under its own name."""
-    values, tensors = read_json(directory / "config.json"), read_tensors(sorted(directory.glob("hydra_lm_head.*"))[-1:])
+    values, files = read_json(directory / "config.json"), sorted(directory.glob("hydra_lm_head.*"))
+    if not files:
+        raise ValueError(f"{directory}: no weights; no hydra_lm_head.* exists")
+    tensors = read_tensors(files[-1:])
     arch = values.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
         raise ValueError(f"{directory}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
@@ -260,7 +263,7 @@ register(
         layouts=[
             HeadLayout(
                 "hydra",
-                lambda directory, fields: bool(list(directory.glob("hydra_lm_head.*"))),
+                lambda directory, fields: any(directory.glob("hydra_lm_head.*")) or "hydra_num_heads" in fields,
                 _read,
                 lambda config: None if config.unembed == "own" else "it holds unembed='own', not unembed='shared'",
                 _write,

@@ -15,7 +15,18 @@ from transformers import PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import MEDUSA
-from ..tensor_files import Fields, Names, Tensors, read_json, read_tensors, renamed
+from ..tensor_files import (
+    Fields,
+    Names,
+    Tensors,
+    below,
+    read_json,
+    read_tensors,
+    renamed,
+    tensor_names,
+    unlisted_file,
+    weight_files,
+)
 from .backbone_parts import BackboneParts, required
 from .blocks import BlockHead, FeedForwardBlock, Repeated, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
@@ -58,6 +69,7 @@ def _blocks(config: MTPHeadConfig, hidden_size: int) -> Repeated:
     return Repeated([FeedForwardBlock(hidden_size, inner) for _ in range(config.num_blocks)], config.num_blocks)
 
 
+_MERGED = "medusa_head."
 _OFFICIAL = (
     ("{k}.{j}.linear.{part}", "blocks.{k}.{j}.linear.{part}"),
     ("{k}.{j}.weight", "unembeddings.heads.{k}.weight"),
@@ -73,15 +85,17 @@ def _read_official(directory: Path) -> Directory:
     values = read_json(directory / "config.json")
     if files := sorted(directory.glob("medusa_lm_head.*")):
         tensors = read_tensors(files[-1:])  # safetensors rather than a pickle
+        tensors = below(tensors, _MERGED) or tensors
     else:
-        tensors = read_tensors(sorted(directory.glob("*.safetensors")), "medusa_head.")
+        tensors = read_tensors(sorted(directory.glob("*.safetensors")), _MERGED)
+        tensors = tensors or read_tensors(sorted(directory.glob("pytorch_model*.bin")), _MERGED)
     return _options(directory, values, renamed(tensors, _OFFICIAL, directory))
 
 
 def _read_vllm(directory: Path) -> Directory:
     """Return the options of the heads and their tensors, from a directory that vLLM serves."""
     values = read_json(directory / "config.json")
-    tensors = read_tensors(sorted(directory.glob("*.safetensors")))
+    tensors = read_tensors(weight_files(directory, pickles=True))
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
     if "token_map" in tensors:
         raise ValueError(f"{directory}: token_map of {len(tensors['token_map'])} tokens is not supported")
@@ -121,7 +135,11 @@ def _refusal(config: MTPHeadConfig) -> str | None:
 
 
 def _is_official(directory: Path, fields: Fields) -> bool:
-    return bool(list(directory.glob("medusa_lm_head.*"))) or "medusa_num_heads" in fields
+    if any(directory.glob("medusa_lm_head.*")) or "medusa_num_heads" in fields:
+        return True
+    names = tensor_names(directory)  # of a merged model that does not say so
+    is_unlisted = bool(names) and unlisted_file(directory, lambda name: name.startswith(_MERGED)) is not None
+    return is_unlisted or any(name.startswith(_MERGED) for name in names)
 
 
 def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:

@@ -173,11 +173,15 @@ def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
 
 def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
     name = str(arguments.drafter_name_or_path)
-    if arguments.drafter_options:
-        raise ValueError(f"drafter_options are for a new drafter, and {name} exists already: leave one of them out")
+    options = _drafter_options(arguments)
+    if options.keys() - ({"aux_layers"} if arguments.drafter == "eagle" else set()):
+        raise ValueError(
+            f"drafter_options are for a new drafter, and {name} exists already: leave one of them out (an EAGLE head "
+            "takes aux_layers, where its config.json does not name them)"
+        )
     if arguments.drafter not in ("heads", "eagle"):
         raise ValueError(f"drafter={arguments.drafter!r}: only heads and eagle have directories of their own")
-    return load_drafter(name, backbone, "drafter_name_or_path", _CONFIGS[arguments.drafter])
+    return load_drafter(name, backbone, "drafter_name_or_path", _NEW[arguments.drafter], **options)
 
 
 def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> None:

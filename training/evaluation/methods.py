@@ -104,8 +104,14 @@ def _method(name: str, kind: str, model: Any, source: str, options: dict[str, An
     return Method(name, model, options, is_foreign=True)
 
 
-def _trained(kind: type[MTPHeads | EagleHead | PTPStudent]) -> Callable[..., AttachableDrafter]:
-    return lambda model, source, options: load_drafter(source, model, "--methods", kind.config_class, shared=True)
+def _trained(kind: type[MTPHeads | EagleHead | PTPStudent], *own: str) -> Callable[..., AttachableDrafter]:
+    """Return a maker of drafters of a class; `own` are options of its loading, and not of `generate`."""
+
+    def load(model: PreTrainedModel, source: str, options: dict[str, Any]) -> AttachableDrafter:
+        taken = {name: options.pop(name) for name in own if name in options}
+        return load_drafter(source, model, "--methods", kind, shared=True, **taken)
+
+    return load
 
 
 def _suffix(model: PreTrainedModel, source: str, options: dict[str, Any]) -> SuffixDrafter:
@@ -127,7 +133,7 @@ _DRAFTERS: dict[str, Callable[..., Any]] = {
     "suffix": _suffix,
     "assistant": _assistant,
     "heads": _trained(MTPHeads),
-    "eagle": _trained(EagleHead),
+    "eagle": _trained(EagleHead, "aux_layers"),
     "student": _trained(PTPStudent),
     "cascade": _cascade,
 }

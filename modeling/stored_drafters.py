@@ -1,0 +1,82 @@
+"""What a directory of a drafter holds, in this library's layout or in a published one, and its loading."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedConfig
+
+from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
+from .eagle.conversion import is_foreign_head
+from .eagle.model import EagleHead
+from .heads.attached import MTPHeads
+from .heads.conversion import holds_backbone, published_layout
+from .loading import HUB_OPTIONS
+from .ptp.student import PTPStudent
+from .tensor_files import Fields, tensor_names
+
+Drafter = MTPHeads | EagleHead | PTPStudent
+_OWN: dict[str | None, type[Drafter]] = {
+    MTPHeadConfig.model_type: MTPHeads,
+    EagleHeadConfig.model_type: EagleHead,
+    PTPStudentConfig.model_type: PTPStudent,
+}
+_FILES = ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"]
+
+
+def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Drafter] | None:
+    """Return the class of the drafter in a directory or a Hub repository; None where there is none.
+
+    Args:
+        name: In this library's layout, or in one that `MTPHeads.from_official` or `EagleHead.from_pretrained` reads.
+        **hub: `revision`, `token`, ...
+    """
+    fields = _fields(name, **hub)
+    if (own := _OWN.get(fields.get("model_type"))) is not None:
+        return own
+    try:
+        if published_layout(Path(name), fields) is not None:
+            return MTPHeads
+        return EagleHead if fields and is_foreign_head(fields, tensor_names(name, **hub)) else None
+    except OSError:  # files that the Hub does not give
+        return None
+
+
+def holds_drafter_alone(name: str | PathLike[str], **hub: Any) -> bool:
+    """Return whether there is a drafter, and not also the model that it drafts for."""
+    kind, fields = drafter_class(name, **hub), _fields(name, **hub)
+    is_own = fields.get("model_type") in _OWN
+    return kind is not None and (is_own or kind is EagleHead or not holds_backbone(Path(name), fields))
+
+
+def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -> Drafter:
+    """Return the drafter in a directory or a Hub repository, whatever its layout; it is not attached.
+
+    Args:
+        name: See `drafter_class`.
+        dtype: Of its weights; None or `"auto"`: the stored one.
+        **options: Of `from_pretrained` (`revision`, ...; for an EAGLE head `aux_layers`), or of `from_official`.
+
+    Raises:
+        ValueError: No drafter, or what its class refuses.
+    """
+    hub = {key: options[key] for key in HUB_OPTIONS if key in options}
+    kind = drafter_class(name, **hub)
+    if kind is None:
+        raise ValueError(f"{name}: no drafter (heads, an EAGLE head or a student) in a layout that is known")
+    if kind is not MTPHeads or _fields(name, **hub).get("model_type") in _OWN:
+        return kind.from_pretrained(name, dtype="auto" if dtype is None else dtype, **options)
+    directory = name if Path(name).is_dir() else snapshot_download(str(name), allow_patterns=_FILES, **hub)
+    heads = MTPHeads.from_official(directory, **{key: value for key, value in options.items() if key not in hub})
+    return heads if dtype in (None, "auto") else heads.to(dtype)
+
+
+def _fields(name: str | PathLike[str], **hub: Any) -> Fields:
+    """Return the fields of config.json; none where there is no such file."""
+    try:
+        return PreTrainedConfig.get_config_dict(name, **hub)[0]
+    except OSError:
+        return {}

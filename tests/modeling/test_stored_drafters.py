@@ -1,0 +1,136 @@
+"""Directories of drafters in every layout: what they hold, what is read, and training that goes on from them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import TrainingArguments
+
+from tests.eagle_models import tiny_backbone
+from tests.internals import drafter_class, holds_drafter_alone, read_drafter
+from tokenahead import EagleHead, MTPHeads, PTPStudent
+from tokenahead.training import MTPTrainer
+
+IDS = torch.randint(2, 64, (4, 24), generator=torch.Generator().manual_seed(0))
+OWN_UNEMBEDDING = {"head_type": "medusa", "unembed": "own"}
+CASES = {
+    "tokenahead eagle": lambda base: EagleHead.from_backbone(base),
+    "tokenahead heads": lambda base: MTPHeads.from_backbone(base),
+    "tokenahead student": lambda base: PTPStudent.from_backbone(base, num_slots=3),
+    "official eagle 1": lambda base: EagleHead.from_backbone(base, version=1),
+    "official eagle": lambda base: EagleHead.from_backbone(base, draft_vocab_size=32),
+    "specforge eagle": lambda base: EagleHead.from_backbone(base, draft_vocab_size=32),
+    "vllm eagle": lambda base: EagleHead.from_backbone(base, draft_vocab_size=32, norm_before_residual=True),
+    "sglang eagle": lambda base: EagleHead.from_backbone(base),
+    "speculators eagle": lambda base: EagleHead.from_backbone(base, draft_vocab_size=32, qk_norm=True),
+    "medusa heads": lambda base: MTPHeads.from_backbone(base, **OWN_UNEMBEDDING),
+    "medusa heads without unembedding": lambda base: MTPHeads.from_backbone(base, head_type="medusa"),
+    "vllm heads": lambda base: MTPHeads.from_backbone(base, **OWN_UNEMBEDDING),
+    "hydra heads": lambda base: MTPHeads.from_backbone(base, head_type="hydra", unembed="own"),
+    "gloeckle heads": lambda base: MTPHeads.from_backbone(base, head_type="layer"),
+}
+
+
+def written(name, folder):
+    """A directory in a layout, and the backbone that its drafter was made for."""
+    base = tiny_backbone()
+    drafter, layout = CASES[name](base), name.split()[0]
+    if layout == "tokenahead":
+        drafter.save_pretrained(folder, remote_code=None)
+    else:
+        drafter.export(folder, layout)
+    return base, type(drafter.detach())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_is_named_and_read(name, tmp_path):
+    base, kind = written(name, tmp_path)
+    assert drafter_class(tmp_path) is kind and holds_drafter_alone(tmp_path)
+    drafter = read_drafter(tmp_path, torch.float32).attach(base)
+    assert type(drafter) is kind
+    plain = base.generate(IDS[:1], max_new_tokens=12)
+    assert torch.equal(base.generate(IDS[:1], max_new_tokens=12, assistant_model=drafter), plain)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "student" not in name])
+def test_training_goes_on_from_its_own_checkpoint(name, tmp_path):
+    base, _ = written(name, tmp_path / "read")
+    data, out = [{"input_ids": row, "labels": row} for row in IDS], tmp_path / "run"
+    weights = []
+    for resumed in ({}, {"resume_from_checkpoint": str(out / "checkpoint-1")}):
+        drafter = read_drafter(tmp_path / "read", torch.float32).attach(base)
+        options = TrainingArguments(out, max_steps=2, save_steps=1, report_to="none", use_cpu=True)
+        MTPTrainer(drafter, options, train_dataset=data).train(**resumed)
+        weights.append({key: tensor.clone() for key, tensor in drafter.state_dict().items()})
+        drafter.detach()
+    for key, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][key], tensor)
+
+
+def test_a_checkpoint_of_another_head_is_refused_in_any_layout(tmp_path):
+    base, _ = written("official eagle", tmp_path / "read")
+    data, out = [{"input_ids": row, "labels": row} for row in IDS], tmp_path / "run"
+    options = TrainingArguments(out, max_steps=1, save_steps=1, report_to="none", use_cpu=True)
+    MTPTrainer(EagleHead.from_pretrained(tmp_path / "read").attach(base), options, train_dataset=data).train()
+    other = EagleHead.from_backbone(base, draft_vocab_size=16)
+    with pytest.raises(ValueError, match="draft_vocab_size=32"):
+        MTPTrainer(other, options, train_dataset=data).train(resume_from_checkpoint=str(out / "checkpoint-1"))
+
+
+def test_a_model_alone_is_no_drafter(tmp_path):
+    tiny_backbone().save_pretrained(tmp_path)
+    assert drafter_class(tmp_path) is None and not holds_drafter_alone(tmp_path)
+    with pytest.raises(ValueError, match="no drafter"):
+        read_drafter(tmp_path)
+    assert drafter_class(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("prefix", ["medusa_head.", "module.medusa_head.", "_orig_mod.medusa_head."])
+@pytest.mark.parametrize("form", ["one file", "shards", "pickle", "not in the index"])
+def test_a_merged_medusa_model_that_does_not_count_its_heads(form, prefix, tmp_path):
+    base, _ = written("medusa heads", tmp_path / "heads")
+    heads = load_file(tmp_path / "heads" / "medusa_lm_head.safetensors")
+    folder, wrap = tmp_path / "merged", prefix.removesuffix("medusa_head.")
+    base.save_pretrained(folder)
+    model = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    model, heads = ({wrap + name: tensor for name, tensor in part.items()} for part in
+                    (model, {f"medusa_head.{name}": tensor for name, tensor in heads.items()}))  # fmt: skip
+    if form == "pickle":
+        torch.save(model | heads, folder / "pytorch_model.bin")
+    elif form == "one file":
+        save_file(model | heads, folder / "model.safetensors", {"format": "pt"})
+    else:
+        files = {"model-00001-of-00002.safetensors": model, "model-00002-of-00002.safetensors": heads}
+        for file, tensors in files.items():
+            save_file(tensors, folder / file, {"format": "pt"})
+        listed = files if form == "shards" else [*files][:1]
+        weight_map = {name: file for file in listed for name in files[file]}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    read = MTPHeads.from_official(folder)
+    assert drafter_class(folder) is MTPHeads and not holds_drafter_alone(folder)
+    expected = MTPHeads.from_official(tmp_path / "heads")
+    assert all(torch.equal(tensor, expected.state_dict()[key]) for key, tensor in read.state_dict().items())
+
+
+@pytest.mark.parametrize("wrap", ["module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("name", [name for name in CASES if "tokenahead" not in name and "gloeckle" not in name])
+def test_names_of_wrapped_models_are_understood(name, wrap, tmp_path):
+    written(name, tmp_path)
+    expected = read_drafter(tmp_path).state_dict()
+    for file in [*tmp_path.glob("*.safetensors"), *tmp_path.glob("*.pt")]:
+        is_pickle = file.suffix == ".pt"
+        tensors = torch.load(file, weights_only=True) if is_pickle else load_file(file)
+        (torch.save if is_pickle else save_file)({wrap + key: tensor for key, tensor in tensors.items()}, file)
+    read = read_drafter(tmp_path).state_dict()
+    assert read.keys() == expected.keys() and all(torch.equal(read[key], expected[key]) for key in read)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "tokenahead" in name])
+def test_names_of_wrapped_models_are_said_in_our_own_layout(name, tmp_path):
+    written(name, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"module.{key}": tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"module\..*wrapped"):
+        read_drafter(tmp_path)

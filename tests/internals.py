@@ -288,7 +288,7 @@ _NAMES = {
     ),
     "tokenahead.training.commands.train": ("commands_train",),
     "tokenahead.training.completion": ("complete",),
-    "tokenahead.training.requests": ("CardRequest", "GenerateRequest"),
+    "tokenahead.training.requests": ("BenchRequest", "CardRequest", "GenerateRequest"),
     "tokenahead.training.demo": (
         "MARK",
         "Measurement",

@@ -1,6 +1,7 @@
 """Directories of others: every layout gives the same head, and what cannot be right is refused by name."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -176,6 +177,48 @@ def test_ids_may_ask_for_too_many_layers(tmp_path):
     folder = rewritten(tmp_path, {AUX: [2, 4, 20]})
     with pytest.raises(ValueError, match="aux_layers=.*2.*4.*20.*8"):
         golden_case("eagle3_llama", folder)
+
+
+SIZES = ("vocab_size", "draft_vocab_size", "intermediate_size", "num_key_value_heads")
+
+
+@pytest.mark.parametrize("unsaid", [*((name,) for name in SIZES), SIZES, (*SIZES, "num_attention_heads")], ids=str)
+def test_sizes_that_a_config_leaves_out_are_those_of_the_tensors(unsaid, tmp_path):
+    fields = dict.fromkeys(unsaid) | ({"head_dim": 8} if "num_attention_heads" in unsaid else {})
+    head, expected = EagleHead.from_pretrained(rewritten(tmp_path, fields)), EagleHead.from_pretrained(OFFICIAL)
+    for name in (*SIZES, "num_attention_heads", "head_dim"):
+        assert getattr(head.config, name) == getattr(expected.config, name), name
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in expected.state_dict().items())
+
+
+def test_sizes_that_no_tensor_shows_are_refused(tmp_path):
+    for fields, tensors in (({"num_attention_heads": None}, {}), ({"vocab_size": None}, {"t2d": None})):
+        with pytest.raises(ValueError, match=f"^{tmp_path}: config.json has no {[*fields][0]}"):
+            EagleHead.from_pretrained(rewritten(tmp_path, fields, tensors))
+
+
+@pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": None}], ids=str)
+def test_a_draft_vocabulary_without_its_map(fields, tmp_path):
+    head = EagleHead.from_pretrained(rewritten(tmp_path, fields, {"d2t": None}))  # t2d names the tokens, too
+    assert torch.equal(head.d2t, EagleHead.from_pretrained(OFFICIAL).d2t)
+    with pytest.raises(ValueError, match=f"^{tmp_path}: .*d2t"):
+        EagleHead.from_pretrained(rewritten(tmp_path, fields, {"d2t": None, "t2d": None}))
+
+
+@pytest.mark.parametrize("layout", ["official", "vllm", "speculators"])
+def test_layers_that_no_config_names_are_said_and_can_be_passed(layout, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    base = tiny_backbone(num_hidden_layers=12)
+    head = EagleHead.from_backbone(base)
+    head.export(tmp_path, layout)
+    values = json.loads((tmp_path / "config.json").read_text())
+    for part in (values, values.get("eagle_config", {})):
+        part.pop(AUX, None)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    EagleHead.from_pretrained(tmp_path, aux_layers=[1, 2, 3]).attach(base).detach()
+    assert "aux_layers" not in caplog.text
+    EagleHead.from_pretrained(tmp_path).attach(base)
+    assert "aux_layers=[2, 6, 9]" in caplog.text and str(tmp_path) in caplog.text
 
 
 class Surprise:

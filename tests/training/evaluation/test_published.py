@@ -1,0 +1,90 @@
+"""Commands take drafters in published layouts wherever they take a drafter."""
+
+import json
+
+import pytest
+import torch
+
+from tests.every_model import llama
+from tests.internals import BenchRequest, GenerateRequest, complete, methods_of
+from tests.internals import cli_module as cli
+from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
+
+LAYOUTS = {
+    "eagle": {
+        "official": lambda base: EagleHead.from_backbone(base, version=1),
+        "specforge": lambda base: EagleHead.from_backbone(base, draft_vocab_size=64),
+        "speculators": lambda base: EagleHead.from_backbone(base),
+        "vllm": lambda base: EagleHead.from_backbone(base),
+    },
+    "heads": {
+        "medusa": lambda base: MTPHeads.from_backbone(base, head_type="medusa", unembed="own"),
+        "vllm": lambda base: MTPHeads.from_backbone(base, head_type="medusa", unembed="own"),
+        "hydra": lambda base: MTPHeads.from_backbone(base, head_type="hydra", unembed="own"),
+        "gloeckle": lambda base: MTPHeads.from_backbone(base, head_type="layer"),
+    },
+}
+EVERY = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    torch.manual_seed(0)
+    model = llama(vocab_size=320, num_hidden_layers=8, max_position_embeddings=512)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def root(backbone, tmp_path_factory):
+    root = tmp_path_factory.mktemp("published")
+    backbone.save_pretrained(root / "base")
+    EvaByteTokenizer().save_pretrained(root / "base")
+    for kind, layout in EVERY:
+        drafter = LAYOUTS[kind][layout](backbone)
+        drafter.export(root / f"{kind}-{layout}", layout)
+        drafter.detach()
+    return root
+
+
+def test_methods_of_a_bench(backbone, root):
+    specs = [f"{kind}:{root / f'{kind}-{layout}'}" for kind, layout in EVERY]
+    specs += [f"c{index}=cascade:{spec.partition(':')[2]}" for index, spec in enumerate(specs)]
+    methods, refused = methods_of(specs, backbone)
+    assert not refused and len(methods) == 1 + len(specs)
+    _, refused = methods_of([f"heads:{root / 'eagle-official'}", f"eagle:{root / 'base'}"], backbone)
+    assert "EagleHead" in refused["heads:eagle-official"] and "'llama'" in refused["eagle:base"]
+
+
+def test_layers_of_an_eagle_head_are_options_of_its_method(backbone, root):
+    spec = f"eagle:{root / 'eagle-vllm'}?aux_layers=[1, 2, 3]&num_assistant_tokens=3"
+    (_, method), refused = methods_of([spec], backbone)
+    assert not refused and method.drafter.config.aux_layers == [1, 2, 3]
+    assert method.options.keys() == {"assistant_model", "num_assistant_tokens"}
+
+
+@pytest.mark.parametrize(("kind", "layout"), EVERY)
+def test_generate(kind, layout, root, capsys):
+    texts = []
+    for words in ([f"--{kind}", str(root / f"{kind}-{layout}")], ["--plain"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["generate", "--model", str(root / "base"), "--max-new-tokens", "8", "--json", *words, "def f("])
+        assert not ended.value.code
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_a_drafter_in_the_place_of_a_model_is_refused(root):
+    for kind, layout in EVERY:
+        if layout != "gloeckle":  # which holds a backbone, too, but no model of transformers
+            with pytest.raises(ValueError, match="--model=.*without a backbone"):
+                complete(GenerateRequest(model=str(root / f"{kind}-{layout}"), prompt="a"))
+
+
+def test_the_help_of_bench_names_every_kind(capsys):
+    with pytest.raises(ValueError, match="choose of") as refusal:
+        methods_of(["none of these"], None)
+    kinds = str(refusal.value).partition("choose of ")[2].split(", ")
+    help_text = BenchRequest.__dataclass_fields__["methods"].metadata["help"].replace("[:SOURCE]", "")
+    named = help_text.partition("of ")[2].partition(";")[0].split(", ")
+    assert sorted(kinds) == sorted(named) and {"suffix", "cascade:SOURCE"} <= {*kinds}

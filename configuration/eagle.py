@@ -16,15 +16,15 @@ LAYOUTS = ("tokenahead", "official", "specforge", "speculators", "vllm", "sglang
 class EagleHeadConfig(LlamaConfig):
     """Options of an EAGLE head; sizes, rope and other fields of its layers have Llama's names.
 
+    Of these, `vocab_size` is V, the backbone's vocabulary, and `hidden_size` is d, the head's width; with
+    `attention_bias` q, k and v have biases (o never has).
+
     Args:
         version: 1 for EAGLE-1, EAGLE-2 and HASS (the feature is the backbone's last hidden state, and its unembedding
             reads the head's output); 3 for EAGLE-3 and 3.1 (several hidden states, its own unembedding).
-        vocab_size: V, the backbone's vocabulary.
         draft_vocab_size: Vd, number of tokens that are drafted; None: V.
-        hidden_size: d, the head's width.
         target_hidden_size: D, the backbone's width; None: d.
         fc_bias: `fc` has a bias.
-        attention_bias: q, k and v have biases (o never has).
         qk_norm: Queries and keys are normed per attention head (Qwen3).
         own_embeddings: The head has its own embeddings, always frozen; otherwise it reads the backbone's.
         aux_layers: Indices into transformers' `hidden_states` (i is the input of layer i); None: 2, L // 2, L - 3 for L

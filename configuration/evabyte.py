@@ -80,10 +80,10 @@ class EvaByteConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     use_cache: bool = True
     max_seq_length: int | None = None
-    if TYPE_CHECKING:
-        mtp_head: MTPHeadConfig = MTPHeadConfig()
-    else:  # `__post_init__` makes a configuration of a dict or None
+    if not TYPE_CHECKING:
         mtp_head: MTPHeadConfig | dict | None = None
+    else:  # `__post_init__` makes a configuration of a dict or None
+        mtp_head: MTPHeadConfig = MTPHeadConfig()
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill what depends on other fields; `kwargs` are the fields that this class does not know."""

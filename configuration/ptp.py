@@ -52,14 +52,14 @@ class PTPConfig(PreTrainedConfig):
     model_type = "ptp"
     sub_configs = {"backbone_config": AutoConfig}
 
-    if TYPE_CHECKING:
-        backbone_config: PreTrainedConfig = PreTrainedConfig()
-        sampling: dict[str, float] = {}
-        feature_dim: int = 0
-    else:  # `__post_init__` fills in what is None; only a config without a model has no `backbone_config`
+    if not TYPE_CHECKING:
         backbone_config: dict | PreTrainedConfig | None = None
         sampling: dict | None = None
         feature_dim: int | None = None
+    else:  # `__post_init__` fills in what is None; only a config without a model has no `backbone_config`
+        backbone_config: PreTrainedConfig = PreTrainedConfig()
+        sampling: dict[str, float] = {}
+        feature_dim: int = 0
     variant: str = "one_hot"
     features: str = "bits"
     projection: str = "linear"

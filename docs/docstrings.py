@@ -1,4 +1,4 @@
-"""Griffe's view of this library, for mkdocstrings: examples are code, and names that load on first use are found."""
+"""Griffe's view of this library, for mkdocstrings: examples are code, configs are dataclasses, lazy names are found."""
 
 import ast
 import re
@@ -14,6 +14,24 @@ class ExampleSections(griffe.Extension):
         """Rename it in the docstring of a module, class, function or attribute."""
         if obj.docstring:
             obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.M)
+
+
+class ConfigFields(griffe.Extension):
+    """Gives a config the `__init__` that transformers makes of its fields; griffe does so for `@dataclass` only."""
+
+    def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Add it to a class with `@strict`."""
+        if not any(decorator.callable_path.endswith(".strict") for decorator in cls.decorators):
+            return
+        attributes = [each for each in cls.members.values() if isinstance(each, griffe.Attribute)]
+        kinds = griffe.ParameterKind
+        fields = [
+            griffe.Parameter(each.name, annotation=each.annotation, kind=kinds.keyword_only, default=each.value)
+            for each in attributes
+            if {"class-attribute", "instance-attribute"} <= each.labels and each.annotation is not None
+        ]
+        fields.append(griffe.Parameter("kwargs", kind=kinds.var_keyword))  # those of the classes above it
+        cls.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*fields), parent=cls))
 
 
 class LazyNames(griffe.Extension):

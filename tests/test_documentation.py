@@ -6,10 +6,12 @@ block behind `SETUP` in docs/index.md. A block that cannot run stands behind a c
 
 import importlib
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 import pytest
 
 import tokenahead
@@ -98,6 +100,26 @@ def exists(name: str) -> bool:
 def test_the_reference_has_every_public_name():
     shown = re.findall(r"^::: tokenahead\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
     assert sorted(shown) == sorted(tokenahead.__all__)
+
+
+def test_the_reference_documents_the_parameters_of_signatures(caplog):
+    """What `mkdocs build --strict` refuses, on the classes that it shows, with the griffe that is installed."""
+    shown = re.findall(r"^::: (tokenahead\.[\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "docstrings.py"))
+    loader = griffe.GriffeLoader(extensions=extensions, search_paths=[ROOT], docstring_parser="google")
+    package = loader.load("tokenahead")
+    loader.resolve_aliases(external=False)
+    for name in shown:
+        documented = package[name.removeprefix("tokenahead.")]
+        for each in (documented, *documented.members.values()):
+            if each.docstring is not None and not each.is_private:
+                assert each.docstring.parsed is not None
+    assert shown and [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_every_page_is_in_the_navigation():
+    pages = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2])
+    assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
 
 
 def test_links_of_the_readme_lead_somewhere():

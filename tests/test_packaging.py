@@ -1,6 +1,7 @@
 """The package's list of directories in setup.cfg, and clones without symbolic links."""
 
 import configparser
+import os
 import shutil
 import subprocess
 import sys
@@ -79,3 +80,11 @@ def test_a_defect_of_our_own_is_no_missing_extra():
 
     with pytest.raises(ModuleNotFoundError, match="'tokenahead.nowhere'"), needs_extra("demo", "it"):
         import tokenahead.nowhere  # noqa: F401
+
+
+def test_what_a_newcomer_tries_first_gives_the_same_text():
+    """In the installed versions; `.ci/compatibility.py --newest` runs it in those that pip finds today."""
+    command = [sys.executable, str(ROOT / ".ci" / "newcomer.py")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | path)
+    assert done.returncode == 0 and done.stdout.count("the same text") == 6, done.stdout + done.stderr

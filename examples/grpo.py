@@ -3,6 +3,7 @@
 python examples/grpo.py HuggingFaceTB/SmolLM2-135M-Instruct model_cards/smollm2/eagle3 sums
 """
 
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -43,18 +44,19 @@ def prompts(task: str) -> tuple[Dataset, Reward]:
     """Return what is asked, and the reward of answers.
 
     Args:
-        task: "length" or "list", about a few things; "sums": easy ones of reasoning-gym (pip install reasoning-gym).
+        task: "length" or "list", about a few things; "sums": of two numbers of two digits.
 
     Raises:
         ValueError: Another task.
     """
     answers: dict[str, list[str]] = {}
     if task == "sums":
-        import reasoning_gym
-
-        made = reasoning_gym.create_dataset("chain_sum", size=512, seed=0, min_terms=2, max_terms=2, max_digits=2)
-        asked, reward = [each["question"] for each in made], near_the_sum
-        answers = {"answer": [each["answer"] for each in made]}
+        numbers, reward = random.Random(0), near_the_sum
+        pairs = [(numbers.randint(10, 99), numbers.randint(10, 99)) for _ in range(512)]
+        asked = [
+            f"State the final answer to the following arithmetic problem: {one} + {other} =" for one, other in pairs
+        ]
+        answers = {"answer": [str(one + other) for one, other in pairs]}
     elif task in ("length", "list"):
         wanted, reward = ("a few sentences", near_200_characters) if task == "length" else ("a list of facts", is_list)
         asked = [f"Write {wanted} about {thing}." for thing in THINGS]
@@ -73,6 +75,7 @@ def main(model_name: str, head_name: str, task: str = "length", folder: str = "p
     config = GRPOConfig(
         folder, num_generations=8, per_device_train_batch_size=8, max_completion_length=64, learning_rate=1e-4,
         gradient_checkpointing=False, generation_kwargs={"num_assistant_tokens": 1},
+        bf16=torch.accelerator.is_available(),
     )  # fmt: skip
     trainer = GRPOTrainer(
         model, reward, config, train_dataset=data, peft_config=LoraConfig(task_type="CAUSAL_LM"),

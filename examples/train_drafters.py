@@ -5,6 +5,7 @@ python examples/train_drafters.py eagle Qwen/Qwen3-0.6B trl-lib/Capybara
 
 import sys
 
+import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
@@ -25,7 +26,7 @@ def main(kind: str, model_name: str, dataset_name: str, folder: str = "drafter")
     trainer_class, make, options = KINDS[kind]
     trainer = trainer_class(
         make(AutoModelForCausalLM.from_pretrained(model_name, dtype="auto")),
-        SFTConfig(folder, max_length=1024, learning_rate=3e-4),
+        SFTConfig(folder, max_length=1024, learning_rate=3e-4, bf16=torch.accelerator.is_available()),
         train_dataset=load_dataset(dataset_name, split="train"),
         processing_class=AutoTokenizer.from_pretrained(model_name),
         **options,

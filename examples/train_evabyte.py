@@ -5,6 +5,7 @@ python examples/train_evabyte.py EvaByte/EvaByte-SFT data/chats.jsonl
 
 import sys
 
+import torch
 from datasets import load_dataset
 from trl import SFTConfig
 
@@ -17,7 +18,9 @@ def main(model_name: str, file: str, folder: str = "evabyte-btree") -> None:
     model = EvaByteForMTPC.from_pretrained(model_name, mtp_head={"head_type": "btree", "window": 16, "rank": 32})
     trainer = MTPSFTTrainer(
         model,
-        SFTConfig(folder, assistant_only_loss=True, max_length=8192, learning_rate=3e-4),
+        SFTConfig(
+            folder, assistant_only_loss=True, max_length=8192, learning_rate=3e-4, bf16=torch.accelerator.is_available()
+        ),
         strategy=TrainingStrategy(train="drafter"),
         train_dataset=load_dataset("json", data_files=file, split="train"),
         processing_class=EvaByteTokenizer(),

@@ -5,6 +5,7 @@ python examples/train_heads.py Qwen/Qwen3-0.6B trl-lib/Capybara
 
 import sys
 
+import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
@@ -19,7 +20,15 @@ def main(model_name: str, dataset_name: str, folder: str = "heads") -> None:
     backbone = AutoModelForCausalLM.from_pretrained(model_name, dtype="auto")
     trainer = MTPSFTTrainer(
         MTPHeads.from_backbone(backbone, head_type="btree", window=8, rank=8),
-        SFTConfig(folder, packing=True, max_length=2048, learning_rate=3e-4, eval_strategy="steps", eval_steps=200),
+        SFTConfig(
+            folder,
+            packing=True,
+            max_length=2048,
+            learning_rate=3e-4,
+            eval_strategy="steps",
+            eval_steps=200,
+            bf16=torch.accelerator.is_available(),
+        ),  # fmt: skip
         train_dataset=data["train"],
         eval_dataset=data["test"],
         processing_class=AutoTokenizer.from_pretrained(model_name),

@@ -2,16 +2,14 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.internals import read_settings
+from tests.internals import commands_train, read_settings
 from tokenahead import EagleHead
 from tokenahead.training import TrainingStrategy
 
@@ -26,6 +24,23 @@ def test_every_file_is_understood(file, tmp_path):
     assert settings.drafter.drafter == given["drafter"] and settings.drafter.drafter_options == given["drafter_options"]
     assert settings.training.learning_rate == given["learning_rate"] and settings.training.output_dir == str(tmp_path)
     assert settings.drafter.training_strategy() == TrainingStrategy(**given.get("strategy", {}))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_file_trains(file, folders, data, tmp_path):
+    """As written but for the names of model and data, the number of steps, and tokens that so small a model lacks."""
+    model, out = "evabyte" if file.stem == "evabyte" else "llama", tmp_path / "out"
+    words = ["--model_name_or_path", str(folders / model), "--dataset_name", str(data["chat"]), "--max_steps", "2"]
+    words += ["--drafter_options", '{"draft_vocab_size": 128}'] if file.stem == "eagle" else []
+    commands_train(read_settings([str(file), *words, "--output_dir", str(out), "--test_split_size", "0.25"]))
+    assert (out / "config.json").is_file() and len(json.loads((out / "metrics.json").read_text()))
+
+
+def test_no_file_needs_a_large_model_or_the_splits_of_one_data_set():
+    """But EvaByte's, which has one size."""
+    read = [yaml.safe_load(file.read_text()) for file in FILES]
+    assert {each["model_name_or_path"] for each in read} == {"Qwen/Qwen3-0.6B", "EvaByte/EvaByte-SFT"}
+    assert not any("dataset_train_split" in each or "dataset_test_split" in each for each in read)
 
 
 def test_there_is_a_file_for_every_drafter():
@@ -43,10 +58,10 @@ def script(name):
 
 @pytest.mark.parametrize("name", ["train_heads", "train_evabyte", "train_drafters"])
 def test_scripts_train(name, folders, data, tmp_path, monkeypatch):
-    """As written but for the number of steps, the processor and, for a file, the data's name."""
+    """As written but for the number of steps and, for a file, the data's name: where there is no accelerator, too."""
     module, out = script(name), tmp_path / "out"
     original, load = module.SFTConfig, module.load_dataset
-    quiet = dict(use_cpu=True, bf16=False, report_to="none", max_steps=2, save_strategy="no", eval_steps=2)
+    quiet = dict(report_to="none", max_steps=2, save_strategy="no", eval_steps=2)
     monkeypatch.setattr(module, "SFTConfig", lambda folder, **given: original(folder, **(given | quiet)))
     local = str(data["chat" if name == "train_evabyte" else "text"])
     monkeypatch.setattr(module, "load_dataset", lambda *args, **given: load("json", data_files=local, split="train"))
@@ -68,10 +83,8 @@ def test_rollouts_of_grpo_are_drafted_by_a_head_that_learns(task, folders, tmp_p
     module, policy, head = script("grpo"), tmp_path / "policy", tmp_path / "head"
     backbone = AutoModelForCausalLM.from_pretrained(folders / "llama")
     EagleHead.from_backbone(backbone, version=1).save_pretrained(head)
-    sums = SimpleNamespace(create_dataset=lambda *args, **given: [{"question": "2 + 3 =", "answer": "5"}] * 4)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", sums)
     original = module.GRPOConfig
-    quick = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 4, "max_completion_length": 8}
+    quick = {"report_to": "none", "max_steps": 4, "max_completion_length": 8}
     monkeypatch.setattr(module, "GRPOConfig", lambda folder, **given: original(folder, **(given | quick)))
     module.main(str(folders / "llama"), str(head), task, str(policy))
     before, after = (load_file(folder / "model.safetensors") for folder in (head, policy / "head"))
@@ -88,5 +101,7 @@ def test_rewards_of_grpo_are_graded():
     assert module.near_the_sum(said("It is 12.", "no", "7 + 4 = 11"), answer=["11"] * 3) == [0.5, 0.0, 1.0]
     assert module.is_list(said("1. a\n- b\n\nc", "")) == [2 / 3, 0.0]
     assert module.near_200_characters(said("x" * 150, "x" * 300)) == [-0.25, -0.5]
+    sums, _ = module.prompts("sums")
+    assert sums[0]["prompt"][0]["content"].endswith("=") and int(sums[0]["answer"]) >= 20
     with pytest.raises(ValueError, match="task"):
         module.prompts("poem")

@@ -2,8 +2,8 @@
 
 Each version gets an environment of its own outside the checkout. With --light, the packages of the running Python are
 used and only transformers is exchanged (`pip install --target --no-deps`), which takes a minute in place of ten. With
---newest, the newest release that pip finds is tried alone, and the table stays: a failure counts where that version is
-listed as tested, and is reported where it is not.
+--newest, the newest release that pip finds is tried alone, after what a newcomer tries first (newcomer.py), and the
+table stays: a failure counts where that version is listed as tested, and is reported where it is not.
 """
 
 from __future__ import annotations
@@ -77,6 +77,9 @@ def _row(version: str, folder: Path, light: bool) -> str:
     environment = os.environ | {"PYTHONPATH": path}
     script = "import transformers; print(transformers.__version__)"
     found = subprocess.run([python, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
+    first = [] if version else [str(ROOT / ".ci" / "newcomer.py")]
+    if first and subprocess.run([python, *first], env=environment).returncode:
+        return f"| {found.strip()} | 0 | 0 | 1 | 0 |"
     command = [python, "-m", "pytest", "-n", "0", "-v", "--no-header", "-p", "no:cacheprovider", "-m", "core"]
     command += ["--continue-on-collection-errors"]
     output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from .call.options import CallOptions, DraftOptions, Sources
@@ -61,6 +62,10 @@ class BaseDrafter:
     def running(self, backbone: PreTrainedModel) -> AbstractContextManager[Any]:
         """Return the context of the forwards of a call."""
         return nullcontext()
+
+    def networks(self) -> list[nn.Module]:
+        """Return the modules that draft; a call pauses their activation checkpointing, as the backbone's."""
+        return [self] if isinstance(self, nn.Module) else []
 
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """Return an obstacle to these drafts in a call, in the user's words; None: there is none."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
@@ -154,14 +154,18 @@ def prepared_call(
 
 
 @contextmanager
-def decoding(backbone: PreTrainedModel) -> Iterator[None]:
-    """Let a model in train mode use its caches, though it checkpoints activations; an error leaves none of peft's
-    hooks."""
+def decoding(*models: nn.Module) -> Iterator[None]:
+    """Let a backbone, and what drafts for it, use caches in train mode, though they checkpoint activations.
+
+    An error leaves none of peft's hooks.
+    """
     try:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not backbone.training), checkpointing_paused(backbone):
+        with torch.no_grad(), ExitStack() as stack:
+            for model in models:
+                stack.enter_context(checkpointing_paused(model))
             yield
     except BaseException:
-        drop_peft_arguments(backbone)
+        drop_peft_arguments(models[0])
         raise
 
 

@@ -8,14 +8,17 @@ of the layers compute what the others reuse, finds none, and refuses to build an
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
 from ..configuration.fields import field
 from .loading import HUB_OPTIONS
@@ -111,10 +114,15 @@ def fills_blocks(config: PreTrainedConfig) -> bool:
 
 
 def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
-    """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4, or of DFlash."""
+    """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4 or DFlash, or adapters of
+    one."""
     if "config" not in kwargs:
-        hub = {key: kwargs[key] for key in (*HUB_OPTIONS, "trust_remote_code") if key in kwargs}
-        kwargs["config"] = AutoConfig.from_pretrained(name, **hub)
+        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        adapters = find_adapter_config_file(str(name), **hub)
+        is_bare = adapters is not None and not (Path(adapters).parent / "config.json").is_file()
+        source = json.loads(Path(adapters).read_text())["base_model_name_or_path"] if is_bare else name
+        hub |= {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}
+        kwargs["config"] = AutoConfig.from_pretrained(source, **hub)
     kwargs["config"] = buildable(kwargs["config"])
     auto_class = AutoModel if fills_blocks(kwargs["config"]) else AutoModelForCausalLM
     return auto_class.from_pretrained(name, **kwargs)

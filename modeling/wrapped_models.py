@@ -334,6 +334,12 @@ def base_layer(layer: nn.Module) -> nn.Module:
     return cast(Any, layer).get_base_layer() if is_adapted else layer
 
 
+def has_learned_prompts(model: Any) -> bool:
+    """Return whether a PeftModel puts prompts of its own before the text, which the model within knows nothing of."""
+    configs = getattr(uncompiled(model), "peft_config", {})
+    return uncompiled(model) is not unwrap(model) and any(config.is_prompt_learning for config in configs.values())
+
+
 def merged_copy(model: Any) -> PreTrainedModel:
     """Return a copy that computes what a model with its active adapters does, without adapters.
 
@@ -342,7 +348,7 @@ def merged_copy(model: Any) -> PreTrainedModel:
     wrapped, within = uncompiled(model), unwrap(model)
     if not carries_adapters(wrapped):
         return sharing_copy(within)
-    if wrapped is not within and any(config.is_prompt_learning for config in wrapped.peft_config.values()):
+    if has_learned_prompts(model):
         raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; pass the model within")
     _check_layers(within)
     copied = sharing_copy(within, ignore_adapters=True)

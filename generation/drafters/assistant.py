@@ -12,11 +12,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 from ...configuration.fields import has_short_convolutions
 from ...modeling.assistants import borrows_states, fills_blocks, first_layers, load_assistant
 from ...modeling.masks import check_attention
-from ...modeling.wrapped_models import unwrap
+from ...modeling.wrapped_models import has_learned_prompts, has_own_cache, uncompiled, unwrap
 from ..attach import AttachableDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..protocols import DraftSession
-from ..target.backbones import can_roll_back
+from ..target.backbones import can_roll_back, check_model
 from ..target.target import is_recurrent
 from .assistant_session import AssistantSession, SharedVocabulary, shared_vocabulary
 from .state_readers import DFlashSession, Gemma4Chain, check_lender, check_source
@@ -30,9 +30,10 @@ class AssistantDrafter(AttachableDrafter):
     """Lets a smaller model draft for a larger one; sampled drafts come with their distributions.
 
     Args:
-        model: A causal language model of transformers with attention in every layer; or an assistant of Gemma 4
-            (`gemma4_assistant`), which reads the backbone's own keys and values; or a DFlash assistant
-            (`muse_glimmer_assistant`), which fills in a block at once from the backbone's states.
+        model: A causal language model of transformers with attention in every layer, also within a PeftModel or a
+            compiled model; or an assistant of Gemma 4 (`gemma4_assistant`), which reads the backbone's own keys and
+            values; or a DFlash assistant (`muse_glimmer_assistant`), which fills in a block at once from the backbone's
+            states.
         num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise: of a call, of the backbone's
             generation config, or of the model's own. `assistant_confidence_threshold` is looked up there, too. None: a
             whole block, or 5.
@@ -44,7 +45,7 @@ class AssistantDrafter(AttachableDrafter):
             model writes, likeliest first; None: as in transformers, tokens where the call samples, else text.
 
     Raises:
-        ValueError: `num_tokens` below 1, one tokenizer alone, or another way to translate.
+        ValueError: `num_tokens` below 1, one tokenizer alone, another way to translate, or a PeftModel with prompts.
         TypeError: No model of transformers.
 
     Example:
@@ -71,6 +72,9 @@ class AssistantDrafter(AttachableDrafter):
         if (tokenizer is None) != (assistant_tokenizer is None):
             missing = _TOKENIZERS[tokenizer is not None]
             raise ValueError(f"{missing}=None: translation needs tokenizer= and assistant_tokenizer=")
+        if has_learned_prompts(model):
+            raise ValueError(f"model is a {type(model).__name__} with learned prompts: pass the model within")
+        self.saved, model = uncompiled(model), unwrap(model)
         self.fills_blocks = fills_blocks(model.config)
         usual = model.config.block_size - 1 if self.fills_blocks else 5
         self.model, self.num_tokens, self.vocab_size = model, num_tokens or usual, vocab_size
@@ -93,8 +97,8 @@ class AssistantDrafter(AttachableDrafter):
         """Loads a drafting model, not attached yet.
 
         Args:
-            folder: A directory or a repository of the Hub; of Gemma 4's assistants, too, which `AutoModelForCausalLM`
-                of transformers 5.23.0 cannot build, and of DFlash assistants.
+            folder: A directory or a repository of the Hub: of a model, of adapters of one, of a DFlash assistant, or of
+                one of Gemma 4's, which `AutoModelForCausalLM` of transformers 5.23.0 cannot build.
             num_tokens: Tokens to draft.
             vocab_size: See the class.
             tokenizer: See the class.
@@ -122,12 +126,17 @@ class AssistantDrafter(AttachableDrafter):
         return cls(first_layers(backbone, layers), num_tokens).attach(unwrap(backbone))
 
     def save_pretrained(self, folder: str | PathLike, **kwargs: Any) -> None:
-        """Save the drafting model, an ordinary one of transformers; arguments as for its `save_pretrained`."""
-        self.model.save_pretrained(folder, **kwargs)
+        """Save the drafting model, an ordinary one of transformers, or a PeftModel's adapters; arguments as for its
+        `save_pretrained`."""
+        self.saved.save_pretrained(folder, **kwargs)
 
     def matches(self, model: Any) -> bool:
-        """Return whether this is the drafting model itself."""
-        return model is self.model
+        """Return whether this is the drafting model itself, or what it was passed in."""
+        return model is self.model or uncompiled(model) is self.saved
+
+    def networks(self) -> list[nn.Module]:
+        """Return the drafting model."""
+        return [self.model]
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -140,9 +149,12 @@ class AssistantDrafter(AttachableDrafter):
         Raises:
             ValueError: The two do not fit.
         """
-        if self.model.config.is_encoder_decoder:
-            raise ValueError(f"the assistant {type(self.model).__name__} is an encoder-decoder; choose a decoder")
         self.vocabulary = self.translation = None
+        if not (self.fills_blocks or borrows_states(self.model.config)):
+            check_model(self.model, "choose another assistant")
+        if has_own_cache(self.model):
+            name = type(self.model).__name__
+            raise ValueError(f"the assistant {name} has a cache of its own kind; choose one on transformers' caches")
         if self.tokenizers[0] is not None:
             self._translation(self.tokenizers, backbone)
         if self.fills_blocks:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..attach import AttachableDrafter
@@ -92,6 +92,10 @@ class DrafterCascade(AttachableDrafter):
     def default_draft(self) -> int:
         """Return the most of all."""
         return max(drafter.default_draft() for drafter in self.drafters)
+
+    def networks(self) -> list[nn.Module]:
+        """Return those of all."""
+        return [network for drafter in self.drafters for network in drafter.networks()]
 
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """Return the first of any."""

@@ -71,23 +71,35 @@ def check_backbone(backbone: PreTrainedModel) -> None:
     """Refuse a backbone whose sequences cannot be verified in one batch.
 
     Raises:
-        ValueError: An encoder-decoder, an encoder, no cache, or positions that follow from columns.
+        ValueError: See `check_model`.
     """
-    name = type(backbone).__name__
-    if backbone.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; attach to a causal language model")
-    if not isinstance(backbone, PreTrainedModel):  # something that stands in for one is taken at its word
+    check_model(backbone, "attach to another backbone")
+
+
+def check_model(model: PreTrainedModel, instead: str) -> None:
+    """Refuse a model that cannot decode in our loop; the message ends with what to do `instead`.
+
+    Raises:
+        ValueError: An encoder-decoder, an encoder, no head of a language model, no cache, or positions that follow from
+            columns.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder, and no causal language model; {instead}")
+    if not isinstance(model, PreTrainedModel):  # something that stands in for one is taken at its word
         return
-    if _looks_ahead(backbone):
-        raise ValueError(f"{name}: is_decoder=False: its tokens attend to later ones; attach to a causal model")
-    if backbone.config.model_type in _IMAGES_APART:
-        raise ValueError(f"{name}: its cache has columns of a picture that masks lack; attach to another backbone")
-    if not backbone._is_stateful and not any(_takes(type(backbone), name) for name in NAMES):
-        raise ValueError(f"{name}: its forward takes no {CACHE}; attach to another backbone")
+    if _looks_ahead(model):
+        raise ValueError(f"{name}: is_decoder=False: its tokens attend to later ones, it is no causal model; {instead}")
+    if not model.can_generate():
+        raise ValueError(f"{name} has no head of a language model (no GenerationMixin); {instead}")
+    if model.config.model_type in _IMAGES_APART:
+        raise ValueError(f"{name}: its cache has columns of a picture that masks lack; {instead}")
+    if not model._is_stateful and not any(_takes(type(model), cache) for cache in NAMES):
+        raise ValueError(f"{name}: its forward takes no {CACHE}; {instead}")
     # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
-    is_free = _has_alibi(backbone) or backbone._is_stateful or has_own_cache(backbone)
-    if not is_free and not any(_takes(type(part), "position_ids") for part in (backbone, backbone.get_decoder())):
-        raise ValueError(f"{name}: its forward takes no position_ids; attach to another backbone")
+    is_free = _has_alibi(model) or model._is_stateful or has_own_cache(model)
+    if not is_free and not any(_takes(type(part), "position_ids") for part in (model, model.get_decoder())):
+        raise ValueError(f"{name}: its forward takes no position_ids; {instead}")
 
 
 def _takes(kind: type, name: str) -> bool:

@@ -2,13 +2,21 @@
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -166,6 +174,66 @@ def test_what_is_no_assistant():
     convolutions = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"]))
     with pytest.raises(ValueError, match="Lfm2ForCausalLM"):
         AssistantDrafter(convolutions).attach(model)
+    llama, ids = model.config, dict(vocab_size=model.config.vocab_size, pad_token_id=0)
+    bytes_of = EvaByteConfig(**ids, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    for kind, config in {
+        EvaByteForMTPC: bytes_of,
+        LlamaModel: llama,
+        LlamaForSequenceClassification: llama,
+        BertForMaskedLM: BertConfig(**sizes, num_attention_heads=4),
+        OpenAIGPTLMHeadModel: OpenAIGPTConfig(**ids, n_embd=32, n_layer=1, n_head=4),
+    }.items():
+        with pytest.raises(ValueError, match=f"{kind.__name__}.*choose"):
+            AssistantDrafter(kind(config)).attach(model)
+        assert "generate" not in vars(model)
     sizes = dict(vocab_size=model.config.vocab_size, d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=8)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration"):
         AssistantDrafter(T5ForConditionalGeneration(T5Config(**sizes))).attach(model)
+
+
+def adapted(**options):
+    torch.manual_seed(4)
+    return get_peft_model(blurred(backbone(), 0.3), LoraConfig(target_modules=["q_proj"], **options))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda: adapted(init_lora_weights=False),
+        lambda: torch.compile(blurred(backbone(), 0.3), backend="eager"),
+        lambda: torch.compile(adapted(init_lora_weights=False), backend="eager"),
+    ],
+    ids=["peft", "compiled", "both"],
+)
+def test_an_assistant_within_wrappers(wrap):
+    model, batch, small = backbone(), left_padded(code_prompts(4)), wrap()
+    plain = model.generate(**batch, **NEW_GREEDY)
+    drafter = AssistantDrafter(small).attach(model)
+    for assistant in (drafter, small, drafter.model):
+        out = model.generate(**batch, **NEW_GREEDY, assistant_model=assistant, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain) and max(map(max, out.speculation.rows_accepted)) > 0
+
+
+def test_an_assistant_of_adapters_is_saved_and_loaded(tmp_path):
+    model, batch = backbone(), left_padded(code_prompts(4))
+    blurred(model, 0.3).save_pretrained(tmp_path / "base")
+    small = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(
+        target_modules=["q_proj"], init_lora_weights=False
+    ))  # fmt: skip
+    AssistantDrafter(small).save_pretrained(tmp_path / "adapters")
+    assert not (tmp_path / "adapters" / "config.json").exists()
+    plain, drafts = model.generate(**batch, **NEW_GREEDY), []
+    loaded = AssistantDrafter.from_pretrained(tmp_path / "adapters")
+    loaded.save_pretrained(tmp_path / "again")
+    for drafter in (AssistantDrafter(small), loaded, AssistantDrafter.from_pretrained(tmp_path / "again")):
+        drafter.attach(model)
+        out = model.generate(**batch, **NEW_GREEDY, assistant_model=drafter, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+        drafts.append(out.speculation.rows_drafts)
+    assert drafts[0] == drafts[1] == drafts[2]
+
+
+def test_prompts_of_peft_are_refused_by_name():
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match="PeftModelForCausalLM.*prompts"):
+        AssistantDrafter(get_peft_model(blurred(backbone(), 0.3), config))

@@ -5,6 +5,7 @@ import torch
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
 from tests.models import checkpoint_activations
+from tokenahead import AssistantDrafter, DrafterCascade, EagleHead, SuffixDrafter
 
 
 def is_checkpointing(model: torch.nn.Module) -> bool:
@@ -42,3 +43,35 @@ def test_attached_heads_on_a_backbone_in_train_mode():
     heads = moved_heads(left_in_training(base))
     text = base.generate(prompt_for(base), assistant_model=heads, max_new_tokens=9, do_sample=False)
     assert torch.equal(text, expected) and is_checkpointing(base)
+
+
+LEFT = {
+    "assistant": lambda base: AssistantDrafter(first_layers(base)).attach(base),
+    "layer": lambda base: moved_heads(base, head_type="layer"),
+    "eagle": lambda base: EagleHead.from_backbone(base, version=1),
+    "cascade": lambda base: DrafterCascade([SuffixDrafter(), AssistantDrafter(first_layers(base))]).attach(base),
+}
+
+
+def first_layers(base):
+    small = AssistantDrafter.from_backbone(base, 1).detach().model
+    small.get_input_embeddings().weight.requires_grad_(True)
+    return small
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_drafter_that_a_trainer_has_left_drafts_as_before(name):
+    base, common = llama(), dict(max_new_tokens=20, do_sample=False)
+    ids = prompt_for(base)
+    expected, drafter = base.generate(ids, **common), LEFT[name](base)
+    [network] = drafter.networks()
+
+    def drafts():
+        out = base.generate(ids, **common, assistant_model=drafter, return_dict_in_generate=True)
+        assert out.sequences.equal(expected)
+        return out.speculation.rows_drafts
+
+    before = drafts()
+    left_in_training(network)
+    assert drafts() == before or name == "cascade"  # which learns
+    assert network.training and is_checkpointing(network) == (name != "eagle")

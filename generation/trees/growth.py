@@ -21,6 +21,7 @@ from transformers import GenerationConfig
 
 from ..call.constraints import DraftMasks
 from ..call.options import CallOptions, DraftOptions, draft_probs
+from ..call.resolved import ResolvedConfig
 from ..call.schedule import AcceptanceRates, CycleCosts
 from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
 from .contract import DraftTree, taken
@@ -267,10 +268,10 @@ def choose_tree(
     """
     left, do_sample = (positions or 1 << 30) - prompt.shape[1], bool(config.do_sample)
     longest = min(drafter.longest_draft() or DEEPEST, options.num_assistant_tokens or DEEPEST, DEEPEST)
-    common = common | options.extra | {"verification": options.verification, "use_mtp": options.use_mtp}
+    common = common | options.extra | {"verification": options.verification}
 
     def trial(tree: Tree) -> Speculation | None:
-        short = _trial_config(config, min(_TOKENS, left))
+        short = _trial_config(config, min(_TOKENS, left), options.use_mtp)
         told = generate(drafter, prompt, common | {"generation_config": short, "draft_tree": tree}).speculation
         return told if told and sum(1 + count for count in _accepted(told)) >= _FEWEST else None
 
@@ -351,11 +352,13 @@ def _careful_pace(told: Speculation) -> float:
     return _seconds(told) / (1 + mean(accepted) - error)
 
 
-def _trial_config(config: GenerationConfig, tokens: int) -> GenerationConfig:
+def _trial_config(config: GenerationConfig, tokens: int, use_mtp: bool | None) -> GenerationConfig:
     """Return the call's own config for so many tokens of one output per prompt."""
     config = copy.deepcopy(config)
+    if isinstance(config, ResolvedConfig):  # the trial resolves it anew
+        config.resolved -= {"use_mtp"}
     config.update(
-        max_new_tokens=tokens, max_length=None, min_length=0, min_new_tokens=None,
+        max_new_tokens=tokens, max_length=None, min_length=0, min_new_tokens=None, use_mtp=use_mtp,
         num_return_sequences=1, num_assistant_tokens_schedule="constant", num_assistant_tokens=None,
         assistant_confidence_threshold=0.0, cache_implementation="dynamic", compile_config=None,
         return_dict_in_generate=True, output_scores=False, output_logits=False, output_hidden_states=False,

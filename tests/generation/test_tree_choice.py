@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.internals import chain_options, fastest_tree
+from tests.matrix.excuses import warnings_of
 from tokenahead import EagleHead, MTPHeads, Speculation
 
 
@@ -187,3 +189,17 @@ def test_chosen_trees_are_lossless_in_ragged_batches():
     model = backbone("mistral")
     heads = train_heads(model, steps=20)
     assert len(check_greedy(model, heads, prompts(8), new=16, draft_tree="auto")) > 1
+
+
+@pytest.mark.parametrize("use_mtp", [None, True])
+def test_trials_warn_of_nothing(use_mtp):
+    model = backbone()
+    head, options = EagleHead.from_backbone(model, version=1), dict(do_sample=False, max_new_tokens=30, pad_token_id=0)
+    common = {} if use_mtp is None else {"use_mtp": use_mtp}
+    ids = prompts(1)[0][None]
+    with warnings_of("transformers") as messages, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), assistant_model=head, draft_tree="auto", **options | common
+        )
+    assert head.tree_choices and not messages

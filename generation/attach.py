@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -47,7 +48,7 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call transformers' `generate`, with the options above."""
-        drafter = self if kwargs.get("assistant_model") is None else None
+        drafter = self if _checked(kwargs.get("assistant_model")) is None else None
         with decoding(self):
             return super().generate(**prepared_call(super().generate, self, drafter, args, kwargs, self.own_cache()))
 
@@ -307,13 +308,13 @@ class Route:
         """Call `backbone.generate`."""
         backbone = self.backbone
         generate = partial(type(backbone).generate, backbone)
-        assistant = kwargs.get("assistant_model")
+        assistant = _checked(kwargs.get("assistant_model"))
         assistant = self._unnamed(kwargs) if assistant is None else self._drafter_of(assistant)
         if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
             return generate(*args, **kwargs)
         drafter = cast(AttachableDrafter, assistant)
         kwargs.pop("assistant_model", None)
-        with decoding(backbone):
+        with decoding(backbone, *drafter.networks()):
             self._check(drafter)
             return generate(**prepared_call(generate, backbone, drafter, args, kwargs))
 
@@ -351,6 +352,18 @@ class Route:
 
     def __reduce__(self) -> tuple[type[Route], tuple[PreTrainedModel, Tie, int]]:
         return Route, (self.backbone, self.tie, self.vocab_size)
+
+
+def _checked(assistant: object) -> object:
+    """Return an `assistant_model`, or refuse what is neither a drafter nor a model.
+
+    Raises:
+        TypeError: A path, say, which pipelines load, and `generate` does not.
+    """
+    if assistant is None or isinstance(assistant, (BaseDrafter, nn.Module)) or hasattr(type(assistant), "is_attached"):
+        return assistant
+    loaded = "AssistantDrafter.from_pretrained(path).attach(model)"
+    raise TypeError(f"assistant_model={assistant!r} must be an attached drafter, or a model: load one, as by {loaded}")
 
 
 def adopt_special_ids(config: PreTrainedConfig, backbone: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import peft
 import pytest
@@ -10,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.backbones import backbone, blurred, word_tokenizer
+from tests.models import tiny_model
 from tokenahead import (
     AssistantDrafter,
     DeepSeekMTP,
@@ -233,6 +235,31 @@ def test_another_models_drafter_asks_for_attach(kind):
     drafter = WITHIN[kind](backbone())
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         backbone().generate(PROMPT[:1], assistant_model=drafter, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("assistant", ["some/path", Path("some/path"), ["some/path"], NgramDrafter], ids=str)
+def test_what_is_no_assistant_is_refused_by_name(assistant):
+    model, bytes_of = backbone(), tiny_model()
+    NgramDrafter().attach(model)
+    for caller in (model, bytes_of, peft.get_peft_model(backbone(), ADAPTER)):
+        if caller is not model and caller is not bytes_of:
+            NgramDrafter().attach(caller)
+        with pytest.raises(TypeError, match="assistant_model=.*attach"):
+            caller.generate(input_ids=PROMPT, assistant_model=assistant, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification"])
+def test_a_backbone_without_a_head_of_a_language_model_is_refused(kind):
+    model = getattr(transformers, kind)(backbone().config)
+    drafters = [NgramDrafter(), SuffixDrafter(), AssistantDrafter(backbone())]
+    for drafter in (
+        *drafters,
+        DrafterCascade(drafters),
+        *(WITHIN[name](backbone()).detach() for name in ("heads", "eagle")),
+    ):
+        with pytest.raises(ValueError, match=f"{kind}.*language model"):
+            drafter.attach(model)
+        assert not drafter.is_attached and "generate" not in vars(model)
 
 
 DEFAULTS = MAKE | {

@@ -47,6 +47,7 @@ def render_card(
     hyperparameters: Mapping[str, Any] | None = None,
     training_results: str | None = None,
     out_of_scope: str | None = None,
+    compared: MeasuredResults | None = None,
 ) -> ModelCard:
     """Render the card of a model that drafts, or of a drafter, with the parts of Hugging Face's annotated template.
 
@@ -67,6 +68,7 @@ def render_card(
         hyperparameters: Names and values of the training run.
         training_results: The log of the training run, as Markdown.
         out_of_scope: Uses to avoid, as Markdown, before those that hold for every such model.
+        compared: Results of other methods, for a table of comparison; none of their figures is the model's.
 
     Returns:
         The card; `str(card)` is the text of README.md.
@@ -94,6 +96,7 @@ def render_card(
             name=name,
             facts=facts,
             results=results,
+            compared=compared,
             license=license,
             base_models=[base_model] if isinstance(base_model, str) else base_model,
             languages=[languages] if isinstance(languages, str) else languages,

@@ -17,7 +17,7 @@ from ..modeling.stored_drafters import holds_drafter_alone, read_drafter
 from ..training.evaluation.bench import CONTROL, PLAIN
 from ..training.loading import causal_class
 from ..training.requests import CardRequest
-from ..training.results import MeasuredResults
+from ..training.results import DecodingResult, MeasuredResults, source_mark
 from .card import render_card, write_card
 from .facts import describe
 
@@ -34,7 +34,7 @@ def make_card(request: CardRequest) -> Path:
     Raises:
         FileNotFoundError: No such directory or file of results.
         FileExistsError: A card that a person wrote, without `overwrite`.
-        ValueError: A model that does not draft, or results that are none.
+        ValueError: A model that does not draft, results that are none, or methods that were not measured.
         OSError: What the Hub cannot give.
     """
     output = request.output or Path(request.model)
@@ -50,13 +50,15 @@ def make_card(request: CardRequest) -> Path:
     known = _known(request.model)
     file = request.results or output / RESULTS
     results = MeasuredResults.from_json(file) if request.results or file.is_file() else None
+    own, others = _parted(results, request) if results else (None, None)
     card = render_card(
         model,
-        results and _drafting(results),
+        own,
+        compared=others,
         license=request.license or known.pop("license", None),
         base_model=request.base_model or known.pop("base_model", None),
         language=request.language or known.pop("language", None),
-        model_name=known.pop("model_name", None) or Path(request.model).resolve().name,
+        model_name=request.name or known.pop("model_name", None) or Path(request.model).resolve().name,
         repo_id=None if Path(request.model).is_dir() else request.model,
         training_data=known.pop("training_data", None),
         training_description=known.pop("training_description", None),
@@ -78,10 +80,26 @@ def _load(source: str) -> PreTrainedModel:
     return causal_class(config).from_pretrained(source, config=config, dtype="auto").eval()
 
 
-def _drafting(results: MeasuredResults) -> MeasuredResults:
-    """Return results without the rows of plain decoding, which a bench measures beside the others."""
+def _parted(results: MeasuredResults, request: CardRequest) -> tuple[MeasuredResults | None, MeasuredResults | None]:
+    """Return the results of the requested model, and those of other methods, without plain decoding; None for none."""
     rows = [row for row in results.results if row.method not in (PLAIN, CONTROL)]
-    return replace(results, results=rows or results.results)
+    if request.methods is not None:
+        if missing := sorted({*request.methods} - {str(row.method) for row in rows}):
+            names = ", ".join(dict.fromkeys(str(row.method) for row in rows))
+            raise ValueError(f"--methods {missing[0]}: the results have no such method; they have {names}")
+        own = [row for row in rows if row.method in request.methods]
+    else:
+        own = [row for row in rows if row.method is None] or _of_source(rows, source_mark(request.model))
+    others = [row for row in rows if row not in own]
+    parts = (replace(results, results=part) if part else None for part in (own, others))
+    return next(parts), next(parts)
+
+
+def _of_source(rows: list[DecodingResult], mark: str) -> list[DecodingResult]:
+    """Return the rows of a source; of a directory that was renamed since, those of the same weights."""
+    exact = [row for row in rows if row.source == mark]
+    digest = mark.partition(" ")[2]
+    return exact or [row for row in rows if digest and row.source and row.source.partition(" ")[2] == digest]
 
 
 def _known(source: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP
 from ..modeling.remote_code import REQUIREMENT, TravellingMixin
 
-_CHAIN = 5  # tokens that an EAGLE head drafts by default
+_CHAIN = 5  # tokens that an EAGLE head drafts where its config says nothing
 _SLOTS = {
     "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
     "categorical": "parallel token prediction; a slot predicts the distribution of the token after its own",
@@ -95,7 +95,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
         heads_only=heads_only,
         remote_code=remote_code,
         requires=("torch", *needs),
-        backbone=hub_id(vars(config).get("base_model_name_or_path")) if heads_only else None,
+        backbone=backbone_id(vars(config).get("base_model_name_or_path")) if heads_only else None,
         citations=_citations(drafting.papers),
     )
 
@@ -141,9 +141,10 @@ def _slots(config: PTPConfig) -> _Drafting:
 def _eagle(config: EagleHeadConfig) -> _Drafting:
     states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
     rows = [("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}")]
-    rows += _drafted(config)
+    length = config.draft_length or _CHAIN
+    rows += [("Draft length", f"{length} tokens, where a call does not say"), *_drafted(config)]
     papers = ("li2024eagle", "li2025eagle3")
-    return _Drafting("eagle", _CHAIN + 1, rows, papers[: 1 if config.version == 1 else 2])
+    return _Drafting("eagle", length + 1, rows, papers[: 1 if config.version == 1 else 2])
 
 
 def _drafted(config: EagleHeadConfig | MTPHeadConfig) -> list[tuple[str, str]]:
@@ -178,6 +179,11 @@ def hub_id(name: str | None) -> str | None:
     except HFValidationError:
         return None
     return name
+
+
+def backbone_id(name: str | None) -> str | None:
+    """Return `name` if it is `owner/name` on the Hub: a bare name in a config was a directory as a rule."""
+    return hub_id(name) if name and "/" in name else None
 
 
 def _class(config: PreTrainedConfig) -> type[PreTrainedModel]:

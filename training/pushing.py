@@ -18,6 +18,7 @@ from transformers.utils import logging
 from transformers.utils.hub import PushInProgress
 
 from .. import __version__
+from ..generation.attach import AttachableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.remote_code import TravellingMixin
 from .utils import without_directories
@@ -90,12 +91,14 @@ class TrainerPushMixin(_TrainerBase):
         known = [] if builder in _FILE_READERS else _listed(builder)
         data_ids = [name for name in _listed(dataset_tags) or known if release.hub_id(name)]
         of_trainer = getattr(self, "_tag_names", None)  # of TRL's trainers
+        # a drafter that was read from the Hub derives from its backbone, which its config names
+        origin = finetuned_from or (None if isinstance(model, AttachableDrafter) else model.config.name_or_path)
         try:
             card = release.render_card(
                 model,
                 None,
                 license=license,
-                base_model=release.hub_id(finetuned_from or model.config.name_or_path),
+                base_model=release.hub_id(origin),
                 model_name=model_name,
                 repo_id=vars(self).get("hub_model_id") or self.args.hub_model_id,
                 language=language,

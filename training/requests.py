@@ -134,6 +134,11 @@ class CardRequest:
     results: Path | None = option(
         None, "file of results of `tokenahead bench`; the one beside the card if left out", type=Path, metavar="FILE"
     )
+    methods: list[str] | None = option(
+        None, "the methods of the results that drafted with this model; those that name its directory if left out",
+        nargs="+", metavar="NAME",
+    )  # fmt: skip
+    name: str | None = option(None, f"title{_KEEPS}, or else the name of the directory")
     output: Path | None = option(None, "directory of the card and the figures; the model's if left out", type=Path)
     license: str | None = option(None, f"licence id of the weights{_KEEPS}")
     language: list[str] | None = option(None, f"codes of the languages that it writes{_KEEPS}", nargs="+")

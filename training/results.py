@@ -6,6 +6,7 @@ Knows how to check, save and load results. Does not know how they are measured o
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -53,6 +54,7 @@ class DecodingResult:
         processor_seconds: Processor seconds of the speculative run; None if not measured.
         plain_processor_seconds: Those of the plain run.
         method: The method that drafted, where several were measured.
+        source: What drafted, as `source_mark` says it; None: nothing with a directory or a name of its own.
         decoding: The way of decoding, there.
         speed_ups: Quartiles of the ratios to plain decoding's speed, of calls by turns, without the prompts' own
             forwards and without outputs that repeat more than half of themselves.
@@ -99,6 +101,7 @@ class DecodingResult:
     processor_seconds: float | None = None
     plain_processor_seconds: float | None = None
     method: str | None = None
+    source: str | None = None
     decoding: str | None = None
     speed_ups: list[float] = field(default_factory=list)
     micro_speed_up: float | None = None
@@ -247,6 +250,26 @@ class MeasuredResults:
             return cls(**fields | {"results": [DecodingResult(**row) for row in fields["results"]]})
         except (ValueError, TypeError, KeyError) as error:  # a field that is missing, unknown or out of range
             raise ValueError(f"{path} holds no results: {error}") from error
+
+
+_ENDS = 2**20
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def source_mark(source: str | Path) -> str:
+    """Return what identifies a model or drafter that was measured: its name on the Hub, or its directory's name and a
+    digest of the weights there, for which the ends of their files suffice.
+    """
+    directory = Path(source)
+    if not directory.is_dir():
+        return str(source)
+    digest = hashlib.sha256()
+    for file in sorted(each for each in directory.iterdir() if each.suffix in _WEIGHTS):
+        with file.open("rb") as stream:
+            digest.update(stream.read(_ENDS))
+            stream.seek(max(0, file.stat().st_size - _ENDS))
+            digest.update(stream.read(_ENDS))
+    return f"{directory.resolve().name} {digest.hexdigest()[:16]}"
 
 
 def environment() -> dict[str, str | int | float]:

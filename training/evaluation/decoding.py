@@ -81,7 +81,8 @@ MODES = (GREEDY, sampled(0.7), sampled(1.0))
 class Method:
     """A model whose `generate` is called with `options`, and the drafter, where this library drafts.
 
-    `is_foreign`: transformers' own `generate` is called, past attached drafters.
+    `is_foreign`: transformers' own `generate` is called, past attached drafters. `source`: what drafts, as
+    `source_mark` says it.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Method:
     options: dict[str, Any] = field(default_factory=dict)
     drafter: Any = None
     is_foreign: bool = False
+    source: str | None = None
 
     def generate(self, **kwargs: Any) -> Any:
         """Call `generate` with the method's options."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -17,7 +18,9 @@ from ...generation.drafters.cascade import DrafterCascade
 from ...generation.drafters.ngram import NgramDrafter
 from ...generation.drafters.suffix import SuffixDrafter
 from ...modeling import EagleHead, MTPHeads, PTPStudent
+from ...modeling.wrapped_models import carries_adapters
 from ..loading import load_drafter
+from ..results import source_mark
 from ..utils import one_line
 from .bench import PLAIN
 from .decoding import Method
@@ -51,6 +54,7 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
         ValueError: No kind of method, or two of one name.
     """
     methods, refused = [plain_method(model)], {}
+    marks: dict[str, str] = {}
     for spec in specs:
         if spec == PLAIN:
             continue
@@ -58,7 +62,11 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
         if name in refused or any(name == method.name for method in methods):
             raise ValueError(f"--methods {spec}: there are two of the name {name!r}; write NAME={spec}")
         try:
-            methods.append(_method(name, kind, model, source, options))
+            method = _method(name, kind, model, source, options)
+            whole = model.name_or_path if kind == "own" and not carries_adapters(model) else ""
+            if measured := source if kind in _ALONE else whole:
+                marks[measured] = marks.get(measured) or source_mark(measured)
+            methods.append(replace(method, source=marks.get(measured)))
         except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
             refused[name] = one_line(error)
     return methods, refused
@@ -145,4 +153,6 @@ _FOREIGN = {
 }
 """Options with which transformers itself drafts."""
 _KINDS = ("own", *_DRAFTERS, *_FOREIGN)
+_ALONE = ("heads", "eagle", "student")
+"""Kinds whose figures are those of the drafter in their source."""
 _WITH_SOURCE = ("assistant", "heads", "eagle", "student", "cascade", "transformers:assistant")

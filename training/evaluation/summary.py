@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import mean, median, quantiles
 from typing import Any
@@ -54,8 +54,8 @@ def pairs_of(bench: Bench) -> Iterator[tuple[str, DecodingMode, int, list[Pair]]
 
 def results_of(bench: Bench) -> list[DecodingResult]:
     """Return all results; the error of logits is the largest that was measured."""
-    error = largest_error(bench.lines)
-    return [result_of(*pairs, error) for pairs in pairs_of(bench)]
+    error, sources = largest_error(bench.lines), {method.name: method.source for method in bench.methods}
+    return [replace(result_of(*pairs, error), source=sources[pairs[0]]) for pairs in pairs_of(bench)]
 
 
 def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:

@@ -213,6 +213,7 @@ def speculative_decoding(
     loop = SpeculativeLoop(
         model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
         generation_config, stopping_criteria, model_kwargs, keywords, call.streamer, call.has_user_cache,
+        partial(_warn_or_refuse, options=options),
     )  # fmt: skip
     with readable(model), call.drafter.running(model):
         output = loop.run(call.synced_gpus)

@@ -15,6 +15,7 @@ stop strings, at the length limit) goes back in one copy, and only where sequenc
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -58,6 +59,7 @@ class SpeculativeLoop:
         keywords: Further keyword arguments of forwards after the prompt; None: there are none.
         streamer: Receives every column of tokens once all open sequences have it.
         has_user_cache: Whether the user passed the cache, and may look into it after the call.
+        refuse_drafts: Takes the reason why the rest of the call is decoded plainly: it warns, or raises an error.
     """
 
     target: Target
@@ -76,9 +78,12 @@ class SpeculativeLoop:
         keywords: Keywords | None,
         streamer: BaseStreamer | None = None,
         has_user_cache: bool = False,
+        refuse_drafts: Callable[[str], object] = print,
     ) -> None:
         prompt = options.prompt
         self.processing = options.processing if options.processors else None
+        self.watch = self.processing.watch() if self.processing is not None and options.drafts else None
+        self.is_plain, self.is_trial, self.refuse_drafts = False, False, refuse_drafts
         self.backbone, self.runner, self.session, self.verifier = backbone, runner, session, verifier
         self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
         self.keywords = keywords
@@ -95,6 +100,7 @@ class SpeculativeLoop:
         self.pad = options.pad
         self.span = most_nodes(options) if options.draft_tree else 1 + options.num_tokens
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
+        self.empty = DraftTree.chain(prompt[:, :0])
         self.table = learned_positions(backbone.config.get_text_config())
         self.starts: list[int] | None = None
         self.unwritten = 0  # columns of the cache without ids: embeddings, or an earlier call's
@@ -113,8 +119,8 @@ class SpeculativeLoop:
             device = self.tokens.ids.device
             while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):
                 started = time.perf_counter()
-                length = self._length()
-                tree = self.session.propose(self.tokens, length)
+                length = 0 if self.is_trial else self._length()
+                tree = self.empty if self.is_plain else self.session.propose(self.tokens, length)
                 drafted = time.perf_counter()
                 block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
                 if self.keywords is not None:
@@ -123,16 +129,21 @@ class SpeculativeLoop:
                 called = time.perf_counter()
                 outputs.logits = to_device(outputs.logits, block.device, torch.float32)
                 scores = self._scores(outputs.logits, tree)
-                result = self.verifier.verify(tree, scores)
+                if self.is_plain:
+                    tree, outputs = self.empty, TargetOutput(outputs.logits[:, :1], outputs.first(1))
+                    result = self._picked(scores)
+                else:
+                    result = self.verifier.verify(tree, scores)
                 accepted, new_tokens = self._settle(tree, result, outputs, scores)
                 if self.stopping.holds:  # the last token that an open sequence keeps may be a draft
                     result = result.first(new_tokens.on_device)
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
-                self.session.advance(outputs.along(result, tree), result)
+                if not self.is_plain:
+                    self.session.advance(outputs.along(result, tree), result)
                 if self.may_leave_out and any(self.done):
                     self.target.leave_out(self.done)
                 ended = time.perf_counter()
-                if self.schedule is not None and self.target.is_steady:
+                if self.schedule is not None and self.target.is_steady and not (self.is_plain or self.is_trial):
                     self.schedule.update(tree.depth, accepted, ended - started, length)
                 self.statistics.backbone_calls += 1
                 self.statistics.cycle_seconds += ended - started
@@ -170,16 +181,45 @@ class SpeculativeLoop:
         self.stopping.holds = self.returns_cache and not self.target.takes_cuts
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
-        tree = DraftTree.chain(prompt[:, :0])
-        scores = self._scores(logits, tree)
-        first = self.verifier.first(scores[:, 0], self.tokens)
-        result = VerificationResult(torch.zeros_like(first), first[:, None])
-        self._settle(tree, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
+        scores = self._scores(logits, self.empty, is_prefill=True)
+        result = self._picked(scores)
+        self._settle(self.empty, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
 
-    def _scores(self, logits: Tensor, tree: DraftTree) -> Tensor:
-        """Return the target's scores [B, m + 1, v] of a block, after the logits processors of the call."""
-        return logits if self.processing is None else self.processing(self.tokens, logits, tree, self.done)
+    def _picked(self, scores: Tensor) -> VerificationResult:
+        """Return the result without drafts, from scores [B, 1, v]."""
+        first = self.verifier.first(scores[:, 0], self.tokens)
+        return VerificationResult(torch.zeros_like(first), first[:, None])
+
+    def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool = False) -> Tensor:
+        """Return the target's scores [B, m + 1, v] of a block, after the logits processors of the call.
+
+        Where their state moves, they are called as in plain decoding from now on, and drafts are dropped: in the
+        prefill they may prepare, but what moves again after that is a state.
+        """
+        if self.processing is None:
+            return logits
+        if self.is_plain:
+            return self.processing.in_step(self.tokens, logits, self.done)
+        if self.watch is None:
+            return self.processing(self.tokens, logits, tree, self.done)
+        was_trial, self.is_trial = self.is_trial, False
+        self.watch.note()
+        if was_trial:
+            scores = self.processing.in_step(self.tokens, logits, self.done)
+        else:
+            scores = self.processing(self.tokens, logits, tree, self.done)
+        if not self.watch.has_moved():
+            return scores
+        if is_prefill and not self.watch.has_matcher:
+            self.is_trial = True
+            return scores
+        self.is_plain = True
+        self.refuse_drafts(f"{self.watch.name}, whose state moves in its calls")
+        if is_prefill or was_trial:
+            return scores
+        self.watch.restore()
+        return self.processing.in_step(self.tokens, logits, self.done)
 
     def _length(self) -> int:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
@@ -220,6 +260,9 @@ class SpeculativeLoop:
         """
         self.tokens.write(result.tokens)
         accepted, new, drafts = self._on_host(tree, result)
+        if self.is_plain:  # sequences that are further on wait for the others, and get nothing
+            fewest = min((n for n, done in zip(self.tokens.lengths, self.done) if not done), default=0)
+            accepted = [-1 if n > fewest else count for n, count in zip(self.tokens.lengths, accepted)]
         verified = [ids[: count + 1] for ids, count in zip(new, accepted)]
         before = self.done
         if self.records is not None:
@@ -274,7 +317,7 @@ class SpeculativeLoop:
         self, before: list[bool], accepted: list[int], new: list[int], drafts: list[list[int]], depth: int
     ) -> None:
         for index, draft in enumerate(drafts):
-            if not before[index]:
+            if not before[index] and accepted[index] >= 0:
                 count = new[index] - (not self.done[index])
                 self.statistics.rows_accepted[index].append(min(accepted[index], count))
                 self.statistics.rows_drafts[index].append(draft)
@@ -337,10 +380,10 @@ class SpeculativeLoop:
 
     def _feed_last(self, chosen: list[bool]) -> None:
         """Put the last token of the chosen sequences in the cache."""
-        tree = DraftTree.chain(self.tokens.ids[:, :0])
         self.statistics.backbone_calls += 1
         self._positions_left()
         if self.keywords is not None:
-            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, 0, [not row for row in chosen])
-        self.target.forward(self.tokens.last()[:, None], tree, None)
+            others = [not row for row in chosen]
+            self.target.keywords = self.keywords.of_block(self.tokens, self.empty.tokens, 0, others)
+        self.target.forward(self.tokens.last()[:, None], self.empty, None)
         self.target.keep(NewTokens([int(row) for row in chosen], self.tokens.ids.device))

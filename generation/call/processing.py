@@ -25,6 +25,7 @@ from .automata import fitted
 from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
 from .positions import KNOWN, POINTWISE, TreePositions
 from .sequences import Sequences
+from .state import StateWatch, is_stateless
 
 logger = logging.get_logger(__name__)
 _COUNTING = (library.UnbatchedClassifierFreeGuidanceLogitsProcessor, library.SynthIDTextWatermarkLogitsProcessor)
@@ -80,6 +81,29 @@ class Processing:
         for processor in self.processors:
             flat = self.constraints.applied(processor, positions, flat, None)
         return flat.view(logits.shape)
+
+    def in_step(self, tokens: Sequences, logits: Tensor, done: list[bool]) -> Tensor:
+        """Return scores [B, 1, v] as plain decoding does, once for every length that all open sequences have.
+
+        Those of sequences that are further on, whose logits [B, m + 1, v] follow later tokens, are arbitrary.
+        """
+        lengths, scores = [n for n, ended in zip(tokens.lengths, done) if not ended], logits[:, 0]
+        if not lengths:
+            return logits[:, :1]
+        ids, empty = tokens.columns(0, min(lengths), self.pad), DraftTree.chain(tokens.ids[:, :0])
+        for processor in self.processors:
+            if is_automaton(processor):
+                paths = TreePositions(tokens, empty, self.pad).paths
+                mask = self.constraints.of_automaton(processor, tokens, paths, scores.shape[-1])[:, 0]
+                scores = scores.masked_fill(~mask, -torch.inf)
+            else:
+                scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+        return scores[:, None]
+
+    def watch(self) -> StateWatch | None:
+        """Return what notices processors with a state of their own; None: there are none that may have one."""
+        unknown = [p for p in self.processors if not (is_stateless(p) or offers_automaton(p) or offers_mask(p))]
+        return StateWatch(unknown) if unknown else None
 
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
         """See `Constraints.masks`."""

@@ -296,10 +296,12 @@ class RaggedLayer(CacheLayerMixin):
             held = laid_out(states.narrow(dim, 0, 0), 0, dim, size)
         elif held.shape[dim] < size:
             held = self._grown(held, dim, size)
+        # under autocast blocks may have another dtype than the prompt; both are held in the wider one, as `cat` would
+        held = held.to(torch.promote_types(held.dtype, states.dtype))
         setattr(self, name, held)
         stored = min(count, size)  # a ring stores the end of a longer first block, and attention gets the whole block
         slots = self.layout.slots(self.layout.ahead + count - stored, stored, size, states.device)
-        new = states if stored == count else states.narrow(dim, count - stored, stored)
+        new = (states if stored == count else states.narrow(dim, count - stored, stored)).to(held.dtype)
         if isinstance(slots[1], slice):
             held.narrow(dim, slots[1].start, stored).copy_(new)
         else:

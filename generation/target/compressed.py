@@ -130,7 +130,8 @@ class CompressedLayer(RaggedLayer):
             held = compressed[:, :0] if held is None else held
             held = held if held.shape[1] >= size else laid_out(held, 0, 1, size)
             windows = self._first(held)[:, None] + cached_arange(count, held.device)
-            held[cached_arange(len(held), held.device)[:, None], windows] = self._rotated(compressed, windows)
+            entries = self._rotated(compressed, windows).to(held.dtype)
+            held[cached_arange(len(held), held.device)[:, None], windows] = entries
             setattr(self, f"compressed_kv_{name}", held)
         return compressed if held is None else held[:, : max(map(self._full, self.layout.lengths))]
 

@@ -127,7 +127,7 @@ def _at(ring: torch.Tensor, slots: Slots) -> torch.Tensor:
 
 
 def _put(ring: torch.Tensor, slots: Slots, inputs: torch.Tensor) -> None:
-    ring.movedim(2, 1)[slots] = inputs.movedim(2, 1)
+    ring.movedim(2, 1)[slots] = inputs.movedim(2, 1).to(ring.dtype)
 
 
 def module_layers(config: PreTrainedConfig) -> type[RaggedLayer] | None:

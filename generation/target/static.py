@@ -99,7 +99,7 @@ class FixedLayer(RaggedLayer):
         batch, heads = key_states.shape[:2]
         row, head = (torch.arange(count, device=key_states.device) for count in (batch, heads))
         index = row[:, None, None], head[:, None], self.layout.block_slots[self.is_sliding].to(key_states.device)
-        keys[index], values[index] = key_states, value_states
+        keys[index], values[index] = key_states.to(keys.dtype), value_states.to(values.dtype)
         return keys, values
 
     def lay_out(self, is_compiled: bool) -> None:

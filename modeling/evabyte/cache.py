@@ -355,4 +355,4 @@ def _write(buffer: Tensor, states: Tensor, block: EvaBlock) -> None:
         start = block.summaries[0] + block.offsets[0]
         buffer[:, :, start : start + block.length] = states
         return
-    buffer.scatter_(2, block.new_slots[:, None, :, None].expand_as(states), states)
+    buffer.scatter_(2, block.new_slots[:, None, :, None].expand_as(states), states.to(buffer.dtype))

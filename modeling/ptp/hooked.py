@@ -96,7 +96,8 @@ class HookedBackbone:
                     layer.register_forward_hook(partial(_adapted, self.model, adapter)) for layer, adapter in self.pairs
                 ]
         try:
-            yield
+            with opened(None):  # a thread has a gate from its first graph on, which is not compiled anew then
+                yield
         finally:
             with self.lock:
                 self.calls -= 1

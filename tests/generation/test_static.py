@@ -10,8 +10,9 @@ from tests.families import family_config, family_model, shake
 from tests.internals import cache_module
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
+from tests.ptp_models import backbone as ptp_backbone
 from tests.tree_drafters import KnowingChains, KnowingTrees
-from tokenahead import NgramDrafter
+from tokenahead import NgramDrafter, PTPStudent
 
 NEW = 24
 GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -200,6 +201,17 @@ def test_coupled_texts_of_slots_in_a_graph_are_those_of_the_seed():
         assert torch.equal(model.generate(**batch, **sampled, **static), expected)
         graphs()
         assert torch.equal(model.generate(**batch, **sampled, **static), expected) and graphs() == 0
+
+
+def test_slots_of_an_attached_student_ride_along():
+    model, drafter = ptp_backbone(), PTPStudent.from_model(student())
+    drafter.attach(model)
+    for seed, number in ((5, 1), (6, 0)):
+        batch = left_padded(prompts(4, VOCABULARY, seed=seed))
+        plain = model.generate(**batch, **GREEDY)
+        graphs()
+        out = model.generate(**batch, **GREEDY, **STATIC, assistant_model=drafter, compile_config=compiled())
+        assert torch.equal(out.sequences, plain) and graphs() == number
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "glm_moe_dsa"])

@@ -42,8 +42,8 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
     - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound, none where none pays;
     - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
 
-    A logits processor that must be called once for every token has an attribute `counts_calls = True`: the call then
-    decodes plainly.
+    A logits processor with a state that its calls move on is called once for every token, and the call decodes plainly.
+    An attribute `counts_calls` of a processor says whether it has one; else that is found out.
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

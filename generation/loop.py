@@ -178,7 +178,8 @@ class SpeculativeLoop:
             self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, kwargs, limit, self.span)
             self.unwritten = target.mask.shape[1] - self.tokens.prompt_length
             self.starts = None if self.table is None else target.next_positions()
-        self.stopping.holds = self.returns_cache and not self.target.takes_cuts
+        cannot_cut = self.returns_cache and not self.target.takes_cuts
+        self.stopping.holds = cannot_cut or self._may_leave_table(self.stopping.tokens_left(prompt.shape[1]))
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
         scores = self._scores(logits, self.empty, is_prefill=True)
@@ -231,6 +232,10 @@ class SpeculativeLoop:
         tokens = max((self.stopping.tokens_left(n) for n in open_lengths), default=1)
         length = max(min(longest, tokens - 1, positions), 0)
         return length if self.keywords is None else self.keywords.longest(self.tokens, length, self.done)
+
+    def _may_leave_table(self, new_tokens: int) -> bool:
+        """Return whether so many new tokens need more positions than a table has."""
+        return self.starts is not None and self.table is not None and max(self.starts) + new_tokens > self.table
 
     def _positions_left(self) -> int:
         """Return how many positions of a table follow b in every open sequence.

@@ -34,7 +34,7 @@ _COUNTING = (library.UnbatchedClassifierFreeGuidanceLogitsProcessor, library.Syn
 def counts_calls(processor: LogitsProcessor) -> bool:
     """Return whether a processor must be called once for every token, and never for one that may be rejected.
 
-    The library's own are known; a user's processor has an attribute `counts_calls = True`.
+    The library's own are known; a user's processor has an attribute `counts_calls = True`, or is found by `StateWatch`.
     """
     return isinstance(processor, _COUNTING) or bool(getattr(processor, "counts_calls", False))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -117,8 +117,7 @@ class Stopping:
 
     def _asked(self, criteria: StoppingCriteriaList, ids: Tensor, count: int) -> list[bool]:
         """Return what the criteria decide for every sequence, after `count` new tokens."""
-        shown = cast(torch.LongTensor, ids), cast(torch.FloatTensor, self.scores and self.scores(count))
-        return criteria(*shown).tolist()
+        return criteria(cast(torch.LongTensor, ids), cast(Any, self.scores and self.scores(count))).tolist()
 
     def _cut_in_step(
         self, tokens: Sequences, counts: list[int], new: list[list[int]], done: list[bool]

@@ -4,7 +4,14 @@ import random
 
 import pytest
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from tests.every_model import llama
 from tests.families import family_model, shake
@@ -204,3 +211,15 @@ def test_returned_caches_go_on_where_the_batch_was_stopped(name):
     del batch["stopping_criteria"]
     more = batch | dict(input_ids=again, attention_mask=mask, max_new_tokens=8, use_mtp=False)
     assert model.generate(**more, past_key_values=out.past_key_values).equal(model.generate(**more))
+
+
+def test_sequences_that_run_ahead_meet_no_end_of_a_table():
+    """A table of positions is shorter than the limit, and not shorter than the text."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=30, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).eval()
+    drafter, batch = KnowingChains(64).attach(model), batch_of(1) | {"eos_token_id": None, "max_new_tokens": 40}
+    drafter.texts = model.generate(**batch, stopping_criteria=[StopsAt(28)]).tolist()
+    for stop in (20, 28):
+        batch["stopping_criteria"] = [StopsAt(stop)]
+        assert model.generate(**batch, assistant_model=drafter).equal(model.generate(**batch))

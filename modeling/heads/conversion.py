@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ..tensor_files import Fields, read_json, write_json
@@ -61,6 +61,21 @@ class OfficialLayoutsMixin:
         heads = heads.to(next(iter(tensors.values())).dtype)
         heads._expected_embedding = embedding
         return heads.eval()
+
+    @classmethod
+    def check_model_type(
+        cls, name: str | PathLike | None, config: str | PathLike | PreTrainedConfig | None = None, **hub: Any
+    ) -> None:
+        """Refuse a directory that `from_official` reads, with that name, and others as every class does."""
+        folder = Path(str(name))
+        fields = read_json(folder / "config.json")
+        is_own = fields.get("model_type") == MTPHeadConfig.model_type or config is not None or not folder.is_dir()
+        layout = None if is_own else published_layout(folder, fields)
+        if layout is not None:
+            raise ValueError(
+                f"{name} has the layout {layout.name!r} of other tools: load it with {cls.__name__}.from_official"
+            )
+        cast(Any, super()).check_model_type(name, config, **hub)
 
     @classmethod
     def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:

@@ -78,6 +78,13 @@ def test_a_checkpoint_of_another_head_is_refused_in_any_layout(tmp_path):
         MTPTrainer(other, options, train_dataset=data).train(resume_from_checkpoint=str(out / "checkpoint-1"))
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "heads" in name and "tokenahead" not in name])
+def test_the_loader_of_another_layout_is_named(name, tmp_path):
+    written(name, tmp_path)
+    with pytest.raises(ValueError, match="from_official"):
+        MTPHeads.from_pretrained(tmp_path)
+
+
 def test_a_model_alone_is_no_drafter(tmp_path):
     tiny_backbone().save_pretrained(tmp_path)
     assert drafter_class(tmp_path) is None and not holds_drafter_alone(tmp_path)

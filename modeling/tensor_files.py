@@ -87,13 +87,16 @@ def tensor_names(name: str | PathLike[str], **hub: Any) -> list[str]:
 
 
 def _names_in(file: Path) -> list[str]:
+    names: Iterable[str] = ()
     with naming(file):
         if file.suffix == ".json":
-            return [*read_json(file)["weight_map"]]
-        if file.suffix != ".safetensors":
-            return [*read_pickle(file, map_location="meta")]
-        with safe_open(file, framework="pt") as opened:
-            return [*opened.keys()]
+            names = read_json(file)["weight_map"]
+        elif file.suffix != ".safetensors":
+            names = read_pickle(file, map_location="meta")
+        else:
+            with safe_open(file, framework="pt") as opened:
+                names = opened.keys()
+    return [*names]
 
 
 def unlisted_file(name: str | PathLike[str], is_wanted: Callable[[str], bool]) -> Path | None:

@@ -104,7 +104,7 @@ _NAMES = {
         "SlotLayout",
         "split_budget",
     ),
-    "tokenahead.generation.drafters.suffix": ("Reader", "SuffixCounts"),
+    "tokenahead.generation.drafters.suffix_counts": ("Reader", "SuffixCounts"),
     "tokenahead.generation.drafters.translation": ("CommonVocabulary", "TranslatedSession", "Translation"),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.target.backbones": ("target_of",),

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from tests.backbones import backbone, prompts
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.internals import Reader, SuffixCounts
 from tests.models import left_padded
-from tokenahead import SuffixDrafter
+from tokenahead import AssistantDrafter, DrafterCascade, SuffixDrafter
 
 DEPTH = 5
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4)
@@ -195,4 +196,57 @@ def test_bad_trees_texts_and_folders_are_named(tmp_path):
     with pytest.raises(ValueError, match="ids"):
         drafter.add(["text"])
     with pytest.raises(FileNotFoundError, match="suffixes"):
+        SuffixDrafter.from_pretrained(tmp_path)
+
+
+def test_text_of_another_vocabulary_is_refused(tmp_path):
+    drafter, small, large = SuffixDrafter(), backbone(vocabulary=40), backbone(vocabulary=64)
+    drafter.add([[1, 2, 60, 3], [1, 2]])
+    drafter.save_pretrained(tmp_path)
+    loaded = SuffixDrafter.from_pretrained(tmp_path)
+    for each in (drafter, loaded, DrafterCascade([loaded, AssistantDrafter(small)])):
+        with pytest.raises(ValueError, match="ids.*60.*39.*vocabulary of LlamaForCausalLM"):
+            each.attach(small)
+        assert not each.is_attached and "generate" not in vars(small)
+    drafter.attach(large)
+    with pytest.raises(ValueError, match="ids.*64.*63"):
+        drafter.add([[5, 6, 7], [64]])
+    assert drafter.counts.draft([5], 3, 3, 1, 9.0, 0.0) == ([], 0.0)
+    with pytest.raises(ValueError, match="ids.*-1"):
+        SuffixDrafter().add([3, -1])
+    drafter.forget()
+    drafter.detach().attach(small)
+
+
+def test_a_vocabulary_that_shrinks_later_is_noticed():
+    model, drafter = backbone(vocabulary=64), SuffixDrafter()
+    drafter.attach(model).add([1, 2, 60, 3])
+    model.resize_token_embeddings(40)
+    with pytest.raises(ValueError, match="ids.*60.*39"):
+        model.generate(torch.tensor([[1, 2]]), assistant_model=drafter, max_new_tokens=4)
+
+
+DAMAGES = {
+    "cut": lambda file, parts: file.write_bytes(file.read_bytes()[:-9]),
+    "a page": lambda file, parts: file.write_text("<html>not found</html>"),
+    "empty": lambda file, parts: file.write_bytes(b""),
+    "another file": lambda file, parts: save_file({"weight": torch.ones(2)}, file),
+    "no options": lambda file, parts: save_file(parts, file),
+    "other options": lambda file, parts: save_file(parts, file, {"options": '{"width": 3}'}),
+    "no counts": lambda file, parts: save_file({name: parts[name] for name in ("tokens", "parents")}, file, OPTIONS),
+    "lengths": lambda file, parts: save_file(parts | {"counts": parts["counts"][:-1].clone()}, file, OPTIONS),
+    "parents": lambda file, parts: save_file(parts | {"parents": parts["parents"] + 9}, file, OPTIONS),
+    "tokens": lambda file, parts: save_file(parts | {"tokens": -parts["tokens"]}, file, OPTIONS),
+    "numbers": lambda file, parts: save_file(parts | {"tokens": parts["tokens"].float()}, file, OPTIONS),
+}
+OPTIONS = {"options": "{}"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(damage, tmp_path):
+    drafter, file = SuffixDrafter(), tmp_path / "suffixes.safetensors"
+    drafter.add([1, 2, 3, 4, 2, 3])
+    drafter.save_pretrained(tmp_path)
+    DAMAGES[damage](file, load_file(file))
+    with pytest.raises(ValueError, match=file.name):
         SuffixDrafter.from_pretrained(tmp_path)

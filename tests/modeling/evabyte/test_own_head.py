@@ -5,8 +5,16 @@ import copy
 import peft
 import pytest
 import torch
+from accelerate import (
+    Accelerator,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
 from datasets import Dataset
 from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.models import TRAINED, tiny_model
@@ -59,6 +67,35 @@ def test_an_official_state_dict_is_taken_whole():
     state = {name: value for name, value in other.state_dict().items() if name != "draft_heads.weight"}
     result = model.load_state_dict(state | {"lm_head.weight": heads_of(other)})
     assert not result.missing_keys and torch.equal(heads_of(model), heads_of(other))
+
+
+def test_the_mapping_goes_back_to_every_official_name():
+    """Whether a model was loaded or made; transformers asks for it when it saves."""
+    official = files(TRAINED)
+    loaded = EvaByteForMTPC.from_pretrained(TRAINED)
+    made = EvaByteForMTPC(loaded.config)
+    made.load_state_dict(loaded.state_dict())
+    for model in (loaded, made):
+        state = revert_weight_conversion(model, model.state_dict())
+        assert state.keys() == official.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in official.items())
+
+
+def test_how_accelerate_places_an_official_directory(tmp_path):
+    """With a map it sets tensors by their names in the file, where one has all heads; without one, by a state dict."""
+    plain = EvaByteForMTPC.from_pretrained(TRAINED)
+    with pytest.raises(ValueError, match="shape"):
+        load_checkpoint_and_dispatch(EvaByteForMTPC(plain.config), TRAINED, device_map={"": "cpu"})
+    read = EvaByteForMTPC(plain.config)
+    load_checkpoint_in_model(read, TRAINED)
+    Accelerator(cpu=True).save_model(plain, tmp_path)
+    with init_empty_weights():
+        empty = EvaByteForMTPC(plain.config)
+    own = load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "cpu"})
+    placed = EvaByteForMTPC.from_pretrained(TRAINED, device_map={"": "cpu"})
+    with torch.no_grad():
+        for model in (dispatch_model(read, {"": "cpu"}), own, placed):
+            assert torch.equal(model.eval()(IDS).logits, plain(IDS).logits)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ PAIRS = {"prompt": ["say: "] * 4, "chosen": ["hello world"] * 4, "rejected": ["g
 
 def trainer_of(model, folder, settings=None, **options):
     config = DPOConfig(
-        str(folder), use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=1,
+        str(folder), use_cpu=True, report_to="none", save_strategy="no", logging_steps=1,
         learning_rate=3e-3, per_device_train_batch_size=4, gradient_checkpointing=False, max_length=64, beta=0.5,
         lr_scheduler_type="constant", disable_tqdm=True, **({"max_steps": 8} | (settings or {})),
     )  # fmt: skip

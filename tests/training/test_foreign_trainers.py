@@ -15,7 +15,7 @@ from tests.models import tiny_model
 from tests.training.test_evaluation_loss import llama
 from tokenahead import DeepSeekMTP, EvaByteForMTPC, MTPHeads, PTPForCausalLM
 
-SETTINGS = dict(max_steps=2, report_to=[], use_cpu=True, per_device_train_batch_size=2, save_strategy="no", bf16=False)
+SETTINGS = dict(max_steps=2, report_to=[], use_cpu=True, per_device_train_batch_size=2, save_strategy="no")
 MAKERS = {
     "heads": lambda backbone: MTPHeads.from_backbone(backbone, window=3),
     "modules": lambda backbone: DeepSeekMTP.from_backbone(backbone, 1),

@@ -104,6 +104,19 @@ def test_texts_that_were_drafted_are_learned_from_as_plain_ones(method, drafter,
     check_equal_logs(log, plain)
 
 
+@pytest.mark.parametrize("adapt", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("drafter", ["ngrams", "suffix", "heads", "cascade", "eagle"])
+def test_a_policy_in_float32_under_the_trainers_own_autocast(drafter, adapt, tmp_path):
+    if adapt and drafter == "eagle":
+        pytest.skip("it learns beside whole policies here")
+    log, forwards, written = rollouts("grpo", drafter, tmp_path, adapt, learning_rate=1e-3, bf16=None)
+    _, most, _ = rollouts("grpo", "plain", tmp_path, adapt, learning_rate=1e-3, bf16=None)
+    same, _, _ = rollouts("grpo", "plain", tmp_path, adapt, learning_rate=1e-3, bf16=None, given=written)
+    assert forwards <= most and any(row["loss"] for row in log)
+    for name in ("loss", "reward", "entropy"):
+        assert [row[name] for row in log] == pytest.approx([row[name] for row in same], rel=1e-2, abs=1e-3)
+
+
 class Told(NgramDrafter):
     """Notes how many tokens it is asked for."""
 

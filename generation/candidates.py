@@ -108,9 +108,17 @@ def candidate_generator(
     model_kwargs: dict[str, Any],
     input_ids: Tensor,
 ) -> CandidateAdapter:
-    """Return a drafter's chains for transformers' own assisted loop (batch 1)."""
+    """Return a drafter's chains for transformers' own assisted loop (batch 1).
+
+    Raises:
+        ValueError: A drafter whose slots the verifying forward must read; that loop passes it ids alone.
+    """
     number, longest = drafter.default_draft(), drafter.longest_draft()
     number = min(config.num_assistant_tokens or number, number if longest is None else longest)
     options = CallOptions(num_assistant_tokens=number, speculates=True)
     made = DraftOptions.of_call(options, backbone, config, processors, input_ids)
-    return CandidateAdapter(drafter.start(made), made, model_kwargs.get("attention_mask"))
+    session = drafter.start(made)
+    if session.lookahead:
+        name = type(drafter).__name__
+        raise ValueError(f"{name} drafts in slots, which transformers' own loop does not feed: pass assistant_model=")
+    return CandidateAdapter(session, made, model_kwargs.get("attention_mask"))

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, pipeline
 
+from tests.assisted import assisted_generate
 from tests.matrix.models import character_tokenizer
 from tests.models import left_padded
 from tests.ptp_models import CONFIGS, backbone, ids, student
@@ -139,3 +140,15 @@ def test_what_is_refused():
         apart.resize_token_embeddings(12)
     with pytest.raises(ValueError, match="backbone_config"):
         PTPStudent(type(apart.config)())
+
+
+@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
+def test_the_assisted_loop_of_transformers_is_refused_by_name(variant):
+    whole, apart, base = pair(variant)
+    other = backbone(seed=5).double()
+    for drafter, name in ((whole, "PTPForCausalLM"), (apart, "PTPStudent"), (apart.attach(base), "PTPStudent")):
+        for how in ({}, {"do_sample": True}, {"num_assistant_tokens": 2}):
+            with pytest.raises(RuntimeError, match=f"{name}.*attach"):
+                other.generate(ids(1, 5), assistant_model=drafter, max_new_tokens=8, pad_token_id=0, **how)
+    with pytest.raises(ValueError, match="PTPStudent.*slots"):
+        assisted_generate(base, ids(1, 5), apart, max_new_tokens=8, pad_token_id=0)

@@ -45,7 +45,7 @@ def box_directory() -> Path:
 
 
 def load_box(
-    head: str = "ff", directory: str | Path | None = None, dtype: torch.dtype = torch.float32
+    head: str = "ff", directory: str | Path | None = None, dtype: torch.dtype | str = torch.float32
 ) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
     """Load the model in the box with one of its heads.
 
@@ -79,7 +79,7 @@ def heads_in(directory: Path) -> list[str]:
     return ["ff", *(head for head in HEADS if head in stored), *sorted(stored.difference(HEADS))]
 
 
-def _load(directory: Path, head: str, dtype: torch.dtype) -> EvaByteForMTPC:
+def _load(directory: Path, head: str, dtype: torch.dtype | str) -> EvaByteForMTPC:
     model = EvaByteForMTPC.from_pretrained(directory, dtype=dtype)
     if head != "ff":
         file = directory / f"{head}.safetensors"
@@ -178,13 +178,13 @@ class Box:
     excerpts: list[Excerpt]
 
     @classmethod
-    def load(cls, directory: str | Path | None = None) -> Box:
-        """Read a box; None: the installed one.
+    def load(cls, directory: str | Path | None = None, dtype: torch.dtype | str = torch.float32) -> Box:
+        """Read a box; None: the installed one. `dtype` is that of the weights in memory.
 
         Raises:
             BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
         """
         directory = Path(directory or box_directory())
         check_box(directory)
-        models = {head: _load(directory, head, torch.float32) for head in heads_in(directory)}
+        models = {head: _load(directory, head, dtype) for head in heads_in(directory)}
         return cls(models, EvaByteTokenizer.from_pretrained(directory), load_excerpts(directory / EXCERPTS))

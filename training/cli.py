@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from huggingface_hub.errors import StrictDataclassError
 
 from .. import __version__
-from .requests import NAME, SECONDS, SEED, BenchRequest, CardRequest, GenerateRequest, add_options, whole
+from .requests import NAME, OF_WEIGHTS, SECONDS, SEED, BenchRequest, CardRequest, GenerateRequest, add_options, whole
 from .utils import MissingExtraError, needs_extra, one_line
 
 INTERRUPTED = 130
@@ -35,6 +35,7 @@ _NO_EVALUATE = (
 )
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """The prefix of messages of our configs, which tells a user nothing."""
+_SEED = 13  # of a first text that does not repeat itself, greedily, as the small model's mostly do
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
 
 
@@ -113,10 +114,12 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--new-tokens", "--new-bytes", type=whole(1), default=128, help=words)
     demo.add_argument("--batch-size", type=whole(1), default=1, help="measure batches of so many prompts, too")
     demo.add_argument("--output", type=Path, default=Path("tokenahead-demo"), help="directory of results (%(default)s)")
-    demo.add_argument("--seed", type=SEED, default=0, help="of prompts and samples (%(default)s)")
+    words = "of prompts and samples (%(default)s)"
+    demo.add_argument("--seed", type=SEED, default=_SEED, help=words)
     demo.add_argument("--overwrite", action="store_true", help="write into a directory that no demo made")
     demo.add_argument("--web", nargs="?", const="", metavar="HOST:PORT", help="serve a page instead (at 127.0.0.1)")
     demo.add_argument("--model", help=f"{NAME}; the model in the box if left out")
+    demo.add_argument("--dtype", default="auto", **OF_WEIGHTS)
     words = "a method of `tokenahead bench`; the model's own drafts, or ngram, if left out"
     demo.add_argument("--drafter", metavar="METHOD", help=words)
     for name in ("heads", "eagle"):
@@ -153,7 +156,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.web is not None:
         from .web import serve
 
-        return serve(arguments.model, arguments.drafter, arguments.web)
+        return serve(arguments.model, arguments.drafter, arguments.dtype, arguments.web)
     with needs_extra("demo", "the demo"):
         from .demo import Measurement, run_demo
         from .demo_subjects import box_subject, model_subject
@@ -162,7 +165,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
         torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     chosen = arguments.model, arguments.drafter, arguments.prompts
-    subject = model_subject(*chosen) if any(chosen) else box_subject()
+    dtype = arguments.dtype
+    subject = model_subject(*chosen, dtype) if any(chosen) else box_subject(dtype=dtype)
     options = {name: vars(arguments)[name] for name in ("seconds", "new_tokens", "batch_size", "seed")}
     measured = run_demo(Measurement(**options), subject, arguments.output, arguments.overwrite)
     return 0 if all(row.is_lossless for row in measured.results) else 1

@@ -91,7 +91,7 @@ class Measurement:
         self, subject: Subject, methods: Sequence[Method], batch_size: int, new_tokens: int, seconds: float
     ) -> Bench:
         protocol = Protocol(subject.modes, (batch_size,), new_tokens, seconds=seconds, seed=self.seed)
-        bench = Bench(methods, subject.writer, protocol, control=False)
+        bench = Bench(methods, subject.writer, protocol)
         bench.run(
             subject.prompts(self.seed),
             lambda done, count: self.on_step(f"{done} of at most {count} calls, {batch_size} prompts at once"),
@@ -164,7 +164,8 @@ def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
         if fastest is None:
             continue
         console.rule(f"{mode.name}, {fastest}", align="left")
-        console.print(coloured(next(completions_of(bench, fastest, mode)), bench.writer))
+        written = completions_of(bench, fastest, mode)
+        console.print(coloured(min(written, key=lambda each: each.loops), bench.writer))  # the first that does not
     show(console, measured)
     load = measured.environment.get("load average, 1 min", "unknown")
     console.print(f"{measured.dataset_description} {measured.hardware}; load {load} before.", markup=False)

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..generation.attach import MTPGenerationMixin
-from ..modeling import EvaByteForMTPC
+from ..generation.drafters.assistant import AssistantDrafter
+from ..generation.drafters.cascade import DrafterCascade
+from ..modeling import DeepSeekMTP, EvaByteForMTPC
 from .box import Box, excerpt_prompts, load_box
 from .evaluation.decoding import MODES, DecodingMode, Method
 from .evaluation.methods import drafting_method, methods_of, plain_method
@@ -17,6 +20,7 @@ from .evaluation.prompts import Prompt, Writer, read_prompts
 from .loading import load_model
 from .utils import shown_word
 
+_OWN = (EvaByteForMTPC, DeepSeekMTP)  # models whose parameters hold what drafts
 _PREFIX = 320  # bytes of the held-out prefixes that the model in the box completes
 _PREFIXES = 32
 _REQUESTS = {
@@ -61,15 +65,18 @@ class Subject:
     facts: dict[str, str | int | float] = field(default_factory=dict)
 
 
-def box_subject(directory: str | Path | None = None, prompts: int = _PREFIXES) -> Subject:
+def box_subject(directory: str | Path | None = None, prompts: int = _PREFIXES, dtype: str = "auto") -> Subject:
     """Return the model in the box (None: the installed one) with each of its heads, and held-out code to complete.
+
+    `dtype` is that of the weights; `"auto"`: float32.
 
     Raises:
         BoxDamagedError: There is no box, or a file of it is missing or has a wrong checksum; the message names it.
     """
-    box = Box.load(directory)
+    box = Box.load(directory, _dtype_of_box(dtype))
     first, *_ = box.models.values()
     names = {head: _name(head, model) for head, model in box.models.items()}
+    sizes = {names[head]: _further_parameters(model) for head, model in box.models.items()}
     packages = sorted({excerpt.package for excerpt in box.excerpts})
 
     def beginnings(seed: int) -> list[Prompt]:
@@ -77,18 +84,16 @@ def box_subject(directory: str | Path | None = None, prompts: int = _PREFIXES) -
         return [Prompt(str(number), (text,)) for number, text in enumerate(texts)]
 
     return Subject(
-        words=f"The model in the box: EvaByte with {first.model.num_parameters():,} parameters, heads over "
-        f"{first.window} bytes: {', '.join(box.models)}",
+        words=f"The model in the box: EvaByte with {_backbone_parameters(first):,} parameters, {_shown_dtype(first)}; "
+        f"heads over {first.window} bytes: {', '.join(f'{name} ({size:,})' for name, size in sizes.items())}",
         methods=[plain_method(first), *(drafting_method(names[head], model) for head, model in box.models.items())],
         writer=Writer(box.tokenizer, chats=False),
         prompts=beginnings,
         dataset="held-out Python packages",
         description=f"Source of {', '.join(packages)}, of which nothing was trained on, prompts of up to {_PREFIX} "
         "bytes",
-        facts={
-            f"Parameters of {names[head]}": sum(each.numel() for each in model.head.parameters())
-            for head, model in box.models.items()
-        },
+        arguments=[] if dtype == "auto" else ["--dtype", dtype],
+        facts={f"Parameters of {name}": size for name, size in sizes.items()},
     )
 
 
@@ -98,13 +103,16 @@ def _name(head: str, model: EvaByteForMTPC) -> str:
     return head if rank in (None, 1) else f"{head} {rank}"
 
 
-def model_subject(model: str | None, drafter: str | None = None, prompts: Path | None = None) -> Subject:
+def model_subject(
+    model: str | None, drafter: str | None = None, prompts: Path | None = None, dtype: str = "auto"
+) -> Subject:
     """Return a model, what drafts for it, and prompts.
 
     Args:
         model: Directory, or name on the Hub; None: the model in the box.
         drafter: A method of `tokenahead bench`; None: the model's own drafts, or n-grams.
         prompts: A file of prompts, as `read_prompts` takes it; None: a short request of each of eight kinds.
+        dtype: Of the weights; `"auto"`: the checkpoint's, float32 of the model in the box.
 
     Raises:
         FileNotFoundError: No such directory or file.
@@ -113,9 +121,9 @@ def model_subject(model: str | None, drafter: str | None = None, prompts: Path |
     """
     requests = [Prompt(name, (text,), name) for name, text in _REQUESTS.items()]
     asked = read_prompts(prompts)[0] if prompts else requests
-    loaded, tokenizer, plain, drafting = load_methods(model, drafter)
+    loaded, tokenizer, plain, drafting = load_methods(model, drafter, dtype)
     writer = Writer(tokenizer, chats=bool(model))
-    given = {"model": model, "drafter": drafter, "prompts": prompts}
+    given = {"model": model, "drafter": drafter, "prompts": prompts, "dtype": None if dtype == "auto" else dtype}
     return Subject(
         words=described(loaded, model, drafting),
         methods=[plain, drafting],
@@ -131,13 +139,13 @@ def model_subject(model: str | None, drafter: str | None = None, prompts: Path |
 
 
 def load_methods(
-    model: str | None, drafter: str | None
+    model: str | None, drafter: str | None, dtype: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Method, Method]:
     """Return a model, its tokenizer, plain decoding, and the method of `tokenahead bench` that drafts.
 
     See `model_subject`.
     """
-    loaded, tokenizer = load_model(model) if model else load_box()
+    loaded, tokenizer = load_model(model, dtype) if model else load_box(dtype=_dtype_of_box(dtype))
     drafter = drafter or ("own" if isinstance(loaded, MTPGenerationMixin) else "ngram")
     methods, refused = methods_of([drafter], loaded)
     if refused or methods[-1].drafter is None:
@@ -147,6 +155,35 @@ def load_methods(
 
 
 def described(model: PreTrainedModel, name: str | None, method: Method) -> str:
-    """Return a model and what drafts for it, in a line."""
-    about = f"{model.num_parameters():,} parameters, {str(model.dtype).removeprefix('torch.')}"
-    return f"{name or 'The model in the box'} ({about}), drafts: {method.name}"
+    """Return a model and what drafts for it, in a line, with the parameters of each."""
+    about = f"{_backbone_parameters(model):,} parameters, {_shown_dtype(model)}"
+    further = _further_parameters(method.drafter)
+    drafts = f"{method.name}{f' ({further:,} further parameters)' if further else ''}"
+    return f"{name or 'The model in the box'} ({about}), drafts: {drafts}"
+
+
+def _dtype_of_box(dtype: str) -> str:
+    return "float32" if dtype == "auto" else dtype
+
+
+def _shown_dtype(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _backbone_parameters(model: PreTrainedModel) -> int:
+    """Return the parameters of plain decoding, its unembedding among them: all but those that only draft."""
+    return model.num_parameters() - _further_parameters(model) if isinstance(model, _OWN) else model.num_parameters()
+
+
+def _further_parameters(drafter: object) -> int:
+    """Return the parameters that a drafter adds to those of plain decoding; of a model, those that only draft."""
+    if isinstance(drafter, DrafterCascade):
+        return _further_parameters(drafter.last)
+    if isinstance(drafter, DeepSeekMTP):
+        return drafter.num_parameters() - drafter.main.num_parameters()
+    if isinstance(drafter, EvaByteForMTPC):
+        return 0 if drafter.head is drafter.lm_head else sum(each.numel() for each in drafter.head.parameters())
+    if isinstance(drafter, AssistantDrafter):
+        return drafter.model.num_parameters()
+    is_apart = isinstance(drafter, nn.Module) and not isinstance(drafter, MTPGenerationMixin)
+    return sum(each.numel() for each in drafter.parameters()) if is_apart else 0

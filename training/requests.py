@@ -11,7 +11,7 @@ from typing import Any
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAME = "directory, or name on the Hub (owner/name)"
-_OF_WEIGHTS = {"choices": _DTYPES, "help": "of the weights (auto: the checkpoint's)"}
+OF_WEIGHTS: dict[str, Any] = {"choices": _DTYPES, "help": "of the weights (auto: the checkpoint's)"}
 _KEEPS = "; as the card there says if left out"
 _METHODS = (
     "of plain, own, ngram, suffix[:SOURCE], assistant:SOURCE, heads:SOURCE, eagle:SOURCE, student:SOURCE, "
@@ -86,7 +86,7 @@ class GenerateRequest:
                                "trained for this model", others=["--eagle", "--student"], metavar="SOURCE")  # fmt: skip
     plain: bool = option(False, "one token at a time, without drafts")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
-    dtype: str = option("auto", **_OF_WEIGHTS)
+    dtype: str = option("auto", **OF_WEIGHTS)
     device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
     temperature: float | None = option(
         None, "sample; 0 is greedy, the default", type=number("at least 0", lambda x: x >= 0)
@@ -115,7 +115,7 @@ class BenchRequest:
     new_tokens: int = option(128, "per answer, at most (%(default)s)", type=whole(1))
     per_category: int | None = option(None, "prompts of each category; all if left out", type=whole(1))
     seconds: float | None = option(None, "time after which nothing is begun", type=SECONDS)
-    dtype: str = option("auto", **_OF_WEIGHTS)
+    dtype: str = option("auto", **OF_WEIGHTS)
     device: str = option("cpu", "such as cpu or cuda (%(default)s)")
     threads: int | None = option(None, "of PyTorch", type=whole(1))
     seed: int = option(0, "of the samples (%(default)s)", type=SEED)

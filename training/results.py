@@ -23,6 +23,8 @@ from .utils import replace_file
 
 DEGENERATE_SHARE = 0.5
 """Share of repeated text above which a speed-up is not believed."""
+UNSTABLE = 1.25
+"""Ratio of plain decoding's speed to its own above which, or below whose reciprocal, no speed-up is believed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ class DecodingResult:
         speed_ups: Quartiles of the ratios to plain decoding's speed, of calls by turns, without the prompts' own
             forwards and without outputs that repeat more than half of themselves.
         micro_speed_up: The same as a ratio of sums over tokens.
+        plain_ratios: Of plain decoding against itself beside this row: quartiles and the ratio of sums; empty if it was
+            decoded once.
         category_speed_ups: Medians by category of prompts; their mean is `macro_speed_up`.
         category_tokens_per_call: `tokens_per_verification` by category.
         looping: Calls whose output repeats more than half of itself.
@@ -105,6 +109,7 @@ class DecodingResult:
     decoding: str | None = None
     speed_ups: list[float] = field(default_factory=list)
     micro_speed_up: float | None = None
+    plain_ratios: list[float] = field(default_factory=list)
     category_speed_ups: dict[str, float] = field(default_factory=dict)
     category_tokens_per_call: dict[str, float] = field(default_factory=dict)
     looping: int | None = None
@@ -184,6 +189,16 @@ class DecodingResult:
     def is_degenerate(self) -> bool:
         """Whether more than half of the output repeats itself: then no card claims its speed-up."""
         return self.repeated_share is not None and self.repeated_share > DEGENERATE_SHARE
+
+    @property
+    def is_unstable(self) -> bool:
+        """Whether plain decoding ran faster or slower than itself by more than `UNSTABLE`."""
+        return any(not 1 / UNSTABLE <= ratio <= UNSTABLE for ratio in self.plain_ratios)
+
+    @property
+    def claims_speed(self) -> bool:
+        """Whether a speed-up is believed: the text does not repeat itself, and the machine was steady."""
+        return not (self.is_degenerate or self.is_unstable)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from ..generation.verification.verifiers import Verifier
 from .demo_subjects import described, load_methods
 from .evaluation.decoding import GREEDY, Run, decode, sampled
 from .evaluation.prompts import Prompt, Writer
+from .results import UNSTABLE
 from .utils import needs_extra
 
 _CODE, _WORDS = 'import json\n\n\ndef read_lines(path):\n    """', "Write a short story about a lighthouse keeper."
@@ -87,8 +88,8 @@ class _Observer:
 class Author:
     """A model with a drafter, which writes one text at a time; see `build`."""
 
-    def __init__(self, model: str | None = None, drafter: str | None = None) -> None:
-        self.model, tokenizer, self.plain, self.method = load_methods(model, drafter)
+    def __init__(self, model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> None:
+        self.model, tokenizer, self.plain, self.method = load_methods(model, drafter, dtype)
         self.writer = Writer(tokenizer, chats=bool(model))
         self.example, self.temperature = (_WORDS, 0.0) if model else (_CODE, 0.7)  # the box repeats itself where greedy
         self.name = described(self.model, model, self.method)
@@ -176,6 +177,9 @@ def _speeds(runs: dict[str, list[Run]], is_sampled: bool) -> str:
     drafted, plain = runs.values()
     speeds = [median(run.speed or 0.0 for run in several) for several in (drafted, plain)]
     ratio = f"{speeds[0] / speeds[1]:.2f} times plain decoding's speed" if speeds[1] else "Too short to be timed"
+    slowest, fastest = (choose(run.speed or 0.0 for run in plain) for choose in (min, max))
+    if speeds[1] and not speeds[1] / UNSTABLE <= slowest <= fastest <= speeds[1] * UNSTABLE:
+        ratio = f"No speed-up is told: plain decoding itself ran at {slowest:,.1f} to {fastest:,.1f} tokens/s"
     same = "the same text" if drafted[0].ids == plain[0].ids else "another text: rounding decides near-ties"
     texts = "texts of the same distribution" if is_sampled else same
     meters = (f'<meter value="{speed}" max="{max(speeds)}"></meter>{speed:,.1f} tokens/s, ' for speed in speeds)
@@ -183,8 +187,10 @@ def _speeds(runs: dict[str, list[Run]], is_sampled: bool) -> str:
     return f"<b>{ratio}</b>, {texts} (measured after it, by turns, {len(plain)} × each)<br>{rows}"
 
 
-def build(model: str | None = None, drafter: str | None = None) -> Any:
+def build(model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> Any:
     """Return the page of a model (None: the one in the box) and a method of `tokenahead bench`, a `gradio.Blocks`.
+
+    `dtype` is that of the weights; `"auto"`: the checkpoint's, float32 of the model in the box.
 
     Raises:
         MissingExtraError: There is no Gradio.
@@ -193,7 +199,7 @@ def build(model: str | None = None, drafter: str | None = None) -> Any:
     """
     with needs_extra("web", "tokenahead demo --web"):
         gr = import_module("gradio")
-    author = Author(model, drafter)
+    author = Author(model, drafter, dtype)
 
     def write(*options: Any) -> Iterator[tuple[Any, ...]]:
         try:
@@ -229,11 +235,11 @@ def build(model: str | None = None, drafter: str | None = None) -> Any:
     return page
 
 
-def serve(model: str | None, drafter: str | None, address: str) -> int:
+def serve(model: str | None, drafter: str | None, dtype: str, address: str) -> int:
     """Serve the page at `HOST:PORT` until Ctrl-C; the defaults are 127.0.0.1, and a free port."""
     host, _, port = address.rpartition(":")
     if port and not port.isdecimal():
         raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860")
-    page = build(model, drafter)
+    page = build(model, drafter, dtype)
     page.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)
     return 0

@@ -88,7 +88,7 @@ def _results(measured: MeasuredResults) -> Iterator[str]:
     yield from ("", f"| {' | '.join(columns)} | speed-up | by processor | repeated |")
     yield "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
     for row in _drafting(measured):
-        by_processor = None if row.is_degenerate else row.processor_speed_up
+        by_processor = row.processor_speed_up if row.claims_speed else None
         cells = (
             str(row.method), f"{measured.extra[f'Parameters of {row.method}']:,}", _setting(row), _per_call(row),
             *_per_verification(row), *_speeds(row, "(repeats itself)"), _number(by_processor),
@@ -98,7 +98,7 @@ def _results(measured: MeasuredResults) -> Iterator[str]:
 
 
 def _drafting(measured: MeasuredResults) -> list[DecodingResult]:
-    return [row for row in measured.results if row.method != "plain"]
+    return [row for row in measured.results if f"Parameters of {row.method}" in measured.extra]
 
 
 def _per_call(row: DecodingResult) -> str:
@@ -118,7 +118,7 @@ def _with_error(value: float | None, error: float | None) -> str:
 
 
 def _speeds(row: DecodingResult, none: str) -> tuple[str, str, str]:
-    speed_up = none if row.is_degenerate else f"{row.speed_up:.2f}"
+    speed_up = "unstable" if row.is_unstable else none if row.is_degenerate else f"{row.speed_up:.2f}"
     return f"{row.tokens_per_second:.0f}", f"{row.plain_tokens_per_second:.0f}", speed_up
 
 

@@ -1,6 +1,6 @@
 """`tokenahead bench`: methods by prompts by settings in one process, as a table, figures and `results.json`.
 
-In the figures a method has one colour and one marker, and outputs that repeat themselves are hollow.
+In the figures a method has one colour and one marker, and what claims no speed-up is hollow.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BENCH_FIGURE, FRONTIER_FIGURE = "bench.png", "frontier.png"
 _SETTINGS = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "force_length"
 """Options that must be the same where a run continues."""
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
-_HOLLOW: dict[str, Any] = {"fillstyle": "full", "markerfacecolor": "white"}  # markers of outputs that repeat themselves
+_HOLLOW: dict[str, Any] = {"fillstyle": "full", "markerfacecolor": "white"}  # markers without a claim
 _POINT: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
 _PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
 
@@ -150,14 +150,16 @@ def bench_figure(measured: MeasuredResults) -> Figure:
     width = 0.8 / max(1, len(methods))
     turned: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if len(categories) > 4 else {}
     for title, rows, axes in panels:
-        for row in (row for row in rows if row.method in methods):
+        shown = [row for row in rows if row.method in methods and not row.is_unstable]
+        for row in shown:
             position, style = methods[row.method]
             for index, name in enumerate(categories):
                 if name in row.category_speed_ups:
                     left = index + (position + 0.5) * width - 0.4
                     axes.bar(left, row.category_speed_ups[name], width, color=style["color"])
-        if not any(row.category_speed_ups for row in rows if row.method in methods):
-            axes.text(0.5, 0.5, "texts loop: no claim", transform=axes.transAxes, ha="center")
+        if not any(row.category_speed_ups for row in shown):
+            words = "texts loop: no claim" if shown else "plain decoding is unstable: no claim"
+            axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center")
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
         axes.set_ylim(bottom=0)
         axes.set(title=title, ylabel="speed-up over plain", xlim=(-0.6, len(categories) - 0.4))
@@ -175,28 +177,28 @@ def frontier_figure(measured: MeasuredResults) -> Figure:
     for title, rows, axes in panels:
         points = {row.method: (row.call_ms, _per_call(row)) for row in rows if row.call_ms is not None}
         for row in (row for row in rows if row.method in points and row.method in methods):
-            style = _POINT | methods[row.method][1] | (_HOLLOW if row.is_degenerate else {})
+            style = _POINT | methods[row.method][1] | ({} if row.claims_speed else _HOLLOW)
             axes.plot(*([value] for value in points[row.method]), **style)
         if PLAIN in points:
             axes.plot(*([value] for value in points[PLAIN]), **_PLAIN)
         if points:
-            _draw_equal_speeds(axes, points)
+            _draw_equal_speeds(axes, points, not any(row.is_unstable for row in rows))
         axes.set(title=title, xlabel="milliseconds per call", ylabel=f"{measured.unit}s per call")
     named = [Line2D([], [], label=name, **_POINT | style) for name, (_, style) in methods.items()]
     named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
-    if any(row.is_degenerate for row in measured.results):
+    if not all(row.claims_speed for row in measured.results):
         point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
-        named.append(Line2D([], [], label="hollow: repeats itself, no claim", **point))
+        named.append(Line2D([], [], label="hollow: loops or unstable, no claim", **point))
     figure.legend(handles=named, loc="outside lower center", ncols=3)
     return figure
 
 
-def _draw_equal_speeds(axes: Axes, points: dict[str | None, tuple[float, float]]) -> None:
-    """Draw lines of equal speed through the origin, named by their ratio to plain decoding's."""
+def _draw_equal_speeds(axes: Axes, points: dict[str | None, tuple[float, float]], is_stable: bool) -> None:
+    """Draw lines of equal speed through the origin, named by their ratio to plain decoding's where that is stable."""
     right = 1.25 * max(ms for ms, _ in points.values())
     top = 1.15 * max(2.0, *(per_call for _, per_call in points.values()))
     axes.set(xlim=(0, right), ylim=(0, top))
-    if PLAIN not in points:
+    if PLAIN not in points or not is_stable:
         return
     ms, per_call = points[PLAIN]
     for ratio in (0.5, 1, 1.5, 2, 3, 4):

@@ -13,8 +13,8 @@ import torch
 from ... import __version__
 from ..loading import unit_of
 from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environment, hardware
-from .bench import Bench, Line, is_near_tie
-from .decoding import DecodingMode, Run, acceptance_by_position, drafted_flags
+from .bench import CONTROL, Bench, Line, is_near_tie
+from .decoding import DecodingMode, Run, acceptance_by_position, drafted_flags, repeated_share
 from .expected import ExpectedCalls, ratio_of_sums
 
 
@@ -53,9 +53,12 @@ def pairs_of(bench: Bench) -> Iterator[tuple[str, DecodingMode, int, list[Pair]]
 
 
 def results_of(bench: Bench) -> list[DecodingResult]:
-    """Return all results; the error of logits is the largest that was measured."""
+    """Return all results, beside the control's ratios; the error of logits is the largest that was measured."""
     error, sources = largest_error(bench.lines), {method.name: method.source for method in bench.methods}
-    return [replace(result_of(*pairs, error), source=sources[pairs[0]]) for pairs in pairs_of(bench)]
+    rows = [replace(result_of(*pairs, error), source=sources[pairs[0]]) for pairs in pairs_of(bench)]
+    controls = {(row.decoding, row.batch_size): row for row in rows if row.method == CONTROL}
+    ratios = {key: [*row.speed_ups, row.micro_speed_up] for key, row in controls.items() if row.micro_speed_up}
+    return [replace(row, plain_ratios=ratios.get((row.decoding, row.batch_size), [])) for row in rows]
 
 
 def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:
@@ -185,6 +188,11 @@ class Completion:
     prompt: str
     ids: list[int]
     drafted: list[bool]
+
+    @property
+    def loops(self) -> bool:
+        """Whether more than half of it repeats itself."""
+        return repeated_share(self.ids) > DEGENERATE_SHARE
 
 
 def completions_of(bench: Bench, method: str, mode: DecodingMode) -> Iterator[Completion]:

@@ -59,6 +59,8 @@ def _expected(row: DecodingResult) -> str:
 def _speed(row: DecodingResult) -> str | Text:
     if row.is_degenerate or (row.looping and not row.speed_ups):
         return Text("loops", "bold yellow")
+    if row.is_unstable:
+        return Text("unstable", "bold yellow")
     if not row.speed_ups:
         return f"{row.speed_up:.2f}x"
     low, middle, high = row.speed_ups
@@ -87,8 +89,8 @@ _COLUMNS: dict[str, _Cell] = {
     "same texts": _same,
 }
 _DETAILS: dict[str, _Cell] = {
-    "micro": lambda row: "" if row.is_degenerate else _number(row.micro_speed_up),
-    "macro": lambda row: "" if row.is_degenerate else _number(row.macro_speed_up),
+    "micro": lambda row: _number(row.micro_speed_up) if row.claims_speed else "",
+    "macro": lambda row: _number(row.macro_speed_up) if row.claims_speed else "",
     "ms of\ndrafts": lambda row: _number(row.draft_ms, ".1f"),
     "ms of\nprompt": lambda row: _number(row.prompt_ms, ".0f"),
     "cache\nMB": lambda row: "" if row.cache_bytes is None else f"{row.cache_bytes / 1e6:.1f}",
@@ -108,6 +110,12 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
     if any(row.looping for row in rows):
         most = max(row.looping or 0 for row in rows)
         yield f"Up to {most} calls of a row repeat more than half of their text: they are in no speed-up."
+    unstable = {(row.decoding or row.name, row.batch_size): row.plain_ratios for row in rows if row.is_unstable}
+    for (mode, batch), ratios in unstable.items():
+        yield (
+            f"{mode}, batch {batch}: plain decoding ran at {min(ratios):.2f} to {max(ratios):.2f} times its own speed "
+            "by turns, so that no speed-up is told: let the machine do nothing else, or measure for longer."
+        )
     for name, reason in measured.not_measured.items():
         yield f"n/a: {name}: {reason}"
     for row in rows:
@@ -149,7 +157,7 @@ def advice_of(row: DecodingResult, plain_ms: float, costs: dict[int, float]) -> 
     A draft of k tokens is expected to yield 1 + the shares accepted up to k, for a block of k + 1 tokens and k parts of
     the time that its drafts took.
     """
-    if not row.draft_length or not row.accepted_by_position or row.is_degenerate:
+    if not row.draft_length or not row.accepted_by_position or not row.claims_speed:
         return None
     advice = []
     for length in range(1, row.draft_length + 1):
@@ -177,7 +185,7 @@ def _best(rows: dict[str | None, DecodingResult], costs: dict[int, float]) -> st
     advice = [advice_of(row, plain_ms, costs) for name, row in rows.items() if name not in (PLAIN, CONTROL)]
     best = max((each for each in advice if each is not None), key=lambda each: each.speed_up, default=None)
     if best is None:
-        return "nothing can be said: no drafts were counted, or texts loop."
+        return "nothing can be said: no drafts were counted, texts loop, or plain decoding is unstable."
     words = f"{best.method} with num_assistant_tokens={best.length}: {best.tokens_per_call:.2f} per call"
     words += f", {best.speed_up:.2f} x plain expected ({best.measured:.2f} x measured as it was)"
     return f"take {words}." if best.speed_up > 1 else f"decode plainly; the best is {words}."

@@ -1,5 +1,6 @@
 """The figures can be read: every word lies inside them, none on another one, and every marker inside its axes."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -138,3 +139,13 @@ def test_a_method_has_one_colour_in_all_panels():
     first, second = (points(axes)[:-1] for axes in drawn("frontier, six methods").axes)
     colours = [to_hex(line.get_color()) for line in first]
     assert colours == [to_hex(line.get_color()) for line in second] and len(set(colours)) == 6
+
+
+def test_an_unstable_machine_claims_nothing():
+    case = next(name for name in CASES if name.startswith("bench, six"))
+    measured = SETTINGS["six methods"]()
+    noisy = replace(measured, results=[replace(row, plain_ratios=[0.03, 1.0, 30.0, 1.0]) for row in measured.results])
+    bench, frontier = figures.bench_figure(noisy), figures.frontier_figure(noisy)
+    assert drawn(case).axes[0].patches and not bench.axes[0].patches and "unstable" in bench.axes[0].texts[0].get_text()
+    assert not any(line.get_linestyle() == ":" for line in frontier.axes[0].lines)
+    assert not any(text.get_text().endswith("x") for text in frontier.axes[0].texts)

@@ -1,6 +1,7 @@
 """What is shown: whose byte is whose, the table, the notes."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -84,6 +85,16 @@ def test_the_table_has_every_figure_and_fits_80_columns():
 def test_text_that_loops_claims_no_speed_up():
     text = " ".join(shown(result(repeated_share=0.8, looping=7)).split())
     assert "2.50x" not in text and " loops " in text and "Up to 7 calls" in text
+
+
+@pytest.mark.parametrize("ratios", [[0.03, 1.0, 30.0, 1.0], [1.0, 1.0, 1.0, 1.3], [0.7, 1.0, 1.1, 1.0]])
+def test_where_plain_against_plain_is_unstable_no_speed_up_is_told(ratios):
+    row = result(speed_ups=[5.7, 5.86, 5.9], micro_speed_up=5.86, category_speed_ups={"a": 5.86}, plain_ratios=ratios)
+    text = " ".join(shown(row).split())
+    assert "5.86" not in text and " unstable " in text
+    assert f"greedy, batch 1: plain decoding ran at {min(ratios):.2f} to {max(ratios):.2f} times its own speed" in text
+    calm = shown(replace(row, plain_ratios=[0.95, 1.0, 1.1, 1.02]))
+    assert "5.86x" in calm and "unstable" not in calm
 
 
 def test_a_failed_comparison_is_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from tests.boxes import untrained_box
 from tests.internals import (
     MARK,
     BoxDamagedError,
+    Completion,
     Measurement,
     box_subject,
     check_output,
+    cli_module,
+    completions_of,
     model_subject,
     run_demo,
 )
@@ -47,14 +51,17 @@ def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -
 
 def test_results_come_with_their_circumstances(box: Path) -> None:
     measured, bench = Measurement(**FEW).measure(box_subject(box, 2))
-    names = ["plain", "ff", "btree 2"]
+    names = ["plain", "plain, again", "ff", "btree 2"]
     assert [method.name for method in bench.methods] == names
     modes = "greedy", "sampled, T=0.7", "sampled, T=1"
     assert [(row.method, row.decoding) for row in measured.results] == [
         (name, mode) for mode in modes for name in names
     ]
-    assert {row.method: row.draft_length for row in measured.results} == {"plain": None, "ff": 5, "btree 2": 3}
-    for row in (row for row in measured.results if row.method != "plain"):
+    assert {row.method: row.draft_length for row in measured.results} == dict.fromkeys(names[:2]) | {
+        "ff": 5,
+        "btree 2": 3,
+    }
+    for row in (row for row in measured.results if row.draft_length):
         assert len(row.expected_by_position) == row.draft_length
         if row.decoding == "greedy":
             assert row.identical is True
@@ -116,6 +123,7 @@ def test_ones_own_model_is_shown_with_its_drafter(llama: tuple[str, str], tmp_pa
     assert names == {"bench.png", "demo.json", "results.json", "frontier.png"}
     assert [(row.method, row.identical) for row in measured.results if row.decoding == "greedy"] == [
         ("plain", None),
+        ("plain, again", True),
         ("heads:heads", True),
     ]
     assert (
@@ -139,7 +147,7 @@ def test_prompts_of_a_file_take_the_place_of_the_requests(llama: tuple[str, str]
 def test_batches_draft_as_much_as_pays_but_trees_keep_their_form(llama: tuple[str, str]) -> None:
     for drafter in ("ngram", 'ngram?draft_tree={"top_k":2}'):
         measured, _ = Measurement(batch_size=2, **FEW).measure(model_subject(llama[0], drafter))
-        assert len([row for row in measured.results if row.batch_size == 2]) == 4, measured.not_measured
+        assert len([row for row in measured.results if row.batch_size == 2]) == 6, measured.not_measured
 
 
 def test_a_model_with_another_drafter_in_the_box() -> None:
@@ -148,6 +156,39 @@ def test_a_model_with_another_drafter_in_the_box() -> None:
         "--drafter",
         "ngram",
     ]
+
+
+def test_weights_have_the_dtype_that_was_asked_for(box: Path, llama: tuple[str, str]) -> None:
+    model, _ = llama
+    for subject in (model_subject(model, dtype="bfloat16"), box_subject(box, dtype="bfloat16")):
+        assert {method.model.dtype for method in subject.methods} == {torch.bfloat16}
+        assert "bfloat16" in subject.words and subject.arguments[-2:] == ["--dtype", "bfloat16"]
+    assert model_subject(None, "ngram", dtype="bfloat16").methods[0].model.dtype == torch.bfloat16
+    assert "float32" in box_subject(box).words and "--dtype" not in box_subject(box).arguments
+
+
+def test_parameters_of_the_backbone_and_of_heads_are_told_apart(box: Path, llama: tuple[str, str]) -> None:
+    models = [method.model for method in box_subject(box).methods]
+    plain, heads = models[0], [sum(each.numel() for each in model.head.parameters()) for model in models[1:]]
+    words = box_subject(box).words
+    assert f"{plain.num_parameters() - heads[0]:,} parameters" in words
+    assert all(f"({count:,})" in words for count in heads)
+    model, folder = llama
+    subject = model_subject(model, f"heads:{folder}")
+    further = sum(each.numel() for each in subject.methods[1].drafter.parameters())
+    count = subject.methods[0].model.num_parameters()
+    assert f"({count:,} parameters, float32)" in subject.words and f"({further:,} further parameters)" in subject.words
+    assert "further" not in model_subject(model).words
+
+
+def test_the_first_text_that_does_not_repeat_itself_is_shown() -> None:
+    """The seed is the command's; the toy's greedy texts mostly loop."""
+    subject = box_subject()
+    measurement = Measurement(seconds=0.1, new_tokens=128, seed=cli_module._parse(["demo"]).seed)
+    subject = replace(subject, methods=subject.methods[:2], modes=subject.modes[:1])
+    _, bench = measurement.measure(subject)
+    assert not next(completions_of(bench, "ff", subject.modes[0])).loops
+    assert Completion("", [1, 2] * 40, []).loops and not Completion("", list(range(80)), []).loops
 
 
 @pytest.mark.parametrize(

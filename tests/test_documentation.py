@@ -64,6 +64,12 @@ def test_the_first_block_comes_early():
     assert lines.index("```python") < 25 and len(lines) <= 160
 
 
+def test_the_first_block_takes_a_class_of_transformers():
+    """So that a release that renames what drafters rely on is seen here: a model of our own would go along."""
+    (_, first), *_ = blocks(ROOT / "README.md")
+    assert "LlamaForCausalLM(" in first and len(first.strip().splitlines()) <= 12
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_blocks_fit(page):
     text = page.read_text(encoding="utf-8")

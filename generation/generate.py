@@ -212,8 +212,8 @@ def speculative_decoding(
     schedule = call.drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
     loop = SpeculativeLoop(
         model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
-        generation_config, stopping_criteria, model_kwargs, keywords, call.streamer, call.has_user_cache,
-        partial(_warn_or_refuse, options=options),
+        generation_config, stopping_criteria, model_kwargs, keywords,
+        partial(_warn_or_refuse, options=options), call.streamer, call.has_user_cache,
     )  # fmt: skip
     with readable(model), call.drafter.running(model):
         output = loop.run(call.synced_gpus)

@@ -57,9 +57,9 @@ class SpeculativeLoop:
         criteria: Stopping criteria.
         model_kwargs: Keyword arguments of the model, the cache among them.
         keywords: Further keyword arguments of forwards after the prompt; None: there are none.
+        refuse_drafts: Takes the reason why the rest of the call is decoded plainly: it warns, or raises an error.
         streamer: Receives every column of tokens once all open sequences have it.
         has_user_cache: Whether the user passed the cache, and may look into it after the call.
-        refuse_drafts: Takes the reason why the rest of the call is decoded plainly: it warns, or raises an error.
     """
 
     target: Target
@@ -76,9 +76,9 @@ class SpeculativeLoop:
         criteria: StoppingCriteriaList,
         model_kwargs: dict[str, Any],
         keywords: Keywords | None,
+        refuse_drafts: Callable[[str], object],
         streamer: BaseStreamer | None = None,
         has_user_cache: bool = False,
-        refuse_drafts: Callable[[str], object] = print,
     ) -> None:
         prompt = options.prompt
         self.processing = options.processing if options.processors else None

@@ -183,7 +183,7 @@ def test_no_memory_and_a_failure_leave_the_other_methods(folders):
         calls.append(1)
         raise torch.OutOfMemoryError("out of memory") if len(calls) > 1 else ValueError("no such thing")
 
-    broken = SimpleNamespace(name="broken", generate=full, model=model, drafter=None)
+    broken = SimpleNamespace(name="broken", generate=full, model=model, drafter=None, source=None)
     bench = bench_of(model, [*methods[1:], broken])
     bench.run([Prompt("1", ("abc",))])
     assert bench.refused == {("broken", "greedy", 1): "no such thing"}

@@ -299,7 +299,8 @@ class Route:
         Raises:
             RuntimeError: As in `model.generate(..., assistant_model=drafter.attach(model))`.
         """
-        if getattr(assistant := call.get("assistant_model"), "is_attached", None) is not None:
+        is_adapted = "_get_candidate_generator" in vars(self.backbone)  # by `candidate_generator`, for that loop
+        if getattr(assistant := call.get("assistant_model"), "is_attached", None) is not None and not is_adapted:
             name = type(assistant).__name__
             raise RuntimeError(f"this {name} was attached within the call: call attach(backbone) before generate(...)")
         type(self.backbone)._validate_generation_mode(self.backbone, mode, config, call)

@@ -78,7 +78,9 @@ class HookedBackbone:
     def __init__(self, whole: PTPForCausalLM, backbone: PreTrainedModel, adapters: nn.Module) -> None:
         self.model = copy.copy(whole)
         self.model.__class__ = SlottedBackbone
-        vars(self.model)["_modules"] = vars(whole)["_modules"] | {"backbone": backbone}
+        own = {name: copy.copy(held) for name, held in vars(whole).items() if isinstance(held, dict)}
+        vars(self.model).update(own)  # what it registers is no part of the whole model
+        self.model.backbone = backbone
         self.model.config = copy.copy(whole.config)
         self.model.config.backbone_config = backbone.config
         layers = {name: base_layer(layer) for name, layer in backbone.named_modules()}

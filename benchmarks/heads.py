@@ -37,8 +37,8 @@ from transformers import TemperatureLogitsWarper
 from tokenahead import EvaByteForMTPC
 from tokenahead.configuration.cache_names import CACHE, cache_of
 from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.tensors.sampling import draw
 from tokenahead.generation.verification import verify
-from tokenahead.modeling.sampling import draw
 from tokenahead.training.commands.bench import frontier_figure
 from tokenahead.training.results import DecodingResult, MeasuredResults
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from tokenahead.modeling.sampling import pick
+from tokenahead.generation.tensors.sampling import pick
 
 
 class MarkovChain(nn.Module):

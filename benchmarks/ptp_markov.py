@@ -33,10 +33,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from tokenahead import PTPForCausalLM
+from tokenahead.generation.tensors.sampling import interval, pick
+from tokenahead.generation.tensors.uniforms import best_of
 from tokenahead.generation.verification import coupled_acceptance, token_acceptance, verify
 from tokenahead.modeling.ptp.embedding import GREEDY
-from tokenahead.modeling.sampling import interval, pick
-from tokenahead.modeling.uniforms import best_of
 from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 

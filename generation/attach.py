@@ -19,12 +19,12 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..configuration.fields import field
-from ..modeling.wrapped_models import drop_collectors, fingerprint, unwrap
 from .call.options import first_set
 from .drafter import BaseDrafter
 from .generate import decoding, prepared_call
 from .protocols import SpeculativeCache
 from .target.backbones import check_backbone
+from .tensors.wrapped_models import drop_collectors, fingerprint, unwrap
 
 logger = logging.get_logger(__name__)
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -38,7 +38,6 @@ from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, renamed
 from ..configuration.fields import field
-from ..modeling.wrapped_models import checkpointing_paused, drop_peft_arguments, is_base, peft_arguments, readable
 from .call.keywords import USUAL, Keywords
 from .call.options import OWN, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
@@ -59,6 +58,7 @@ from .target.backbones import (
     warn_of_unread,
 )
 from .target.static import planned_cache
+from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, is_base, peft_arguments, readable
 from .trees.growth import choose_tree
 
 logger = logging.get_logger(__name__)

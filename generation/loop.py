@@ -25,8 +25,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.cache_names import CACHE, cache_of
 from ..configuration.fields import learned_positions, requested_states
-from ..modeling.masks import to_device
-from ..modeling.wrapped_models import has_foreign_hooks
 from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
@@ -36,6 +34,8 @@ from .call.stopping import Stopping
 from .protocols import DraftSession, SpeculativeCache
 from .target.backbones import target_of
 from .target.target import OwnLengthsTarget, RaggedTarget, Target, TargetOutput
+from .tensors.masks import to_device
+from .tensors.wrapped_models import has_foreign_hooks
 from .trees.contract import DraftTree, VerificationResult
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier

@@ -13,11 +13,11 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..modeling.heads.learning import OnlineMixin, collate
 from ..modeling.loss_options import check_values
-from ..modeling.wrapped_models import is_unit, readable
 from .call.outputs import Speculation
 from .drafter import BaseDrafter
 from .protocols import DraftSession, Recorder
 from .recording import OnlineBuffer, RecordingSession
+from .tensors.wrapped_models import is_unit, readable
 
 _MAX_NORM = 1.0
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..modeling.heads.learning import STATES
 from ..modeling.heads.losses import IGNORE
-from ..modeling.masks import cached_range, to_device
 from .call.outputs import Speculation
 from .call.sequences import NewTokens, Sequences
 from .protocols import CacheView, DraftSession, joined_layers
 from .target.target import TargetOutput
+from .tensors.masks import cached_range, to_device
 from .trees.contract import DraftTree, VerificationResult
 
 _PADDING = -1

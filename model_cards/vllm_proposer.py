@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from ..configuration import MTPHeadConfig
+from ..generation.tensors.sampling import draw
 from ..modeling.heads.backbone_parts import BackboneParts
 from ..modeling.heads.family import FAMILIES
 from ..modeling.heads.registry import build_head
 from ..modeling.heads.window_distribution import distribution_after
-from ..modeling.sampling import draw
 from ..modeling.tensor_files import read_tensors
 
 logger = logging.getLogger(__name__)

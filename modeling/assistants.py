@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils import find_adapter_config_file
 
 from ..configuration.fields import field
+from ..generation.tensors.wrapped_models import carries_adapters, has_own_cache, unwrap
 from .loading import HUB_OPTIONS
-from .wrapped_models import carries_adapters, has_own_cache, unwrap
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:

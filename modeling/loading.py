@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import __version__
+from ..generation.tensors.wrapped_models import fingerprint
 from .remote_code import TRAVELS, TravellingMixin, is_ours, whole_directory
 from .tensor_files import check_contents, unlisted_file, wrapped_names
-from .wrapped_models import fingerprint
 
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""

@@ -171,7 +171,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.modules": ("Readout",),
     "tokenahead.modeling.evabyte.geometry": ("SequenceMap",),
-    "tokenahead.modeling.masks": ("model_mask", "grouped_attention", "selected_positions"),
+    "tokenahead.generation.tensors.masks": ("model_mask", "grouped_attention", "selected_positions"),
     "tokenahead.modeling.evabyte.tokenizer": (
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
@@ -225,7 +225,7 @@ _NAMES = {
         "logsumexp",
         "window_distribution",
     ),
-    "tokenahead.modeling.uniforms": (
+    "tokenahead.generation.tensors.uniforms": (
         "best_of",
         "uniform_for",
         "beta_shares",
@@ -253,7 +253,7 @@ _NAMES = {
         "TRANSFORMERS",
         "TravellingMixin",
     ),
-    "tokenahead.modeling.sampling": (
+    "tokenahead.generation.tensors.sampling": (
         "philox",
         "stream_uniforms",
         "draw",

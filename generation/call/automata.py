@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import LogitsProcessor
 
-from ...modeling.masks import cached_arange, numbers, to_device
+from ..tensors.masks import cached_arange, numbers, to_device
 from .sequences import Sequences
 
 _SEEN = 1024

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as library
 
-from ...modeling.masks import numbers, to_device
+from ..tensors.masks import numbers, to_device
 from .automata import AutomatonProcessor, HostWalk, OffersAutomaton, TableAutomaton, TableWalk, fitted
 from .positions import KNOWN, PathPositions, Positions, apply_known
 from .sequences import Sequences

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ...modeling.evabyte.tokenizer import EvaByteTokenizer
-from ...modeling.masks import cached_arange
+from ..tensors.masks import cached_arange
 from .automata import AutomatonProcessor
 
 

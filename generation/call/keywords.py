@@ -19,7 +19,7 @@ from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
 
 from ...configuration.cache_names import CACHE, NAMES
-from ...modeling.wrapped_models import is_base
+from ..tensors.wrapped_models import is_base
 from .sequences import Sequences
 
 _TYPES = {"token_type_ids", "mm_token_type_ids"}

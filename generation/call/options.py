@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
-from ...modeling.sampling import draw
+from ..tensors.sampling import draw
 from .constraints import DraftMasks
 from .processing import Processing
 from .sequences import Sequences

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as library
 
-from ...modeling.masks import cached_arange
+from ..tensors.masks import cached_arange
 from ..trees.contract import DraftTree
 from .sequences import Sequences
 

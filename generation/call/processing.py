@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 from transformers.utils import logging
 
-from ...modeling.masks import numbers
+from ..tensors.masks import numbers
 from ..trees.contract import DraftTree
 from .automata import fitted
 from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask

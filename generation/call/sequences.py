@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...modeling.masks import cached_range
+from ..tensors.masks import cached_range
 
 _GROWTH = 256
 

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import learned_positions
-from ...modeling.masks import cached_arange
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
@@ -21,6 +20,7 @@ from ..protocols import CacheView, DraftSession
 from ..target.backbones import target_of
 from ..target.repacking import hold, release
 from ..target.target import TargetOutput
+from ..tensors.masks import cached_arange
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import grow_chain
 

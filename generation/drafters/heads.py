@@ -18,14 +18,14 @@ from transformers import DynamicCache
 
 from ...modeling.draft_vocabulary import DraftVocabulary
 from ...modeling.heads.window_distribution import PartialDistribution, WindowDistribution
-from ...modeling.masks import cached_arange, cached_range, to_device
-from ...modeling.sampling import draw
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, chosen, warped
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.cache import CacheLayout, block_mask
 from ..target.target import HiddenLayers, TargetOutput
+from ..tensors.masks import cached_arange, cached_range, to_device
+from ..tensors.sampling import draw
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import grow
 

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone
-from ...modeling.masks import cached_range
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
@@ -37,6 +36,7 @@ from ..target.cache import CacheLayout
 from ..target.convolved import module_layers, own_columns
 from ..target.indexed import real_tokens
 from ..target.target import TargetOutput, note_positions
+from ..tensors.masks import cached_range
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import Ancestry, chain_of, grow, most_nodes
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ...modeling.masks import cached_arange
 from ..attach import LookUpDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.target import TargetOutput
+from ..tensors.masks import cached_arange
 from ..trees.contract import DraftTree, VerificationResult
 
 

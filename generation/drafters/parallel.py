@@ -27,10 +27,7 @@ from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.masks import cached_arange, to_device
 from ...modeling.ptp.embedding import GREEDY
-from ...modeling.sampling import interval, pick
-from ...modeling.uniforms import best_of
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.processing import Processing
@@ -38,6 +35,9 @@ from ..call.schedule import AcceptanceRates
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
 from ..target.target import TargetOutput
+from ..tensors.masks import cached_arange, to_device
+from ..tensors.sampling import interval, pick
+from ..tensors.uniforms import best_of
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import CoupledVerifier, Uniforms, distribution_of
 from .slots import SlotLayout, split_budget

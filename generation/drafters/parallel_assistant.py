@@ -11,7 +11,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import requested_states
 from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.masks import cached_arange, cached_range
 from ..call.constraints import DraftMasks
 from ..call.options import CallOptions, DraftOptions
 from ..call.processing import Processing
@@ -20,6 +19,7 @@ from ..parallel import ParallelDrafter, make_uniforms
 from ..protocols import CacheView
 from ..target.cache import block_mask
 from ..target.target import RaggedTarget, TargetOutput
+from ..tensors.masks import cached_arange, cached_range
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Uniforms
 from .assistant import AssistantDrafter

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...modeling.masks import cached_range
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView
 from ..target.target import RaggedTarget, TargetOutput
+from ..tensors.masks import cached_range
 from ..trees.contract import DraftTree, VerificationResult
 from .assistant_session import AssistantSession, SharedVocabulary
 

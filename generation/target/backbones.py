@@ -35,8 +35,8 @@ from ...configuration.fields import (
     learned_positions,
     rotary_border,
 )
-from ...modeling.masks import check_attention
-from ...modeling.wrapped_models import has_own_cache
+from ..tensors.masks import check_attention
+from ..tensors.wrapped_models import has_own_cache
 from .compressed import CompressedTarget
 from .convolved import ConvolvedTarget
 from .repacking import EvenTarget, RepackedTarget

@@ -24,8 +24,8 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...configuration.fields import mask_kinds
-from ...modeling.masks import cached_arange, cached_range, model_mask
 from ..call.sequences import NewTokens
+from ..tensors.masks import cached_arange, cached_range, model_mask
 from ..trees.contract import DraftTree
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
-from ...modeling.masks import cached_arange, cached_range
+from ..tensors.masks import cached_arange, cached_range
 from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, laid_out, rounded
 from .target import RaggedTarget, each_state

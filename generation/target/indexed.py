@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from ...modeling.masks import cached_arange, cached_range
+from ..tensors.masks import cached_arange, cached_range
 from .cache import CacheLayout, RaggedLayer, laid_out
 
 

@@ -23,8 +23,8 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 
 from ...configuration.cache_names import CACHE
-from ...modeling.masks import cached_arange, cached_range
 from ..call.sequences import NewTokens
+from ..tensors.masks import cached_arange, cached_range
 from .target import ColumnTarget
 
 

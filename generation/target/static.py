@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
-from ...modeling.masks import cached_range
+from ..tensors.masks import cached_range
 from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, rounded
 from .target import RaggedTarget, States, TargetOutput, each_state

@@ -21,9 +21,9 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
-from ...modeling.masks import cached_range
 from ..call.sequences import NewTokens
 from ..protocols import CacheView, SpeculativeCache
+from ..tensors.masks import cached_range
 from ..trees.contract import DraftTree, VerificationResult, taken
 from .cache import CacheLayout, RaggedLayer, block_mask
 from .indexed import AlignedLayer, BlockLayer, PositionedLayer

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...modeling.masks import cached_arange
-from ...modeling.sampling import race_order
+from ..tensors.masks import cached_arange
+from ..tensors.sampling import race_order
 from .contract import DraftTree
 
 Expand = Callable[[Tensor, Tensor], Tensor]

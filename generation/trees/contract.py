@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...modeling.masks import cached_arange
+from ..tensors.masks import cached_arange
 
 
 @dataclass(eq=False)

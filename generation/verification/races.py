@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...modeling.masks import cached_arange
+from ..tensors.masks import cached_arange
 from ..trees.contract import DraftTree, VerificationResult
 from .rules import TRACE, block_surplus
 

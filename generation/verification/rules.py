@@ -32,8 +32,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...modeling.masks import cached_arange
-from ...modeling.sampling import draw, draw_checked, pick
+from ..tensors.masks import cached_arange
+from ..tensors.sampling import draw, draw_checked, pick
 from ..trees.contract import DraftTree, VerificationResult, descend, elder_siblings, follow, path_columns
 
 TRACE = 1e-30

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...modeling.sampling import draw, pick, stream_uniforms
 from ..call.sequences import Sequences
+from ..tensors.sampling import draw, pick, stream_uniforms
 from ..trees.contract import DraftTree, VerificationResult, follow
 from .races import is_raced, race
 from .rules import verify_sampled

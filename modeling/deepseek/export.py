@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
+from ...generation.tensors.wrapped_models import whole_state
 from ..draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..loading import SavingMixin
 from ..loss_options import ModuleLossOptions
 from ..tensor_files import Names, renamed
-from ..wrapped_models import whole_state
 from .conversion import DeviceMap, load
 from .modules import MTPModules
 

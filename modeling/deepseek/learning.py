@@ -7,12 +7,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ...generation.tensors.wrapped_models import parameters_frozen
 from ..draft_vocabulary import DraftVocabulary
 from ..heads.learning import STATES, OnlineMixin
 from ..heads.losses import depth_targets
 from ..loss_options import ModuleLossOptions
 from ..outputs import MTPOutput
-from ..wrapped_models import parameters_frozen
 from .losses import chain_loss, depth_weights, teacher_forced
 from .main_model import OverMainModel, has_towers, mapped_state
 

@@ -14,14 +14,14 @@ from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field, requested_states
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
+from ...generation.tensors.masks import selected_positions
+from ...generation.tensors.wrapped_models import AroundBackboneMixin, PicklableMixin, checkpointing_paused
 from ..draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..heads.backbone_parts import text_positions
 from ..heads.losses import depth_targets
 from ..loading import HUB_OPTIONS
 from ..loss_options import DepthCountsMixin, ModuleLossOptions
-from ..masks import selected_positions
 from ..outputs import DeepSeekMTPOutput
-from ..wrapped_models import AroundBackboneMixin, PicklableMixin, checkpointing_paused
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized
 from .export import OfficialCheckpointModel, official_device_map, own_device_map

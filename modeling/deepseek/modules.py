@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import has_short_convolutions, rotates_anew
+from ...generation.tensors.wrapped_models import call, checkpointing_paused
 from ..heads.backbone_parts import (
     finished_logits,
     layer_kind,
@@ -33,7 +34,6 @@ from ..heads.backbone_parts import (
     rotated,
     set_cache_slots,
 )
-from ..wrapped_models import call, checkpointing_paused
 
 
 class MTPModule(GradientCheckpointingLayer):

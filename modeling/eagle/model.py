@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
+from ...generation.tensors.wrapped_models import OfBackboneMixin, has_own_cache, unwrap
 from ..draft_vocabulary import DraftVocabulary
 from ..heads.backbone_parts import output_embeddings, weight_of
 from ..heads.learning import FrozenBackboneMixin, States, counted_positions
@@ -23,7 +24,6 @@ from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
 from ..loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
 from ..outputs import EagleOutput
 from ..tensor_files import read_tensors, refuse_unknown, weight_files
-from ..wrapped_models import OfBackboneMixin, has_own_cache, unwrap
 from .conversion import (
     backbone_config,
     check_kind,

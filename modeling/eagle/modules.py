@@ -27,10 +27,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration import EagleHeadConfig
 from ...configuration.cache_names import CACHE
 from ...generation.attach import AttachableDrafter
+from ...generation.tensors.masks import model_mask
 from ..draft_vocabulary import DraftIdsMixin
 from ..heads.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings
 from ..heads.learning import States
-from ..masks import model_mask
 from .conversion import resolved_aux_layers
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ..masks import cached_arange, cached_range
+from ...generation.tensors.masks import cached_arange, cached_range
 
 if TYPE_CHECKING:
     from ...generation.trees.contract import DraftTree

@@ -16,13 +16,13 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...configuration import EvaByteConfig, MTPHeadConfig
+from ...generation.tensors.masks import to_device
+from ...generation.tensors.wrapped_models import call
 from ..heads.backbone_parts import BackboneParts
 from ..heads.draft_layers import LayerAdapters
 from ..heads.ff import FFHead
 from ..heads.registry import init_head
 from ..heads.window_distribution import WindowDistribution
-from ..masks import to_device
-from ..wrapped_models import call
 from .backbone import EvaByteDecoderLayer, EvaByteModel
 
 Model = TypeVar("Model", bound="DraftLayersMixin")

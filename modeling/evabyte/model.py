@@ -17,13 +17,13 @@ from ...configuration.fields import check_options
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import DraftLayersSession, HeadSession
+from ...generation.tensors.masks import selected_positions
 from ..heads.backbone_parts import BackboneParts
 from ..heads.ff import FFHead
 from ..heads.learning import OnlineMixin, WindowHeadMixin, split_states
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
 from ..heads.registry import build_head, init_head
 from ..loading import HUB_OPTIONS, StrictLoadingMixin
-from ..masks import selected_positions
 from ..outputs import MTPOutput
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache

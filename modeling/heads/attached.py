@@ -21,9 +21,9 @@ from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafters.heads import AttendingHeadSession, HeadSession
+from ...generation.tensors.wrapped_models import OfBackboneMixin, unwrap
 from ..draft_vocabulary import DraftIdsMixin, DraftVocabulary, TokenIds
 from ..loading import StrictLoadingMixin
-from ..wrapped_models import OfBackboneMixin, unwrap
 from .backbone_parts import BackboneParts, compute_device
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters

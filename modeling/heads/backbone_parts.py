@@ -27,8 +27,8 @@ from transformers.masking_utils import (
 from ...configuration.cache_names import CACHE, name_of_cache
 from ...configuration.fields import field, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
-from ..masks import model_mask
-from ..wrapped_models import call_frozen, is_unit, weights_fetched
+from ...generation.tensors.masks import model_mask
+from ...generation.tensors.wrapped_models import call_frozen, is_unit, weights_fetched
 
 if TYPE_CHECKING:
     from ..draft_vocabulary import DraftVocabulary

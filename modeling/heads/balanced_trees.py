@@ -12,7 +12,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ..masks import numbers
+from ...generation.tensors.masks import numbers
 from .circuits import LOG, LatentDistribution, Ring, Scale, Walk, column, moved, never
 
 _TABLES = 2**22

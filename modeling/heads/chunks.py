@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..wrapped_models import gather
+from ...generation.tensors.wrapped_models import gather
 
 LOGITS_PER_CHUNK = 2**24
 """Logits that exist at a time: 64 MiB of float32 (and a few copies in backward)."""

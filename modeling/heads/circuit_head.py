@@ -12,7 +12,7 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
-from ..wrapped_models import call
+from ...generation.tensors.wrapped_models import call
 from .backbone_parts import BackboneParts
 from .balanced_trees import TreeDistribution
 from .circuits import ChainDistribution, MixtureDistribution

@@ -21,7 +21,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ..sampling import exponentials
+from ...generation.tensors.sampling import exponentials
 from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
 
 Walk = Generator[Tensor, Tensor, Tensor | None]

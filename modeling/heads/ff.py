@@ -13,8 +13,8 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import FF
+from ...generation.tensors.wrapped_models import call
 from ..tensor_files import Fields, Tensors
-from ..wrapped_models import call
 from .backbone_parts import BackboneParts, output_embeddings, required
 from .chunks import SummedLinear, SummingModule
 from .family import Circuit, Directory, HeadFamily, HeadLayout, register

@@ -20,8 +20,8 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
+from ...generation.tensors.wrapped_models import is_unit
 from ..tensor_files import Tensors, read_json, read_tensors, renamed
-from ..wrapped_models import is_unit
 from .backbone_parts import (
     BackboneParts,
     LayerSource,

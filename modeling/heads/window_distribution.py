@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...configuration import MTPHeadConfig
-from ..sampling import draw
+from ...generation.tensors.sampling import draw
 from .family import FAMILIES
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...configuration.ptp import PTPConfig
-from ..uniforms import uniform_features
+from ...generation.tensors.uniforms import uniform_features
 
 SLOT_PARTS = ("uniform_embedding", "mask_embedding", "sampler")
 """Names of the modules other than the adapters; each variant has some of them."""

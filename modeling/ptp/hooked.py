@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..wrapped_models import base_layer
+from ...generation.tensors.wrapped_models import base_layer
 from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, opened, with_adapter
 from .inputs import check_positions, has_slots
 from .model import PTPForCausalLM, dense_mask

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field, refuse
 from ...configuration.ptp import PTPConfig
-from ..masks import check_attention
-from ..wrapped_models import has_own_cache
+from ...generation.tensors.masks import check_attention
+from ...generation.tensors.wrapped_models import has_own_cache
 from .embedding import GREEDY
 
 

@@ -15,19 +15,19 @@ from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.parallel import ParallelGenerationMixin
-from ..heads.losses import check_targets, depth_targets
-from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
-from ..loading import StrictLoadingMixin
-from ..loss_options import OwnLossMixin
-from ..masks import additive_mask, selected_positions
-from ..outputs import PTPOutput
-from ..wrapped_models import (
+from ...generation.tensors.masks import additive_mask, selected_positions
+from ...generation.tensors.wrapped_models import (
     AroundBackboneMixin,
     PicklableMixin,
     checkpointing_paused,
     checkpoints_activations,
     merged_copy,
 )
+from ..heads.losses import check_targets, depth_targets
+from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
+from ..loading import StrictLoadingMixin
+from ..loss_options import OwnLossMixin
+from ..outputs import PTPOutput
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, opened, preserve_gates
 from .inputs import check_config, check_logits, check_model, check_positions, check_uniforms, has_slots

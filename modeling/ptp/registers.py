@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...generation.tensors.masks import additive_mask
+from ...generation.tensors.wrapped_models import AroundBackboneMixin, OfBackboneMixin, unwrap
 from ..heads.joint import load_trained
-from ..masks import additive_mask
 from ..tensor_files import below
-from ..wrapped_models import AroundBackboneMixin, OfBackboneMixin, unwrap
 from .inputs import check_config, check_model, packed_mask, packed_positions
 
 REGISTER = "register.safetensors"

@@ -14,10 +14,10 @@ from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.parallel import ParallelDrafter
+from ...generation.tensors.wrapped_models import OfBackboneMixin, adapter_marks, unwrap
 from ..heads.window_distribution import WindowDistribution
 from ..loading import StrictLoadingMixin
 from ..outputs import PTPOutput
-from ..wrapped_models import OfBackboneMixin, adapter_marks, unwrap
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER, join_siblings
 from .hooked import HookedBackbone, LayerAdapter

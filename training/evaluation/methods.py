@@ -17,8 +17,8 @@ from ...generation.drafters.assistant import AssistantDrafter
 from ...generation.drafters.cascade import DrafterCascade
 from ...generation.drafters.ngram import NgramDrafter
 from ...generation.drafters.suffix import SuffixDrafter
+from ...generation.tensors.wrapped_models import carries_adapters
 from ...modeling import EagleHead, MTPHeads, PTPStudent
-from ...modeling.wrapped_models import carries_adapters
 from ..loading import load_drafter
 from ..results import source_mark
 from ..utils import one_line

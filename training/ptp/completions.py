@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ...generation.tensors.sampling import interval
+from ...generation.tensors.uniforms import beta_shares, uniform_between
 from ...modeling.heads.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import token_positions
-from ...modeling.sampling import interval
-from ...modeling.uniforms import beta_shares, uniform_between
 from .losses import target_probs
 
 _GOLDEN = 0.6180339887498949

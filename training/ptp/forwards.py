@@ -16,10 +16,10 @@ from transformers import Cache
 
 from ...configuration.cache_names import CACHE, cache_of
 from ...configuration.ptp import PTPConfig
-from ...modeling.masks import additive_mask
+from ...generation.tensors.masks import additive_mask
+from ...generation.tensors.sampling import pick
+from ...generation.tensors.uniforms import uniform_for
 from ...modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask
-from ...modeling.sampling import pick
-from ...modeling.uniforms import uniform_for
 from ..utils import eos_ids
 from .completions import Completions, Scores, Sequences, at_columns, before_eos, completion_tokens, token_intervals
 from .losses import target_probs

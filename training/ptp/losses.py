@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...configuration.ptp import PTPConfig
+from ...generation.tensors.sampling import pick
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.chunks import Part, chunked_sums
 from ...modeling.heads.losses import IGNORE
 from ...modeling.loss_options import check_values
-from ...modeling.sampling import pick
 
 METHODS, LOSSES, SEQUENCES = ("distil", "inverse"), ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
 """Values of fields of `PTPOptions`."""

@@ -14,9 +14,9 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...configuration.ptp import SAMPLING
+from ...generation.tensors.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM, PTPStudent
 from ...modeling.heads.losses import IGNORE
-from ...modeling.wrapped_models import checkpoints_activations
 from ..trainer_base import BaseTrainer, Collator, Inputs, at_rest, check_depths, check_ids
 from .completions import Sequences
 from .forwards import Teacher

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from ..configuration.fields import field
+from ...configuration.fields import field
 
 Model = TypeVar("Model")
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)

@@ -1,0 +1,1 @@
+"""Pure tensors: masks, sampling by uniforms, and models that others have wrapped."""

@@ -30,9 +30,9 @@ from transformers import Cache, CompileConfig, DynamicCache, LlamaConfig, LlamaF
 from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.extending import AttachableDrafter, DraftSession
+from tokenahead.generation.backbone.repacking import RepackedTarget
+from tokenahead.generation.backbone.target import ColumnTarget, RaggedTarget
 from tokenahead.generation.call.sequences import NewTokens
-from tokenahead.generation.target.repacking import RepackedTarget
-from tokenahead.generation.target.target import ColumnTarget, RaggedTarget
 from tokenahead.generation.trees.contract import DraftTree
 
 BLOCK, ROUNDS, CYCLES = 6, 9, 8

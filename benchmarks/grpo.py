@@ -41,7 +41,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer
 
 from tokenahead import DrafterCascade, EagleHead, SuffixDrafter
-from tokenahead.generation.drafters.suffix import Reader
+from tokenahead.generation.lookups.suffix import Reader
 from tokenahead.training import OnlineDrafterTraining
 from tokenahead.training.evaluation.prompts import read_prompts
 from tokenahead.training.utils import replace_figure, replace_file

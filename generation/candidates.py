@@ -11,11 +11,11 @@ from transformers.generation import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..configuration.fields import requested_states
+from .backbone.target import TargetOutput
 from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
 from .drafter import BaseDrafter
 from .protocols import DraftSession
-from .target.target import TargetOutput
 from .trees.contract import VerificationResult
 
 

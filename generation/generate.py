@@ -38,14 +38,7 @@ from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, renamed
 from ..configuration.fields import field
-from .call.keywords import USUAL, Keywords
-from .call.options import OWN, CallOptions, DraftOptions, prepared_options
-from .call.processing import counts_calls
-from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
-from .drafter import BaseDrafter
-from .loop import SpeculativeLoop
-from .protocols import SpeculativeCache
-from .target.backbones import (
+from .backbone.backbones import (
     can_roll_back,
     check_prompt,
     check_trees,
@@ -57,7 +50,14 @@ from .target.backbones import (
     takes_fixed_size,
     warn_of_unread,
 )
-from .target.static import planned_cache
+from .backbone.static import planned_cache
+from .call.keywords import USUAL, Keywords
+from .call.options import OWN, CallOptions, DraftOptions, prepared_options
+from .call.processing import counts_calls
+from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
+from .drafter import BaseDrafter
+from .loop import SpeculativeLoop
+from .protocols import SpeculativeCache
 from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, is_base, peft_arguments, readable
 from .trees.growth import choose_tree
 

@@ -25,6 +25,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.cache_names import CACHE, cache_of
 from ..configuration.fields import learned_positions, requested_states
+from .backbone.backbones import target_of
+from .backbone.target import OwnLengthsTarget, RaggedTarget, Target, TargetOutput
 from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
@@ -32,8 +34,6 @@ from .call.schedule import AdaptiveSchedule
 from .call.sequences import NewTokens, Sequences
 from .call.stopping import Stopping
 from .protocols import DraftSession, SpeculativeCache
-from .target.backbones import target_of
-from .target.target import OwnLengthsTarget, RaggedTarget, Target, TargetOutput
 from .tensors.masks import to_device
 from .tensors.wrapped_models import has_foreign_hooks
 from .trees.contract import DraftTree, VerificationResult

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .backbone.target import HiddenLayers, TargetOutput
     from .call.outputs import Speculation
     from .call.sequences import NewTokens, Sequences
-    from .target.target import HiddenLayers, TargetOutput
     from .trees.contract import DraftTree, VerificationResult
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..modeling.heads.learning import STATES
 from ..modeling.heads.losses import IGNORE
+from .backbone.target import TargetOutput
 from .call.outputs import Speculation
 from .call.sequences import NewTokens, Sequences
 from .protocols import CacheView, DraftSession, joined_layers
-from .target.target import TargetOutput
 from .tensors.masks import cached_range, to_device
 from .trees.contract import DraftTree, VerificationResult
 

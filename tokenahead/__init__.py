@@ -19,11 +19,11 @@ from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPCon
 from .configuration.mtp_families import MiMoConfig
 from .configuration.transformers_names import CORE, check_names, warn_of_newer_version
 from .generation import GenerateSpeculativeOutput, Speculation
+from .generation.assistant.drafter import AssistantDrafter
 from .generation.call.grammar import GrammarConstraint
-from .generation.drafters.assistant import AssistantDrafter
-from .generation.drafters.cascade import DrafterCascade
-from .generation.drafters.ngram import NgramDrafter
-from .generation.drafters.suffix import SuffixDrafter
+from .generation.lookups.cascade import DrafterCascade
+from .generation.lookups.ngram import NgramDrafter
+from .generation.lookups.suffix import SuffixDrafter
 from .modeling import (
     DeepSeekMTP,
     EagleHead,

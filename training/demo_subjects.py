@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..generation.assistant.drafter import AssistantDrafter
 from ..generation.attach import MTPGenerationMixin
-from ..generation.drafters.assistant import AssistantDrafter
-from ..generation.drafters.cascade import DrafterCascade
+from ..generation.lookups.cascade import DrafterCascade
 from ..modeling import DeepSeekMTP, EvaByteForMTPC
 from .box import Box, excerpt_prompts, load_box
 from .evaluation.decoding import MODES, DecodingMode, Method

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..configuration.fields import field
+from ..generation.backbone.backbones import takes_dense_masks
 from ..generation.call.sequences import Sequences
-from ..generation.drafters.ngram import NgramDrafter
-from ..generation.target.backbones import takes_dense_masks
+from ..generation.lookups.ngram import NgramDrafter
 from ..generation.trees import DraftTree, VerificationResult
 from ..generation.verification.verifiers import Verifier
 from .demo_subjects import described, load_methods

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 if TYPE_CHECKING:  # every model imports this module by way of its package
-    from ..target.target import TargetOutput
+    from ..backbone.target import TargetOutput
 
 
 @dataclass

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from ..backbone.cache import CacheLayout
+from ..backbone.target import HiddenLayers, TargetOutput
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import CacheLayout
-from ..target.target import HiddenLayers, TargetOutput
 from ..tensors.masks import cached_range
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes

@@ -18,12 +18,12 @@ from transformers import DynamicCache
 
 from ...modeling.draft_vocabulary import DraftVocabulary
 from ...modeling.heads.window_distribution import PartialDistribution, WindowDistribution
+from ..backbone.cache import CacheLayout, block_mask
+from ..backbone.target import HiddenLayers, TargetOutput
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, chosen, warped
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import CacheLayout, block_mask
-from ..target.target import HiddenLayers, TargetOutput
 from ..tensors.masks import cached_arange, cached_range, to_device
 from ..tensors.sampling import draw
 from ..trees.contract import DraftTree, VerificationResult, taken

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone
+from ..backbone.cache import CacheLayout
+from ..backbone.convolved import module_layers, own_columns
+from ..backbone.indexed import real_tokens
+from ..backbone.target import TargetOutput, note_positions
 from ..call.options import DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.cache import CacheLayout
-from ..target.convolved import module_layers, own_columns
-from ..target.indexed import real_tokens
-from ..target.target import TargetOutput, note_positions
 from ..tensors.masks import cached_range
 from ..trees.contract import DraftTree, VerificationResult, taken
 from ..trees.growth import Ancestry, chain_of, grow, most_nodes

@@ -28,13 +28,13 @@ from transformers import LogitsProcessorList
 
 from ...modeling.heads.window_distribution import WindowDistribution
 from ...modeling.ptp.embedding import GREEDY
+from ..backbone.target import TargetOutput
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.processing import Processing
 from ..call.schedule import AcceptanceRates
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.target import TargetOutput
 from ..tensors.masks import cached_arange, to_device
 from ..tensors.sampling import interval, pick
 from ..tensors.uniforms import best_of

@@ -11,19 +11,19 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import requested_states
 from ...modeling.heads.window_distribution import WindowDistribution
+from ..assistant.drafter import AssistantDrafter
+from ..assistant.session import AssistantSession, SharedVocabulary
+from ..backbone.cache import block_mask
+from ..backbone.target import RaggedTarget, TargetOutput
 from ..call.constraints import DraftMasks
 from ..call.options import CallOptions, DraftOptions
 from ..call.processing import Processing
 from ..call.sequences import Sequences
 from ..parallel import ParallelDrafter, make_uniforms
 from ..protocols import CacheView
-from ..target.cache import block_mask
-from ..target.target import RaggedTarget, TargetOutput
 from ..tensors.masks import cached_arange, cached_range
 from ..trees.contract import DraftTree, VerificationResult
 from ..verification.verifiers import Uniforms
-from .assistant import AssistantDrafter
-from .assistant_session import AssistantSession, SharedVocabulary
 from .parallel import ParallelSession
 
 

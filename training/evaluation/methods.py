@@ -12,11 +12,11 @@ from urllib.parse import parse_qsl
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import AttachableDrafter, MTPGenerationMixin
-from ...generation.drafters.assistant import AssistantDrafter
-from ...generation.drafters.cascade import DrafterCascade
-from ...generation.drafters.ngram import NgramDrafter
-from ...generation.drafters.suffix import SuffixDrafter
+from ...generation.lookups.cascade import DrafterCascade
+from ...generation.lookups.ngram import NgramDrafter
+from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.wrapped_models import carries_adapters
 from ...modeling import EagleHead, MTPHeads, PTPStudent
 from ..loading import load_drafter

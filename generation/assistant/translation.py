@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..backbone.target import RaggedTarget, TargetOutput
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView
-from ..target.target import RaggedTarget, TargetOutput
 from ..tensors.masks import cached_range
 from ..trees.contract import DraftTree, VerificationResult
-from .assistant_session import AssistantSession, SharedVocabulary
+from .session import AssistantSession, SharedVocabulary
 
 Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]
 """The backbone's and the assistant's."""

@@ -10,15 +10,15 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...configuration.fields import has_short_convolutions
-from ...modeling.assistants import borrows_states, fills_blocks, first_layers, load_assistant
 from ..attach import AttachableDrafter
+from ..backbone.backbones import can_roll_back, check_model
+from ..backbone.target import is_recurrent
 from ..call.options import CallOptions, DraftOptions
 from ..protocols import DraftSession
-from ..target.backbones import can_roll_back, check_model
-from ..target.target import is_recurrent
 from ..tensors.masks import check_attention
 from ..tensors.wrapped_models import has_learned_prompts, has_own_cache, uncompiled, unwrap
-from .assistant_session import AssistantSession, SharedVocabulary, shared_vocabulary
+from .models import borrows_states, fills_blocks, first_layers, load_assistant
+from .session import AssistantSession, SharedVocabulary, shared_vocabulary
 from .state_readers import DFlashSession, Gemma4Chain, check_lender, check_source
 from .translation import CommonSession, TextSession, Tokenizers, Translation
 

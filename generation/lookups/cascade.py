@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..attach import AttachableDrafter
+from ..backbone.backbones import takes_dense_masks
+from ..backbone.target import TargetOutput, is_recurrent
 from ..call.options import CallOptions, DraftOptions
 from ..call.outputs import Speculation
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession, joined_layers
-from ..target.backbones import takes_dense_masks
-from ..target.target import TargetOutput, is_recurrent
 from ..trees.building import joined_chains
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import chain_options, tree_options

@@ -17,10 +17,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.tensor_files import naming
 from ..attach import LookUpDrafter
+from ..backbone.target import TargetOutput
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.target import TargetOutput
 from ..trees.contract import DraftTree, VerificationResult
 from .suffix_counts import Reader, SuffixCounts
 

@@ -13,13 +13,13 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import learned_positions
+from ..backbone.backbones import target_of
+from ..backbone.repacking import hold, release
+from ..backbone.target import TargetOutput
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
 from ..protocols import CacheView, DraftSession
-from ..target.backbones import target_of
-from ..target.repacking import hold, release
-from ..target.target import TargetOutput
 from ..tensors.masks import cached_arange
 from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import grow_chain

@@ -20,9 +20,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
-from ..configuration.fields import field
-from ..generation.tensors.wrapped_models import carries_adapters, has_own_cache, unwrap
-from .loading import HUB_OPTIONS
+from ...configuration.fields import field
+from ...modeling.loading import HUB_OPTIONS
+from ..tensors.wrapped_models import carries_adapters, has_own_cache, unwrap
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:

@@ -1,0 +1,1 @@
+"""Drafts that are looked up in texts, and cascades of drafters."""

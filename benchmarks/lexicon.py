@@ -34,8 +34,8 @@ from rich.table import Table
 
 from tokenahead import MTPHeadConfig
 from tokenahead.generation.verification import token_acceptance, verify
+from tokenahead.modeling.common.teacher import accepted_along, divergence
 from tokenahead.modeling.heads.registry import build_head, init_head
-from tokenahead.modeling.heads.teacher import accepted_along, divergence
 from tokenahead.modeling.heads.window_distribution import WindowDistribution, distribution_after, window_distribution
 from tokenahead.training.evaluation.expected import SAMPLED, ExpectedCalls, acceptance_along
 

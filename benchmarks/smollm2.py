@@ -39,7 +39,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from tokenahead.modeling.draft_vocabulary import frequent_tokens
+from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
 from tokenahead.training import regenerate
 from tokenahead.training.evaluation import DraftMeasures
 from tokenahead.training.evaluation.drafts import text_of

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPStudent
-from tokenahead.modeling.draft_vocabulary import FILE
+from tokenahead.modeling.common.draft_vocabulary import FILE
 from tokenahead.training import PTPOptions, PTPTrainer
 from tokenahead.training.loading import load_config, load_drafter
 from tokenahead.training.strategy import TrainingStrategy

@@ -16,7 +16,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..modeling.remote_code import check_choice
+from ..modeling.common.remote_code import check_choice
 from ..training.results import DecodingResult, MeasuredResults
 from ..training.utils import replace_file
 from .facts import ModelFacts, describe

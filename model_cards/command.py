@@ -12,8 +12,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling.remote_code import CODE_DIRECTORY
-from ..modeling.stored_drafters import holds_drafter_alone, read_drafter
+from ..modeling.common.remote_code import CODE_DIRECTORY
+from ..modeling.common.stored_drafters import holds_drafter_alone, read_drafter
 from ..training.evaluation.bench import CONTROL, PLAIN
 from ..training.loading import causal_class
 from ..training.requests import CardRequest

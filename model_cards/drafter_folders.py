@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
-from ..modeling.tensor_files import tensor_dtypes
+from ..modeling.common.tensor_files import tensor_dtypes
 from .vllm_proposer import OPTION, HeadProposer
 
 PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"

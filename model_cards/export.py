@@ -18,9 +18,9 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import OWN
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForCausalLM, PTPStudent
+from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
+from ..modeling.common.tensor_files import tensor_dtypes
 from ..modeling.deepseek.main_model import has_towers
-from ..modeling.draft_vocabulary import FILE as DRAFT_VOCABULARY
-from ..modeling.tensor_files import tensor_dtypes
 from ..training.utils import replace_file
 from .drafter_folders import (
     RUN_AS_HERE,

@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 from ..configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
 from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP
-from ..modeling.remote_code import REQUIREMENT, TravellingMixin
+from ..modeling.common.remote_code import REQUIREMENT, TravellingMixin
 
 _CHAIN = 5  # tokens that an EAGLE head drafts where its config says nothing
 _SLOTS = {

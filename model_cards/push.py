@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration import EagleHeadConfig
+from ..modeling.common.remote_code import TravellingMixin
 from ..modeling.eagle.export import layout_config
-from ..modeling.remote_code import TravellingMixin
 from ..training.utils import replace_file
 from .card import check_no_local_path, local_figures, render_card, write_card
 from .facts import hub_id

@@ -22,11 +22,11 @@ from torch import nn
 
 from ..configuration import MTPHeadConfig
 from ..generation.tensors.sampling import draw
-from ..modeling.heads.backbone_parts import BackboneParts
+from ..modeling.common.backbone_parts import BackboneParts
+from ..modeling.common.tensor_files import read_tensors
 from ..modeling.heads.family import FAMILIES
 from ..modeling.heads.registry import build_head
 from ..modeling.heads.window_distribution import distribution_after
-from ..modeling.tensor_files import read_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from .generation.protocols import CacheView, DraftSession, SpeculativeCache
 from .generation.trees import DraftTree, VerificationResult, drawn_tree, dynamic_tree, static_tree
 from .generation.trees.growth import Ancestry, Growth, grow
 from .generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Verifier
+from .modeling.common.loss_options import TrainableDrafter
 from .modeling.heads.family import HeadFamily
 from .modeling.heads.family import register as register_head_family
 from .modeling.heads.ff import factorised_distribution
 from .modeling.heads.window_distribution import WindowDistribution
-from .modeling.loss_options import TrainableDrafter
 
 Drafter = BaseDrafter
 __all__ = [

@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..generation.attach import AttachableDrafter
+from ..modeling.common.loss_options import check_values
 from ..modeling.heads.joint import JointMTPModel
-from ..modeling.loss_options import check_values
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
 from .evaluation.methods import drafting_method

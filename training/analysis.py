@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..configuration.cache_names import CACHE
 from ..configuration.fields import requested_states
 from ..modeling import EvaByteForMTPC
-from ..modeling.heads.backbone_parts import BackboneParts
+from ..modeling.common.backbone_parts import BackboneParts
 
 MOST_BRANCHES = 10**6
 """Continuations that an exact enumeration may have."""

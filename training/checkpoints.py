@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration import MTPHeadConfig
 from ..modeling import EagleHead
-from ..modeling.stored_drafters import drafter_class
+from ..modeling.common.stored_drafters import drafter_class
 from .utils import replace_file
 
 _STATE = "trainer_state.json"

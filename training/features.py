@@ -28,9 +28,9 @@ from transformers.utils import logging
 
 from ..configuration.fields import requested_states
 from ..modeling import EagleHead, MTPHeads
-from ..modeling.heads.backbone_parts import BackboneParts
-from ..modeling.heads.learning import STATES, SUMMARIES, collate
-from ..modeling.heads.teacher import logit_summaries
+from ..modeling.common.backbone_parts import BackboneParts
+from ..modeling.common.learning import STATES, SUMMARIES, collate
+from ..modeling.common.teacher import logit_summaries
 from .utils import check_same, replace_file
 
 INDEX = "index.json"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..generation.online import OnlineLearner
-from ..modeling.heads.learning import OnlineMixin
+from ..modeling.common.learning import OnlineMixin
+from ..modeling.common.online import OnlineLearner
 
 _DIRECTORY = "online_drafter"
 """Its name in a checkpoint."""

@@ -12,8 +12,8 @@ from ..configuration.transformers_names import obstacle_of_peft
 from ..generation.attach import AttachableDrafter
 from ..generation.tensors.wrapped_models import carries_adapters
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
+from ..modeling.common.loss_options import EagleLossOptions, ModuleLossOptions
 from ..modeling.heads.joint import JointMTPModel
-from ..modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
 from .trainer_base import draft_layers_of, drafter_of, head_config, without_peft
 

@@ -19,8 +19,8 @@ from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..generation.attach import AttachableDrafter
+from ..modeling.common.remote_code import TravellingMixin
 from ..modeling.heads.joint import JointMTPModel
-from ..modeling.remote_code import TravellingMixin
 from .utils import without_directories
 
 logger = logging.get_logger(__name__)

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..modeling.common.loss_options import check_values
+from ..modeling.common.teacher import LOSSES, WEIGHTINGS
 from ..modeling.heads.losses import balance_factors
-from ..modeling.heads.teacher import LOSSES, WEIGHTINGS
-from ..modeling.loss_options import check_values
 from .trainer_base import RunningMeans, head_of
 from .utils import replace_file
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
 from ..modeling import PTPForCausalLM
-from ..modeling.loss_options import TrainableDrafter
+from ..modeling.common.loss_options import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
 from .trainer_base import (

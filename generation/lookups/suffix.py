@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...modeling.tensor_files import naming
+from ...modeling.common.tensor_files import naming
 from ..attach import LookUpDrafter
 from ..backbone.target import TargetOutput
 from ..call.options import CallOptions, DraftOptions

@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
 from ...generation.tensors.wrapped_models import whole_state
-from ..draft_vocabulary import FILE, DraftVocabulary, TokenIds
-from ..loading import SavingMixin
-from ..loss_options import ModuleLossOptions
-from ..tensor_files import Names, renamed
+from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds
+from ..common.loading import SavingMixin
+from ..common.loss_options import ModuleLossOptions
+from ..common.tensor_files import Names, renamed
 from .conversion import DeviceMap, load
 from .modules import MTPModules
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ...generation.tensors.wrapped_models import parameters_frozen
-from ..draft_vocabulary import DraftVocabulary
-from ..heads.learning import STATES, OnlineMixin
+from ..common.draft_vocabulary import DraftVocabulary
+from ..common.learning import STATES, OnlineMixin
+from ..common.loss_options import ModuleLossOptions
+from ..common.outputs import MTPOutput
 from ..heads.losses import depth_targets
-from ..loss_options import ModuleLossOptions
-from ..outputs import MTPOutput
 from .losses import chain_loss, depth_weights, teacher_forced
 from .main_model import OverMainModel, has_towers, mapped_state
 

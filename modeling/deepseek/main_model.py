@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, family_of
-from ..heads.backbone_parts import final_norm
+from ..common.backbone_parts import final_norm
 from .modules import MTPModules, Readout
 
 

@@ -16,12 +16,12 @@ from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.wrapped_models import AroundBackboneMixin, PicklableMixin, checkpointing_paused
-from ..draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
-from ..heads.backbone_parts import text_positions
+from ..common.backbone_parts import text_positions
+from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
+from ..common.loading import HUB_OPTIONS
+from ..common.loss_options import DepthCountsMixin, ModuleLossOptions
+from ..common.outputs import DeepSeekMTPOutput
 from ..heads.losses import depth_targets
-from ..loading import HUB_OPTIONS
-from ..loss_options import DepthCountsMixin, ModuleLossOptions
-from ..outputs import DeepSeekMTPOutput
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized
 from .export import OfficialCheckpointModel, official_device_map, own_device_map
@@ -32,7 +32,7 @@ from .modules import MTPModules
 
 if TYPE_CHECKING:
     from ...generation.call.options import CallOptions, DraftOptions
-    from ...generation.drafters.modules import ModuleSession
+    from .session import ModuleSession
 
 _NO_PREDICTIONS = [
     *("cache", "past_key_values", "head_losses", "mtp_logits", "acceptances", "inputs_embeds", "position_ids"),
@@ -224,7 +224,7 @@ class DeepSeekMTP(
 
     def start(self, options: DraftOptions) -> ModuleSession:
         """Return the draft session of one call of `generate`."""
-        from ...generation.drafters.modules import ModuleSession
+        from .session import ModuleSession
 
         return ModuleSession(self, options)
 

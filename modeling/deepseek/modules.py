@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import has_short_convolutions, rotates_anew
 from ...generation.tensors.wrapped_models import call, checkpointing_paused
-from ..heads.backbone_parts import (
+from ..common.backbone_parts import (
     finished_logits,
     layer_kind,
     layer_options,

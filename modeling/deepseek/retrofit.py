@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ...generation.tensors.wrapped_models import sharing_copy, uncompiled, unwrap
-from ..heads.backbone_parts import final_norm, layer_kind
+from ..common.backbone_parts import final_norm, layer_kind
 from .conversion import (
     PER_LAYER,
     decoder_layers,

@@ -16,14 +16,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
 from ...generation.tensors.wrapped_models import OfBackboneMixin, has_own_cache, unwrap
-from ..draft_vocabulary import DraftVocabulary
-from ..heads.backbone_parts import output_embeddings, weight_of
-from ..heads.learning import FrozenBackboneMixin, States, counted_positions
+from ..common.backbone_parts import output_embeddings, weight_of
+from ..common.draft_vocabulary import DraftVocabulary
+from ..common.learning import FrozenBackboneMixin, States, counted_positions
+from ..common.loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
+from ..common.loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
+from ..common.outputs import EagleOutput
+from ..common.tensor_files import read_tensors, refuse_unknown, weight_files
 from ..heads.losses import IGNORE, check_targets
-from ..loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
-from ..loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
-from ..outputs import EagleOutput
-from ..tensor_files import read_tensors, refuse_unknown, weight_files
 from .conversion import (
     backbone_config,
     check_kind,
@@ -40,7 +40,7 @@ from .modules import EagleNetwork
 
 if TYPE_CHECKING:
     from ...generation.call.options import CallOptions, DraftOptions
-    from ...generation.drafters.eagle import EagleSession
+    from .session import EagleSession
 
 _CHAIN = 5
 """Default length of a chain, as in the published ones."""
@@ -148,7 +148,7 @@ class EagleHead(
 
     def start(self, options: DraftOptions) -> EagleSession:
         """Return the draft session of one call of `generate`."""
-        from ...generation.drafters.eagle import EagleSession
+        from .session import EagleSession
 
         return EagleSession(self, options)
 

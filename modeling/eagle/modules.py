@@ -28,9 +28,9 @@ from ...configuration import EagleHeadConfig
 from ...configuration.cache_names import CACHE
 from ...generation.attach import AttachableDrafter
 from ...generation.tensors.masks import model_mask
-from ..draft_vocabulary import DraftIdsMixin
-from ..heads.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings
-from ..heads.learning import States
+from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings
+from ..common.draft_vocabulary import DraftIdsMixin
+from ..common.learning import States
 from .conversion import resolved_aux_layers
 
 

@@ -28,8 +28,8 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import EvaByteConfig
 from ...configuration.cache_names import CACHE, given_cache
+from ..common.loading import StrictLoadingMixin
 from ..heads.registry import init_head
-from ..loading import StrictLoadingMixin
 from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths, States
 from .geometry import EvaBlock, SequenceMap
 

@@ -18,7 +18,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...generation.tensors.masks import to_device
 from ...generation.tensors.wrapped_models import call
-from ..heads.backbone_parts import BackboneParts
+from ..common.backbone_parts import BackboneParts
 from ..heads.draft_layers import LayerAdapters
 from ..heads.ff import FFHead
 from ..heads.registry import init_head

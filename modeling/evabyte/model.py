@@ -16,15 +16,15 @@ from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import check_options
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
-from ...generation.drafters.heads import DraftLayersSession, HeadSession
 from ...generation.tensors.masks import selected_positions
-from ..heads.backbone_parts import BackboneParts
+from ..common.backbone_parts import BackboneParts
+from ..common.learning import OnlineMixin, WindowHeadMixin, split_states
+from ..common.loading import HUB_OPTIONS, StrictLoadingMixin
+from ..common.outputs import MTPOutput
 from ..heads.ff import FFHead
-from ..heads.learning import OnlineMixin, WindowHeadMixin, split_states
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
 from ..heads.registry import build_head, init_head
-from ..loading import HUB_OPTIONS, StrictLoadingMixin
-from ..outputs import MTPOutput
+from ..heads.session import DraftLayersSession, HeadSession
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
 from .heads import DraftLayersMixin, EvaDraftLayers, OwnAndDraftHeads, split_state_dict, with_layer

@@ -15,7 +15,7 @@ from typing import Any, cast
 from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..remote_code import TravellingTokenizerMixin
+from ..common.remote_code import TravellingTokenizerMixin
 
 Template = str | dict[str, str] | list[dict[str, str]] | None
 BYTE_OFFSET = 64

@@ -20,16 +20,16 @@ from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
 from ...generation.call.options import DraftOptions
-from ...generation.drafters.heads import AttendingHeadSession, HeadSession
 from ...generation.tensors.wrapped_models import OfBackboneMixin, unwrap
-from ..draft_vocabulary import DraftIdsMixin, DraftVocabulary, TokenIds
-from ..loading import StrictLoadingMixin
-from .backbone_parts import BackboneParts, compute_device
+from ..common.backbone_parts import BackboneParts, compute_device
+from ..common.draft_vocabulary import DraftIdsMixin, DraftVocabulary, TokenIds
+from ..common.learning import LearningMixin, counted_positions
+from ..common.loading import StrictLoadingMixin
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import FAMILIES, HeadFamily, last_state
-from .learning import LearningMixin, counted_positions
 from .registry import build_head, init_head
+from .session import AttendingHeadSession, HeadSession
 from .window_distribution import WindowDistribution, distribution_after
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")

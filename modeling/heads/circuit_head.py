@@ -13,7 +13,7 @@ from transformers import initialization as init
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
 from ...generation.tensors.wrapped_models import call
-from .backbone_parts import BackboneParts
+from ..common.backbone_parts import BackboneParts
 from .balanced_trees import TreeDistribution
 from .circuits import ChainDistribution, MixtureDistribution
 from .family import FAMILIES, Circuit, HeadFamily, register

@@ -22,7 +22,14 @@ from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration import MTPHeadConfig
-from .backbone_parts import BackboneParts, LayerSource, attention_kind, follow_experts, layer_options, read_config
+from ..common.backbone_parts import (
+    BackboneParts,
+    LayerSource,
+    attention_kind,
+    follow_experts,
+    layer_options,
+    read_config,
+)
 
 Weights = dict[str, Tensor]
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
-from ..tensor_files import Fields, Tensors
+from ..common.tensor_files import Fields, Tensors
 
 if TYPE_CHECKING:
-    from .backbone_parts import BackboneParts
+    from ..common.backbone_parts import BackboneParts
     from .window_distribution import WindowDistribution
 
 Directory = tuple[Fields, Tensors]

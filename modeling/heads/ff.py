@@ -14,9 +14,9 @@ from transformers import initialization as init
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import FF
 from ...generation.tensors.wrapped_models import call
-from ..tensor_files import Fields, Tensors
-from .backbone_parts import BackboneParts, output_embeddings, required
-from .chunks import SummedLinear, SummingModule
+from ..common.backbone_parts import BackboneParts, output_embeddings, required
+from ..common.chunks import SummedLinear, SummingModule
+from ..common.tensor_files import Fields, Tensors
 from .family import Circuit, Directory, HeadFamily, HeadLayout, register
 from .window_distribution import FactorisedDistribution, WindowDistribution, exact
 

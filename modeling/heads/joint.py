@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...generation.tensors.wrapped_models import AroundBackboneMixin, OfBackboneMixin
+from ..common.learning import run_backbone
+from ..common.loss_options import DepthCountsMixin, ModuleLossOptions
+from ..common.outputs import MTPOutput
+from ..common.tensor_files import below, read_tensors
 from ..deepseek.losses import chain_loss
 from ..deepseek.modules import Readout
-from ..loss_options import DepthCountsMixin, ModuleLossOptions
-from ..outputs import MTPOutput
-from ..tensor_files import below, read_tensors
 from .attached import MTPHeads
-from .learning import run_backbone
 from .losses import IGNORE, counts_of_update, depth_targets
 
 BACKBONE = "backbone"

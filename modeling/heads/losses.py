@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...configuration import MTPHeadConfig
-from ..draft_vocabulary import DraftVocabulary
-from ..outputs import MTPOutput
-from .backbone_parts import BackboneParts
-from .chunks import Part, chunked_sums, term_rows
-from .teacher import BlockTarget, Teacher
+from ..common.backbone_parts import BackboneParts
+from ..common.chunks import Part, chunked_sums, term_rows
+from ..common.draft_vocabulary import DraftVocabulary
+from ..common.outputs import MTPOutput
+from ..common.teacher import BlockTarget, Teacher
 from .window_distribution import window_distribution
 
 IGNORE = -100

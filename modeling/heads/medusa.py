@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import MEDUSA
-from ..tensor_files import (
+from ..common.backbone_parts import BackboneParts, required
+from ..common.tensor_files import (
     Fields,
     Names,
     Tensors,
@@ -27,7 +28,6 @@ from ..tensor_files import (
     unlisted_file,
     weight_files,
 )
-from .backbone_parts import BackboneParts, required
 from .blocks import BlockHead, FeedForwardBlock, Repeated, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import check_vllm_unembedding, factorised_distribution, vllm_fields

@@ -18,8 +18,8 @@ from ...generation.tensors.sampling import draw
 from .family import FAMILIES
 
 if TYPE_CHECKING:
-    from ..draft_vocabulary import DraftVocabulary
-    from .backbone_parts import BackboneParts
+    from ..common.backbone_parts import BackboneParts
+    from ..common.draft_vocabulary import DraftVocabulary
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""

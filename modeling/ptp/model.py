@@ -14,7 +14,6 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
-from ...generation.parallel import ParallelGenerationMixin
 from ...generation.tensors.masks import additive_mask, selected_positions
 from ...generation.tensors.wrapped_models import (
     AroundBackboneMixin,
@@ -23,13 +22,14 @@ from ...generation.tensors.wrapped_models import (
     checkpoints_activations,
     merged_copy,
 )
+from ..common.loading import StrictLoadingMixin
+from ..common.loss_options import OwnLossMixin
+from ..common.outputs import PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
-from ..loading import StrictLoadingMixin
-from ..loss_options import OwnLossMixin
-from ..outputs import PTPOutput
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, gate_linears, opened, preserve_gates
+from .generation import ParallelGenerationMixin
 from .inputs import check_config, check_logits, check_model, check_positions, check_uniforms, has_slots
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "sampler"}

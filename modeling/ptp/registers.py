@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ...generation.tensors.masks import additive_mask
 from ...generation.tensors.wrapped_models import AroundBackboneMixin, OfBackboneMixin, unwrap
+from ..common.tensor_files import below
 from ..heads.joint import load_trained
-from ..tensor_files import below
 from .inputs import check_config, check_model, packed_mask, packed_positions
 
 REGISTER = "register.safetensors"

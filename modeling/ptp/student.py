@@ -13,13 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_special_ids
-from ...generation.parallel import ParallelDrafter
 from ...generation.tensors.wrapped_models import OfBackboneMixin, adapter_marks, unwrap
+from ..common.loading import StrictLoadingMixin
+from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
-from ..loading import StrictLoadingMixin
-from ..outputs import PTPOutput
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER, join_siblings
+from .generation import ParallelDrafter
 from .hooked import HookedBackbone, LayerAdapter
 from .model import PTPForCausalLM
 

@@ -40,7 +40,7 @@ def test_no_slots_where_none_pay(variant, options, clock, monkeypatch):
     model = student(variant, backbone(seed=2).double()).eval()
     model.backbone.config.max_position_embeddings = 512
     never = lambda self, logits, *args: (torch.full(logits.shape[:-1], VOCABULARY - 1), None)  # noqa: E731
-    monkeypatch.setattr("tokenahead.generation.drafters.parallel.ParallelSession._drafts", never)
+    monkeypatch.setattr("tokenahead.modeling.ptp.session.ParallelSession._drafts", never)
     bad = {"suppress_tokens": [VOCABULARY - 1]}
     rows, out = forwards(model, clock, **options, **bad)
     assert not sum(out.speculation.accepted)

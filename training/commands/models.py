@@ -23,9 +23,9 @@ from ...configuration import MTPHeadConfig, PTPConfig
 from ...configuration.eagle import EagleHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
-from ...modeling.draft_vocabulary import frequent_tokens
+from ...modeling.common.draft_vocabulary import frequent_tokens
+from ...modeling.common.loss_options import EagleLossOptions, ModuleLossOptions
 from ...modeling.heads.losses import IGNORE
-from ...modeling.loss_options import EagleLossOptions, ModuleLossOptions
 from ..features import STATES, FeatureDataset, cache_features
 from ..loading import (
     base_of,

@@ -17,14 +17,14 @@ from torch import nn
 from transformers import DynamicCache
 
 from ...configuration.fields import requested_states
+from ...modeling.common.backbone_parts import BackboneParts
+from ...modeling.common.chunks import LOGITS_PER_CHUNK
 from ...modeling.deepseek.main_model import run_main
 from ...modeling.deepseek.model import DeepSeekMTP
 from ...modeling.eagle.losses import TrainingBatch
 from ...modeling.eagle.model import EagleHead
 from ...modeling.evabyte.model import EvaByteForMTPC
 from ...modeling.heads.attached import MTPHeads
-from ...modeling.heads.backbone_parts import BackboneParts
-from ...modeling.heads.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
 from .expected import GREEDY_RULE, SAMPLED, ExpectedCalls, acceptance_along
 

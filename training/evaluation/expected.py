@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from ...modeling.common.teacher import cycle_starts
 from ...modeling.heads.losses import tokens_ahead
-from ...modeling.heads.teacher import cycle_starts
 
 SAMPLED, GREEDY_RULE = ("block", "token"), ("greedy",)
 """Ways to verify sampled drafts, and greedy ones."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...generation.tensors.sampling import interval
 from ...generation.tensors.uniforms import beta_shares, uniform_between
-from ...modeling.heads.chunks import LOGITS_PER_CHUNK
+from ...modeling.common.chunks import LOGITS_PER_CHUNK
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import token_positions
 from .losses import target_probs

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...configuration.ptp import PTPConfig
 from ...generation.tensors.sampling import pick
 from ...modeling import PTPForCausalLM
-from ...modeling.heads.chunks import Part, chunked_sums
+from ...modeling.common.chunks import Part, chunked_sums
+from ...modeling.common.loss_options import check_values
 from ...modeling.heads.losses import IGNORE
-from ...modeling.loss_options import check_values
 
 METHODS, LOSSES, SEQUENCES = ("distil", "inverse"), ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
 """Values of fields of `PTPOptions`."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...modeling.common.loss_options import check_values
 from ...modeling.heads.losses import IGNORE
-from ...modeling.loss_options import check_values
 from ...modeling.ptp.registers import RegisterModel
 from ..trainer_base import Inputs
 from .completions import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts

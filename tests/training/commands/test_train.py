@@ -14,7 +14,7 @@ from tests.internals import cli_module as cli
 from tests.internals import commands_train as train
 from tests.training.commands.conftest import LINES
 from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads
-from tokenahead.modeling.draft_vocabulary import frequent_tokens
+from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
 
 RUNS = {
     "evabyte": dict(model="evabyte", drafter_options={"head_type": "btree", "rank": 2}),

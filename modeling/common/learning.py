@@ -13,16 +13,16 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import requested_states
-from ..draft_vocabulary import DraftVocabulary
-from ..loss_options import DepthCountsMixin
-from ..outputs import MTPOutput
+from ..heads.draft_layers import DraftLayers
+from ..heads.losses import IGNORE, depth_targets, depth_weights, head_loss
+from ..heads.window_distribution import WindowDistribution, distribution_after, window_distribution
 from .backbone_parts import BackboneParts
-from .draft_layers import DraftLayers
-from .losses import IGNORE, depth_targets, depth_weights, head_loss
-from .window_distribution import WindowDistribution, distribution_after, window_distribution
+from .draft_vocabulary import DraftVocabulary
+from .loss_options import DepthCountsMixin
+from .outputs import MTPOutput
 
 if TYPE_CHECKING:
-    from ...generation.online import OnlineLearner
+    from .online import OnlineLearner
 
 STATES = "cached_states"
 """The states' column in training data, and the keyword of the `forward` of drafters."""
@@ -71,7 +71,7 @@ class OnlineMixin:
         Returns:
             The learner, with the `curve` of acceptance, `freeze` and `unfreeze`.
         """
-        from ...generation.online import OnlineLearner
+        from .online import OnlineLearner
 
         return OnlineLearner(self, every=every, budget=budget, **options)
 

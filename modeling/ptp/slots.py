@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..tensors.masks import cached_arange
+from ...generation.tensors.masks import cached_arange
 
 
 @dataclass(frozen=True)

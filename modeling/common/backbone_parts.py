@@ -31,7 +31,7 @@ from ...generation.tensors.masks import model_mask
 from ...generation.tensors.wrapped_models import call_frozen, is_unit, weights_fetched
 
 if TYPE_CHECKING:
-    from ..draft_vocabulary import DraftVocabulary
+    from .draft_vocabulary import DraftVocabulary
 
 Map = Callable[[Tensor], Tensor]
 

@@ -26,20 +26,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
-from ...modeling.heads.window_distribution import WindowDistribution
-from ...modeling.ptp.embedding import GREEDY
-from ..backbone.target import TargetOutput
-from ..call.constraints import DraftMasks
-from ..call.options import DraftOptions
-from ..call.processing import Processing
-from ..call.schedule import AcceptanceRates
-from ..call.sequences import Sequences
-from ..protocols import CacheView, DraftSession
-from ..tensors.masks import cached_arange, to_device
-from ..tensors.sampling import interval, pick
-from ..tensors.uniforms import best_of
-from ..trees.contract import DraftTree, VerificationResult
-from ..verification.verifiers import CoupledVerifier, Uniforms, distribution_of
+from ...generation.backbone.target import TargetOutput
+from ...generation.call.constraints import DraftMasks
+from ...generation.call.options import DraftOptions
+from ...generation.call.processing import Processing
+from ...generation.call.schedule import AcceptanceRates
+from ...generation.call.sequences import Sequences
+from ...generation.protocols import CacheView, DraftSession
+from ...generation.tensors.masks import cached_arange, to_device
+from ...generation.tensors.sampling import interval, pick
+from ...generation.tensors.uniforms import best_of
+from ...generation.trees.contract import DraftTree, VerificationResult
+from ...generation.verification.verifiers import CoupledVerifier, Uniforms, distribution_of
+from ..heads.window_distribution import WindowDistribution
+from .embedding import GREEDY
 from .slots import SlotLayout, split_budget
 
 

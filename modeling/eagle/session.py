@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ..backbone.cache import CacheLayout
-from ..backbone.target import HiddenLayers, TargetOutput
-from ..call.constraints import DraftMasks
-from ..call.options import DraftOptions
-from ..call.sequences import NewTokens, Sequences
-from ..protocols import CacheView, DraftSession
-from ..tensors.masks import cached_range
-from ..trees.contract import DraftTree, VerificationResult, taken
-from ..trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
+from ...generation.backbone.cache import CacheLayout
+from ...generation.backbone.target import HiddenLayers, TargetOutput
+from ...generation.call.constraints import DraftMasks
+from ...generation.call.options import DraftOptions
+from ...generation.call.sequences import NewTokens, Sequences
+from ...generation.protocols import CacheView, DraftSession
+from ...generation.tensors.masks import cached_range
+from ...generation.trees.contract import DraftTree, VerificationResult, taken
+from ...generation.trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
 
 
 @dataclass

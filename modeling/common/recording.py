@@ -16,14 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..modeling.heads.learning import STATES
-from ..modeling.heads.losses import IGNORE
-from .backbone.target import TargetOutput
-from .call.outputs import Speculation
-from .call.sequences import NewTokens, Sequences
-from .protocols import CacheView, DraftSession, joined_layers
-from .tensors.masks import cached_range, to_device
-from .trees.contract import DraftTree, VerificationResult
+from ...generation.backbone.target import TargetOutput
+from ...generation.call.outputs import Speculation
+from ...generation.call.sequences import NewTokens, Sequences
+from ...generation.protocols import CacheView, DraftSession, joined_layers
+from ...generation.tensors.masks import cached_range, to_device
+from ...generation.trees.contract import DraftTree, VerificationResult
+from ..heads.losses import IGNORE
+from .learning import STATES
 
 _PADDING = -1
 """The position of padding."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from .heads.losses import IGNORE, counted, depth_targets
-from .heads.teacher import LOSSES, WEIGHTINGS
+from ..heads.losses import IGNORE, counted, depth_targets
+from .teacher import LOSSES, WEIGHTINGS
 
 logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}

@@ -10,21 +10,21 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import requested_states
-from ...modeling.heads.window_distribution import WindowDistribution
-from ..assistant.drafter import AssistantDrafter
-from ..assistant.session import AssistantSession, SharedVocabulary
-from ..backbone.cache import block_mask
-from ..backbone.target import RaggedTarget, TargetOutput
-from ..call.constraints import DraftMasks
-from ..call.options import CallOptions, DraftOptions
-from ..call.processing import Processing
-from ..call.sequences import Sequences
-from ..parallel import ParallelDrafter, make_uniforms
-from ..protocols import CacheView
-from ..tensors.masks import cached_arange, cached_range
-from ..trees.contract import DraftTree, VerificationResult
-from ..verification.verifiers import Uniforms
-from .parallel import ParallelSession
+from ...generation.assistant.drafter import AssistantDrafter
+from ...generation.assistant.session import AssistantSession, SharedVocabulary
+from ...generation.backbone.cache import block_mask
+from ...generation.backbone.target import RaggedTarget, TargetOutput
+from ...generation.call.constraints import DraftMasks
+from ...generation.call.options import CallOptions, DraftOptions
+from ...generation.call.processing import Processing
+from ...generation.call.sequences import Sequences
+from ...generation.protocols import CacheView
+from ...generation.tensors.masks import cached_arange, cached_range
+from ...generation.trees.contract import DraftTree, VerificationResult
+from ...generation.verification.verifiers import Uniforms
+from ..heads.window_distribution import WindowDistribution
+from .generation import ParallelDrafter, make_uniforms
+from .session import ParallelSession
 
 
 class ParallelAssistant(ParallelDrafter, AssistantDrafter):

@@ -22,7 +22,7 @@ from typing import Any
 import transformers
 from transformers.utils import CONFIG_NAME, logging
 
-from .. import __version__
+from ... import __version__
 
 
 @contextmanager

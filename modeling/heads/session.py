@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...modeling.draft_vocabulary import DraftVocabulary
-from ...modeling.heads.window_distribution import PartialDistribution, WindowDistribution
-from ..backbone.cache import CacheLayout, block_mask
-from ..backbone.target import HiddenLayers, TargetOutput
-from ..call.constraints import DraftMasks
-from ..call.options import DraftOptions, chosen, warped
-from ..call.sequences import Sequences
-from ..protocols import CacheView, DraftSession
-from ..tensors.masks import cached_arange, cached_range, to_device
-from ..tensors.sampling import draw
-from ..trees.contract import DraftTree, VerificationResult, taken
-from ..trees.growth import grow
+from ...generation.backbone.cache import CacheLayout, block_mask
+from ...generation.backbone.target import HiddenLayers, TargetOutput
+from ...generation.call.constraints import DraftMasks
+from ...generation.call.options import DraftOptions, chosen, warped
+from ...generation.call.sequences import Sequences
+from ...generation.protocols import CacheView, DraftSession
+from ...generation.tensors.masks import cached_arange, cached_range, to_device
+from ...generation.tensors.sampling import draw
+from ...generation.trees.contract import DraftTree, VerificationResult, taken
+from ...generation.trees.growth import grow
+from ..common.draft_vocabulary import DraftVocabulary
+from .window_distribution import PartialDistribution, WindowDistribution
 
 
 class HeadSession(DraftSession):

@@ -11,13 +11,13 @@ from torch import Tensor, distributed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..modeling.heads.learning import OnlineMixin, collate
-from ..modeling.loss_options import check_values
-from .call.outputs import Speculation
-from .drafter import BaseDrafter
-from .protocols import DraftSession, Recorder
+from ...generation.call.outputs import Speculation
+from ...generation.drafter import BaseDrafter
+from ...generation.protocols import DraftSession, Recorder
+from ...generation.tensors.wrapped_models import is_unit, readable
+from .learning import OnlineMixin, collate
+from .loss_options import check_values
 from .recording import OnlineBuffer, RecordingSession
-from .tensors.wrapped_models import is_unit, readable
 
 _MAX_NORM = 1.0
 

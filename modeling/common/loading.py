@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import __version__
-from ..generation.tensors.wrapped_models import fingerprint
+from ... import __version__
+from ...generation.tensors.wrapped_models import fingerprint
 from .remote_code import TRAVELS, TravellingMixin, is_ours, whole_directory
 from .tensor_files import check_contents, unlisted_file, wrapped_names
 

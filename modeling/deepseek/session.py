@@ -29,16 +29,16 @@ import torch
 from torch import Tensor
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone
-from ..backbone.cache import CacheLayout
-from ..backbone.convolved import module_layers, own_columns
-from ..backbone.indexed import real_tokens
-from ..backbone.target import TargetOutput, note_positions
-from ..call.options import DraftOptions
-from ..call.sequences import Sequences
-from ..protocols import CacheView, DraftSession
-from ..tensors.masks import cached_range
-from ..trees.contract import DraftTree, VerificationResult, taken
-from ..trees.growth import Ancestry, chain_of, grow, most_nodes
+from ...generation.backbone.cache import CacheLayout
+from ...generation.backbone.convolved import module_layers, own_columns
+from ...generation.backbone.indexed import real_tokens
+from ...generation.backbone.target import TargetOutput, note_positions
+from ...generation.call.options import DraftOptions
+from ...generation.call.sequences import Sequences
+from ...generation.protocols import CacheView, DraftSession
+from ...generation.tensors.masks import cached_range
+from ...generation.trees.contract import DraftTree, VerificationResult, taken
+from ...generation.trees.growth import Ancestry, chain_of, grow, most_nodes
 
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""

@@ -9,13 +9,13 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
-from ..configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
-from .eagle.conversion import is_foreign_head
-from .eagle.model import EagleHead
-from .heads.attached import MTPHeads
-from .heads.conversion import holds_backbone, published_layout
+from ...configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
+from ..eagle.conversion import is_foreign_head
+from ..eagle.model import EagleHead
+from ..heads.attached import MTPHeads
+from ..heads.conversion import holds_backbone, published_layout
+from ..ptp.student import PTPStudent
 from .loading import HUB_OPTIONS
-from .ptp.student import PTPStudent
 from .tensor_files import Fields, tensor_names
 
 Drafter = MTPHeads | EagleHead | PTPStudent

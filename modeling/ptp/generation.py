@@ -10,17 +10,17 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..configuration.ptp import SAMPLING, PTPConfig
-from ..modeling.heads.window_distribution import WindowDistribution
-from .attach import MTPGenerationMixin
-from .call.options import CallOptions, DraftOptions, first_set
-from .drafter import BaseDrafter
-from .drafters.parallel import BestOfSession, CentralVerifier, ParallelSession
-from .protocols import DraftSession
-from .verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
+from ...configuration.ptp import SAMPLING, PTPConfig
+from ...generation.attach import MTPGenerationMixin
+from ...generation.call.options import CallOptions, DraftOptions, first_set
+from ...generation.drafter import BaseDrafter
+from ...generation.protocols import DraftSession
+from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
+from ..heads.window_distribution import WindowDistribution
+from .session import BestOfSession, CentralVerifier, ParallelSession
 
 if TYPE_CHECKING:
-    from .drafters.parallel_assistant import ParallelAssistant
+    from .assistant_session import ParallelAssistant
 
 logger = logging.get_logger(__name__)
 _LAYOUTS = ("quadratic", "linear")
@@ -220,6 +220,6 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         Raises:
             ValueError: Another vocabulary, or an encoder-decoder.
         """
-        from .drafters.parallel_assistant import ParallelAssistant  # it imports the models, which import this
+        from .assistant_session import ParallelAssistant  # it imports the models, which import this
 
         return ParallelAssistant(self, vocab_size).attach(backbone, default)

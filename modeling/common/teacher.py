@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ...configuration import MTPHeadConfig
+from ..heads.window_distribution import WindowDistribution, at_tokens
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK
-from .window_distribution import WindowDistribution, at_tokens
 
 DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
 """Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""

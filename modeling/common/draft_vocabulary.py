@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from ..generation.tensors.wrapped_models import is_unit
-from .heads.backbone_parts import frozen
+from ...generation.tensors.wrapped_models import is_unit
+from .backbone_parts import frozen
 
 TokenIds = Sequence[int] | Tensor
 FILE = "draft_vocabulary.json"

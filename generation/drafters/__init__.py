@@ -1,1 +1,0 @@
-"""Drafters: one file for each way to propose tokens."""

@@ -98,7 +98,7 @@ class FixedLayer(RaggedLayer):
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         batch, heads = key_states.shape[:2]
         row, head = (torch.arange(count, device=key_states.device) for count in (batch, heads))
-        index = row[:, None, None], head[:, None], self.layout.block_slots[self.is_sliding].to(key_states.device)
+        index = row[:, None, None], head[:, None], self.layout.block_slots[int(self.is_sliding)].to(key_states.device)
         keys[index], values[index] = key_states.to(keys.dtype), value_states.to(values.dtype)
         return keys, values
 

@@ -191,7 +191,7 @@ def measure(row: Row, model: LlamaForCausalLM, arguments: argparse.Namespace) ->
 def rows_of(arguments: argparse.Namespace) -> Iterator[Row]:
     """The rows in the order of their worth: the plain ones of a cell first, small batches before large ones."""
     for context, batch, shape in product(arguments.contexts, arguments.batches, arguments.shapes):
-        for drafts, mode in product(["none", *arguments.drafts], arguments.modes):
+        for drafts, mode in product(arguments.drafts, arguments.modes):
             yield Row(shape, batch, context, drafts, mode)
 
 
@@ -281,7 +281,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1B", "8B"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--contexts", nargs="+", type=int, default=[512])
-    parser.add_argument("--drafts", nargs="*", choices=DRAFTERS, default=list(DRAFTERS))
+    parser.add_argument("--drafts", nargs="+", choices=["none", *DRAFTERS], default=["none", *DRAFTERS])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--all", action="store_true", help="also batch 32 and contexts of 4,096")
     parser.add_argument("--sampled", action="store_true", help="sample at temperature 1; greedy otherwise")

@@ -13,7 +13,7 @@ NEW = 24
 
 
 def test_a_smoke_run_writes_every_row(tmp_path, capsys):
-    gpu.main(["--smoke", "--drafts", "n-grams", "EAGLE-3", "HMM", "--json", str(tmp_path / "rows.json")])
+    gpu.main(["--smoke", "--drafts", "none", "n-grams", "EAGLE-3", "HMM", "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert len(rows) == 2 * 2 * 4 and not any(row["error"] for row in rows)
     rates = {(row["batch"], row["calls"][-1]["tokens_per_call"]) for row in rows if row["drafts"] in ("EAGLE-3", "HMM")}
@@ -22,7 +22,7 @@ def test_a_smoke_run_writes_every_row(tmp_path, capsys):
 
 
 def test_rows_without_time_are_left_out(capsys):
-    gpu.main(["--smoke", "--drafts", "--seconds", "0"])
+    gpu.main(["--smoke", "--drafts", "none", "--seconds", "0"])
     assert capsys.readouterr().out.count("left out") == 4
 
 
@@ -32,7 +32,7 @@ def test_a_row_that_fails_leaves_the_others(monkeypatch, tmp_path):
 
     monkeypatch.setitem(gpu.DRAFTERS, "HMM", fails)
     with pytest.raises(SystemExit):
-        gpu.main(["--smoke", "--drafts", "HMM", "--json", str(tmp_path / "rows.json")])
+        gpu.main(["--smoke", "--drafts", "none", "HMM", "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [bool(row["error"]) for row in rows] == [False, False, True, True] * 2
 

@@ -30,13 +30,13 @@ from transformers import Cache, CompileConfig, DynamicCache, LlamaConfig, LlamaF
 from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.extending import AttachableDrafter, DraftSession
-from tokenahead.generation.backbone.repacking import RepackedTarget
-from tokenahead.generation.backbone.target import ColumnTarget, RaggedTarget
+from tokenahead.generation.backbone.repacking import RealignedBackbone
+from tokenahead.generation.backbone.target import DynamicCacheBackbone, RaggedBackbone
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.trees.contract import DraftTree
 
 BLOCK, ROUNDS, CYCLES = 6, 9, 8
-KINDS: dict[str, type[ColumnTarget]] = {"repacked": RepackedTarget, "never moves": RaggedTarget}
+KINDS: dict[str, type[DynamicCacheBackbone]] = {"repacked": RealignedBackbone, "never moves": RaggedBackbone}
 WRITES = ("copy_", "index_put_", "_index_put_impl_", "index_copy_")
 COPIES = ("cat", "gather", "index", "index_select", "clone", "where", "masked_fill", "repeat", "constant_pad_nd")
 
@@ -91,15 +91,15 @@ def llama(width: int = 256, layers: int = 4) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def target(kind: type[ColumnTarget], model: LlamaForCausalLM, context: int, batch: int) -> ColumnTarget:
+def target(kind: type[DynamicCacheBackbone], model: LlamaForCausalLM, context: int, batch: int) -> DynamicCacheBackbone:
     """A target with a prompt in its cache."""
     cache, ids = DynamicCache(config=model.config), torch.randint(1, 512, (batch, context))
     model(ids, **{CACHE: cache}, logits_to_keep=1)
-    room = {"limit": context + (ROUNDS + 2) * CYCLES * BLOCK, "span": BLOCK} if kind is RaggedTarget else {}
+    room = {"limit": context + (ROUNDS + 2) * CYCLES * BLOCK, "span": BLOCK} if kind is RaggedBackbone else {}
     return kind(model, cache, ids[:, 0], None, None, **room)
 
 
-def cycle(made: ColumnTarget, batch: int) -> None:
+def cycle(made: DynamicCacheBackbone, batch: int) -> None:
     """One verification, after which sequences keep different numbers."""
     block = torch.randint(1, 512, (batch, BLOCK))
     made.forward(block, DraftTree.chain(block[:, 1:]), None)

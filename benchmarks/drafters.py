@@ -43,7 +43,7 @@ from tokenahead import (
 from tokenahead.training.evaluation import GREEDY, sampled
 from tokenahead.training.evaluation.bench import Bench, Protocol
 from tokenahead.training.evaluation.methods import drafting_method, plain_method
-from tokenahead.training.evaluation.prompts import Prompt, Writer
+from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder
 from tokenahead.training.evaluation.summary import results_of
 from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
@@ -113,7 +113,10 @@ def measure(
     model = options.pop("model", backbone)
     drafter = options.pop("assistant_model", None)
     method = drafting_method("drafts", model, drafter, **options)
-    writer, protocol = Writer(EvaByteTokenizer(), chats=False), Protocol((GREEDY, sampled(1.0)), new_tokens=new_tokens)
+    writer, protocol = (
+        PromptEncoder(EvaByteTokenizer(), chats=False),
+        Protocol((GREEDY, sampled(1.0)), new_tokens=new_tokens),
+    )
     bench = Bench([plain_method(model), method], writer, protocol, control=False)
     bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)])
     inputs = writer.batch([Prompt("0", (prompts[0],))], [[]], model.device)

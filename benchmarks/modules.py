@@ -31,7 +31,7 @@ from tokenahead.training.evaluation import GREEDY, sampled
 from tokenahead.training.evaluation.bench import Bench, Protocol
 from tokenahead.training.evaluation.decoding import Method
 from tokenahead.training.evaluation.methods import drafting_method, plain_method
-from tokenahead.training.evaluation.prompts import Prompt, Writer
+from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder
 from tokenahead.training.evaluation.summary import results_of
 from tokenahead.training.evaluation.table import tables
 
@@ -92,7 +92,7 @@ def train(folder: str, minutes: float, unroll: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Ids(Writer):
+class Ids(PromptEncoder):
     """Prompts whose turn is a list of ids."""
 
     def batch(self, group: Sequence[Prompt], answers: Sequence[Sequence[str]], device: Any) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """What a user holds: models that draft for themselves, and drafters that are attached to a backbone.
 
-`attach` lays a route on the backbone, an object in the place of its `generate`: a call with one of the attached
+`attach` lays a patch on the backbone, an object in the place of its `generate`: a call with one of the attached
 drafters as `assistant_model` goes through our loop, every other call is the backbone's own. Nothing else changes. A
 copy or a pickle of a pair is a pair. Of the backbone alone it has no drafters; of a drafter, no backbone.
 """
@@ -148,9 +148,9 @@ class AttachableDrafter(BaseDrafter):
                 learned.clear()
             self.on_attach(backbone)
             self._check_fingerprint(backbone)
-            Route.of(backbone).drafters.append(self)
+            GeneratePatch.of(backbone).drafters.append(self)
         if default:
-            Route.of(backbone).default = self
+            GeneratePatch.of(backbone).default = self
         return self
 
     def _check_fingerprint(self, backbone: PreTrainedModel) -> None:
@@ -166,7 +166,7 @@ class AttachableDrafter(BaseDrafter):
     def detach(self: D) -> D:
         """Undo `attach`: the backbone is bit for bit as before. Return the drafter itself."""
         if self._backbones:
-            Route.of(self.backbone).remove(self)
+            GeneratePatch.of(self.backbone).remove(self)
             self._backbones.clear()
             self.on_detach()
         return self
@@ -176,15 +176,18 @@ class AttachableDrafter(BaseDrafter):
         parent = getattr(super(), "__getstate__", None)
         state = dict(parent() if parent else self.__dict__)
         state.pop("recorder", None)
-        return state | {"_backbones": [], "backbone_tie": Route.of(self.backbone).tie if self.is_attached else Tie()}
+        return state | {
+            "_backbones": [],
+            "backbone_link": GeneratePatch.of(self.backbone).link if self.is_attached else CopyLink(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Attach to the copy of the backbone, where there is one in the same copy or pickle."""
-        tie = state.pop("backbone_tie", Tie())
+        link = state.pop("backbone_link", CopyLink())
         parent = getattr(super(), "__setstate__", self.__dict__.update)
         parent(state)
-        tie.drafters.append(self)
-        self._backbones = [tie.backbone] if tie.backbone is not None else []
+        link.drafters.append(self)
+        self._backbones = [link.backbone] if link.backbone is not None else []
 
 
 class LookUpDrafter(AttachableDrafter):
@@ -234,53 +237,53 @@ class NoGenerationMixin:
         raise RuntimeError(f"{name} generates nothing: call attach(backbone), then {call}; MTPSFTTrainer trains it")
 
 
-class Tie:
+class CopyLink:
     """The link between a backbone and its drafters: in one copy or pickle they find each other by its copy."""
 
     def __init__(self) -> None:
         self.backbone: PreTrainedModel | None = None
         self.drafters: list[AttachableDrafter] = []
 
-    def __reduce__(self) -> tuple[type[Tie], tuple[()]]:
-        return Tie, ()
+    def __reduce__(self) -> tuple[type[CopyLink], tuple[()]]:
+        return CopyLink, ()
 
 
-class Route:
-    """Replaces the `generate` of a backbone, whose vocabulary had `vocab_size` ids when the route was laid.
+class GeneratePatch:
+    """Replaces the `generate` of a backbone, whose vocabulary had `vocab_size` ids when the patch was laid.
 
     Attributes:
         drafters: Those that are attached to it.
         default: The one of them that drafts where a call names none; None: nobody.
-        version: Of this code: drafters of several directories, each with its own copy of the code, share one route.
+        version: Of this code: drafters of several directories, each with its own copy of the code, share one patch.
     """
 
     version = __version__
 
-    def __init__(self, backbone: PreTrainedModel, tie: Tie, vocab_size: int) -> None:
-        self.backbone, self.tie, self.vocab_size = backbone, tie, vocab_size
-        tie.backbone, self.drafters = backbone, tie.drafters
+    def __init__(self, backbone: PreTrainedModel, link: CopyLink, vocab_size: int) -> None:
+        self.backbone, self.link, self.vocab_size = backbone, link, vocab_size
+        link.backbone, self.drafters = backbone, link.drafters
         for drafter in self.drafters:  # of a copy or a pickle, and made before the backbone
             drafter._backbones = [backbone]
         self.default: AttachableDrafter | None = None
 
     @classmethod
-    def of(cls, backbone: PreTrainedModel) -> Route:
-        """Return the route of a backbone, laid where there is none."""
-        route = vars(backbone).get("generate")
-        # also a route of another copy of this code, that came with a directory
-        version = getattr(route, "version", None)
+    def of(cls, backbone: PreTrainedModel) -> GeneratePatch:
+        """Return the patch of a backbone, laid where there is none."""
+        patch = vars(backbone).get("generate")
+        # also a patch of another copy of this code, that came with a directory
+        version = getattr(patch, "version", None)
         if version not in (None, cls.version):
             name = type(backbone).__name__
             raise RuntimeError(f"{name} has drafters of tokenahead {version}, not {cls.version}: detach() those first")
         if version is not None:
-            return cast(Route, route)
-        route = cls(backbone, Tie(), backbone.config.get_text_config().vocab_size)
+            return cast(GeneratePatch, patch)
+        patch = cls(backbone, CopyLink(), backbone.config.get_text_config().vocab_size)
         # pickle and copy ask the instance, too
-        vars(backbone).update(generate=route, __getstate__=route.state, _validate_generation_mode=route.validate)
-        return route
+        vars(backbone).update(generate=patch, __getstate__=patch.state, _validate_generation_mode=patch.validate)
+        return patch
 
     def remove(self, drafter: AttachableDrafter) -> None:
-        """Remove a drafter, and the route with the last one."""
+        """Remove a drafter, and the patch with the last one."""
         self.drafters[:] = [other for other in self.drafters if other is not drafter]
         self.default = None if self.default is drafter else self.default
         if not self.drafters:
@@ -294,7 +297,7 @@ class Route:
         return vars(self.backbone)
 
     def validate(self, mode: object, config: object, call: dict[str, Any]) -> None:
-        """Refuse a drafter in transformers' own loop: the call had begun when its arguments laid the route.
+        """Refuse a drafter in transformers' own loop: the call had begun when its arguments laid the patch.
 
         Raises:
             RuntimeError: As in `model.generate(..., assistant_model=drafter.attach(model))`.
@@ -348,11 +351,11 @@ class Route:
         if self.backbone.config.get_text_config().vocab_size != self.vocab_size:  # resized since
             assistant.check_backbone(self.backbone)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Route:
-        return Route(memo.get(id(self.backbone), self.backbone), deepcopy(self.tie, memo), self.vocab_size)
+    def __deepcopy__(self, memo: dict[int, Any]) -> GeneratePatch:
+        return GeneratePatch(memo.get(id(self.backbone), self.backbone), deepcopy(self.link, memo), self.vocab_size)
 
-    def __reduce__(self) -> tuple[type[Route], tuple[PreTrainedModel, Tie, int]]:
-        return Route, (self.backbone, self.tie, self.vocab_size)
+    def __reduce__(self) -> tuple[type[GeneratePatch], tuple[PreTrainedModel, CopyLink, int]]:
+        return GeneratePatch, (self.backbone, self.link, self.vocab_size)
 
 
 def _checked(assistant: object) -> object:

@@ -1,6 +1,6 @@
 """The entry of speculative decoding: transformers' own `generate`, with our loop as its decoding method.
 
-    backbone.generate(..., assistant_model=head)        `attach.Route`, or the `generate` of a model that drafts itself
+    backbone.generate(..., assistant_model=head)        `attach.GeneratePatch`, or a model's own `generate`
       prepared_call(...)                                options parsed and validated once; plain calls pass unchanged
       type(backbone).generate(..., custom_generate=f)   transformers prepares prompt, masks, cache, processors, criteria
         f = partial(speculative_decoding, call)         carries what transformers drops for a callable
@@ -52,7 +52,7 @@ from .backbone.backbones import (
 )
 from .backbone.static import planned_cache
 from .call.keywords import USUAL, Keywords
-from .call.options import OWN, CallOptions, DraftOptions, prepared_options
+from .call.options import GENERATE_KWARGS, CallOptions, DraftOptions, prepared_options
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
 from .drafter import BaseDrafter
@@ -64,7 +64,7 @@ from .trees.growth import choose_tree
 logger = logging.get_logger(__name__)
 _DEPTH = 32
 """Deeper than any tree: drafts of the longest sequences go beyond the end, and slots follow drafts."""
-_OF_THE_CALL = {CACHE, "use_cache", "input_ids"}
+TRIAL_OVERRIDES = {CACHE, "use_cache", "input_ids"}
 """Keyword arguments of the model that trials on the same prompt make for themselves."""
 _SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -116,7 +116,7 @@ def prepared_call(
         ValueError: An option, a prompt or a combination that is not supported; the message names it.
     """
     call = renamed(dict(zip(_names(generate, len(args)), args)) | kwargs)
-    own = {name: call.pop(name) for name in OWN if name in call}
+    own = {name: call.pop(name) for name in GENERATE_KWARGS if name in call}
     sources = (call, call.get("generation_config"), backbone.generation_config)
     call |= {} if drafter is None else drafter.sampling_defaults(sources)
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
@@ -339,7 +339,7 @@ def _with_chosen_tree(
     def trial(drafter: BaseDrafter, prompt: Tensor, kwargs: dict[str, Any]) -> Any:
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
 
-    common = {name: model_kwargs[name] for name in model_kwargs.keys() - _OF_THE_CALL}
+    common = {name: model_kwargs[name] for name in model_kwargs.keys() - TRIAL_OVERRIDES}
     common |= {"synced_gpus": call.synced_gpus}
     last = last_position_of_trials(call.backbone.config.get_text_config(), input_ids.shape[1], 2 * _DEPTH)
     has_stop_strings = any(isinstance(one, StopStringCriteria) for one in criteria)

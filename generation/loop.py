@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..configuration.cache_names import CACHE, cache_of
 from ..configuration.fields import learned_positions, requested_states
 from .backbone.backbones import target_of
-from .backbone.target import OwnLengthsTarget, RaggedTarget, Target, TargetOutput
+from .backbone.target import OwnCacheBackbone, RaggedBackbone, Target, TargetOutput
 from .call.keywords import Keywords
 from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
@@ -89,8 +89,8 @@ class SpeculativeLoop:
         self.keywords = keywords
         self.returns_cache = has_user_cache or config.return_dict_in_generate
         is_read = self.returns_cache or session.reads_cache
-        may_leave_out = len(prompt) > 1 and keywords is None and not (is_read or session.lookahead)
-        self.may_leave_out = may_leave_out and not has_foreign_hooks(runner)
+        may_drop_finished = len(prompt) > 1 and keywords is None and not (is_read or session.lookahead)
+        self.may_drop_finished = may_drop_finished and not has_foreign_hooks(runner)
         self.hidden_layers = requested_states(bool(config.output_hidden_states) or session.hidden_layers)
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
@@ -140,8 +140,8 @@ class SpeculativeLoop:
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
                 if not self.is_plain:
                     self.session.advance(outputs.along(result, tree), result)
-                if self.may_leave_out and any(self.done):
-                    self.target.leave_out(self.done)
+                if self.may_drop_finished and any(self.done):
+                    self.target.drop_finished(self.done)
                 ended = time.perf_counter()
                 if self.schedule is not None and self.target.is_steady and not (self.is_plain or self.is_trial):
                     self.schedule.update(tree.depth, accepted, ended - started, length)
@@ -156,7 +156,7 @@ class SpeculativeLoop:
             return output
         except BaseException:  # a user's cache must not end with layers that only this loop can use
             target = vars(self).get("target")
-            if isinstance(target, RaggedTarget):
+            if isinstance(target, RaggedBackbone):
                 target.align(max(target.layout.lengths))
             raise
 
@@ -170,7 +170,7 @@ class SpeculativeLoop:
         if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
             cache = cache.self_attention_cache
         if isinstance(cache, SpeculativeCache):
-            self.target = OwnLengthsTarget(self.runner, cache, mask)
+            self.target = OwnCacheBackbone(self.runner, cache, mask)
         else:
             if mask is not None and kwargs.get("position_ids") is None:  # the model counts columns, padding included
                 kwargs = kwargs | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration.mtp_families import family_of
-from ..generation.call.options import OWN
+from ..generation.call.options import GENERATE_KWARGS
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForCausalLM, PTPStudent
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.common.tensor_files import tensor_dtypes
@@ -211,7 +211,7 @@ def _drop_options_of_generate(path: Path) -> None:
     if not path.is_file():
         return
     values = json.loads(path.read_text(encoding="utf-8"))
-    ours = {*OWN, "use_mtp", "prompt_lookup_num_tokens"}
+    ours = {*GENERATE_KWARGS, "use_mtp", "prompt_lookup_num_tokens"}
     others = {name: values[name] for name in values if name not in ours and "assistant" not in name}
     replace_file(path, json.dumps(others, indent=2, sort_keys=True) + "\n")
 

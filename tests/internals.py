@@ -109,14 +109,14 @@ _NAMES = {
     "tokenahead.generation.loop": ("SpeculativeLoop",),
     "tokenahead.generation.backbone.backbones": ("target_of",),
     "tokenahead.generation.backbone.cache": ("block_mask", "RaggedLayer", "CacheLayout"),
-    "tokenahead.generation.backbone.repacking": ("RepackedTarget", "shift_cache"),
+    "tokenahead.generation.backbone.repacking": ("RealignedBackbone", "shift_cache"),
     "tokenahead.generation.backbone.replay": (
         "is_recurrent",
         "Replay",
     ),
-    "tokenahead.generation.backbone.compressed": ("CompressedTarget",),
-    "tokenahead.generation.backbone.convolved": ("ConvolvedTarget",),
-    "tokenahead.generation.backbone.target": ("is_recurrent", "RaggedTarget", "TargetOutput"),
+    "tokenahead.generation.backbone.compressed": ("CompressedBackbone",),
+    "tokenahead.generation.backbone.convolved": ("ConvolvedBackbone",),
+    "tokenahead.generation.backbone.target": ("is_recurrent", "RaggedBackbone", "TargetOutput"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",
         "drawn_tree",
@@ -169,7 +169,7 @@ _NAMES = {
         "chain_loss",
         "teacher_forced",
     ),
-    "tokenahead.modeling.deepseek.modules": ("Readout",),
+    "tokenahead.modeling.deepseek.modules": ("LMHeadView",),
     "tokenahead.modeling.evabyte.geometry": ("SequenceMap",),
     "tokenahead.generation.tensors.masks": ("model_mask", "grouped_attention", "selected_positions"),
     "tokenahead.modeling.evabyte.tokenizer": (
@@ -251,7 +251,7 @@ _NAMES = {
     "tokenahead.modeling.common.remote_code": (
         "REQUIREMENT",
         "TRANSFORMERS",
-        "TravellingMixin",
+        "RemoteCodeMixin",
     ),
     "tokenahead.generation.tensors.sampling": (
         "philox",
@@ -295,7 +295,7 @@ _NAMES = {
         "check_output",
         "run_demo",
     ),
-    "tokenahead.training.demo_subjects": ("box_subject", "model_subject"),
+    "tokenahead.training.demo_subjects": ("box_model", "named_model"),
     "tokenahead.training.evaluation": ("MODES",),
     "tokenahead.training.evaluation.bench": ("Bench", "Protocol", "block_error", "is_near_tie"),
     "tokenahead.training.evaluation.decoding": (
@@ -306,7 +306,7 @@ _NAMES = {
         "sampled",
     ),
     "tokenahead.training.evaluation.methods": ("drafting_method", "methods_of", "plain_method"),
-    "tokenahead.training.evaluation.prompts": ("Prompt", "Writer", "groups_of", "read_prompts"),
+    "tokenahead.training.evaluation.prompts": ("Prompt", "PromptEncoder", "groups_of", "read_prompts"),
     "tokenahead.training.evaluation.summary": (
         "Completion",
         "completions_of",

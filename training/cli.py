@@ -159,14 +159,14 @@ def _demo(arguments: argparse.Namespace) -> int:
         return serve(arguments.model, arguments.drafter, arguments.dtype, arguments.web)
     with needs_extra("demo", "the demo"):
         from .demo import Measurement, run_demo
-        from .demo_subjects import box_subject, model_subject
+        from .demo_subjects import box_model, named_model
     if not arguments.model:
         import torch
 
         torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
     chosen = arguments.model, arguments.drafter, arguments.prompts
     dtype = arguments.dtype
-    subject = model_subject(*chosen, dtype) if any(chosen) else box_subject(dtype=dtype)
+    subject = named_model(*chosen, dtype) if any(chosen) else box_model(dtype=dtype)
     options = {name: vars(arguments)[name] for name in ("seconds", "new_tokens", "batch_size", "seed")}
     measured = run_demo(Measurement(**options), subject, arguments.output, arguments.overwrite)
     return 0 if all(row.is_lossless for row in measured.results) else 1

@@ -18,10 +18,10 @@ from transformers.utils import logging
 
 from .. import __version__
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
-from .demo_subjects import Subject
+from .demo_subjects import DemoModel
 from .evaluation.bench import Bench, Protocol
 from .evaluation.decoding import Method
-from .evaluation.prompts import Writer
+from .evaluation.prompts import PromptEncoder
 from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .loading import unit_of
 from .results import DecodingResult, MeasuredResults, environment, hardware
@@ -49,14 +49,14 @@ class Measurement:
     seed: int = 0
     on_step: Callable[[str], None] = field(default=lambda words: None, compare=False)
 
-    def command(self, subject: Subject, shows_directories: bool = True) -> str:
+    def command(self, subject: DemoModel, shows_directories: bool = True) -> str:
         """Return the command that repeats this."""
         words = ["tokenahead", "demo", *subject.arguments, "--seconds", f"{self.seconds:g}"]
         words += ["--new-tokens", str(self.new_tokens), "--seed", str(self.seed)]
         words += ["--batch-size", str(self.batch_size)] if self.batch_size > 1 else []
         return shlex.join(words) if shows_directories else " ".join(map(shown_word, words))
 
-    def measure(self, subject: Subject) -> tuple[MeasuredResults, Bench]:
+    def measure(self, subject: DemoModel) -> tuple[MeasuredResults, Bench]:
         """Measure the methods; return the results, and the bench of single prompts, which holds the outputs."""
         before, share = environment(), _BATCH_SHARE if self.batch_size > 1 else 0.0
         single = self._decode(subject, subject.methods, 1, self.new_tokens, (1 - share) * self.seconds)
@@ -88,7 +88,7 @@ class Measurement:
         return measured, single
 
     def _decode(
-        self, subject: Subject, methods: Sequence[Method], batch_size: int, new_tokens: int, seconds: float
+        self, subject: DemoModel, methods: Sequence[Method], batch_size: int, new_tokens: int, seconds: float
     ) -> Bench:
         protocol = Protocol(subject.modes, (batch_size,), new_tokens, seconds=seconds, seed=self.seed)
         bench = Bench(methods, subject.writer, protocol)
@@ -107,7 +107,7 @@ def _adaptive(method: Method) -> Method:
 
 def run_demo(
     measurement: Measurement,
-    subject: Subject,
+    subject: DemoModel,
     output: str | Path = "tokenahead-demo",
     overwrite: bool = False,
     console: Console | None = None,
@@ -191,7 +191,7 @@ def legend() -> Text:
     )
 
 
-def coloured(completion: Completion, writer: Writer, prompt_lines: int = 4) -> Text:
+def coloured(completion: Completion, writer: PromptEncoder, prompt_lines: int = 4) -> Text:
     """Return the last lines of the prompt and its completion, every token in the colour of its origin."""
     prompt = "".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:])
     text = Text().append(f"{prompt}{writer.gap}", style=PROMPT)

@@ -16,7 +16,7 @@ from ..modeling import DeepSeekMTP, EvaByteForMTPC
 from .box import Box, excerpt_prompts, load_box
 from .evaluation.decoding import MODES, DecodingMode, Method
 from .evaluation.methods import drafting_method, methods_of, plain_method
-from .evaluation.prompts import Prompt, Writer, read_prompts
+from .evaluation.prompts import Prompt, PromptEncoder, read_prompts
 from .loading import load_model
 from .utils import shown_word
 
@@ -39,7 +39,7 @@ _REQUESTS = {
 
 
 @dataclass(frozen=True)
-class Subject:
+class DemoModel:
     """A model, its methods and its prompts.
 
     Attributes:
@@ -56,7 +56,7 @@ class Subject:
 
     words: str
     methods: Sequence[Method]
-    writer: Writer
+    writer: PromptEncoder
     prompts: Callable[[int], list[Prompt]]
     dataset: str
     description: str
@@ -65,7 +65,7 @@ class Subject:
     facts: dict[str, str | int | float] = field(default_factory=dict)
 
 
-def box_subject(directory: str | Path | None = None, prompts: int = _PREFIXES, dtype: str = "auto") -> Subject:
+def box_model(directory: str | Path | None = None, prompts: int = _PREFIXES, dtype: str = "auto") -> DemoModel:
     """Return the model in the box (None: the installed one) with each of its heads, and held-out code to complete.
 
     `dtype` is that of the weights; `"auto"`: float32.
@@ -83,11 +83,11 @@ def box_subject(directory: str | Path | None = None, prompts: int = _PREFIXES, d
         texts = excerpt_prompts(box.excerpts, prompts, seed, _PREFIX)
         return [Prompt(str(number), (text,)) for number, text in enumerate(texts)]
 
-    return Subject(
+    return DemoModel(
         words=f"The model in the box: EvaByte with {_backbone_parameters(first):,} parameters, {_shown_dtype(first)}; "
         f"heads over {first.window} bytes: {', '.join(f'{name} ({size:,})' for name, size in sizes.items())}",
         methods=[plain_method(first), *(drafting_method(names[head], model) for head, model in box.models.items())],
-        writer=Writer(box.tokenizer, chats=False),
+        writer=PromptEncoder(box.tokenizer, chats=False),
         prompts=beginnings,
         dataset="held-out Python packages",
         description=f"Source of {', '.join(packages)}, of which nothing was trained on, prompts of up to {_PREFIX} "
@@ -103,9 +103,9 @@ def _name(head: str, model: EvaByteForMTPC) -> str:
     return head if rank in (None, 1) else f"{head} {rank}"
 
 
-def model_subject(
+def named_model(
     model: str | None, drafter: str | None = None, prompts: Path | None = None, dtype: str = "auto"
-) -> Subject:
+) -> DemoModel:
     """Return a model, what drafts for it, and prompts.
 
     Args:
@@ -122,9 +122,9 @@ def model_subject(
     requests = [Prompt(name, (text,), name) for name, text in _REQUESTS.items()]
     asked = read_prompts(prompts)[0] if prompts else requests
     loaded, tokenizer, plain, drafting = load_methods(model, drafter, dtype)
-    writer = Writer(tokenizer, chats=bool(model))
+    writer = PromptEncoder(tokenizer, chats=bool(model))
     given = {"model": model, "drafter": drafter, "prompts": prompts, "dtype": None if dtype == "auto" else dtype}
-    return Subject(
+    return DemoModel(
         words=described(loaded, model, drafting),
         methods=[plain, drafting],
         writer=writer,
@@ -143,7 +143,7 @@ def load_methods(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Method, Method]:
     """Return a model, its tokenizer, plain decoding, and the method of `tokenahead bench` that drafts.
 
-    See `model_subject`.
+    See `named_model`.
     """
     loaded, tokenizer = load_model(model, dtype) if model else load_box(dtype=_dtype_of_box(dtype))
     drafter = drafter or ("own" if isinstance(loaded, MTPGenerationMixin) else "ngram")

@@ -19,7 +19,7 @@ from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..generation.attach import AttachableDrafter
-from ..modeling.common.remote_code import TravellingMixin
+from ..modeling.common.remote_code import RemoteCodeMixin
 from ..modeling.heads.joint import JointMTPModel
 from .utils import without_directories
 
@@ -221,7 +221,7 @@ class TrainerPushMixin(_TrainerBase):
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
         release.public_copy(source, Path(copy.name), left_out, also)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
-            if isinstance(saved, TravellingMixin):
+            if isinstance(saved, RemoteCodeMixin):
                 saved.add_code(Path(copy.name), saved.code_when_pushed())
         repo = str(self.hub_model_id)
         options |= {"delete_patterns": release.WEIGHTS}

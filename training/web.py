@@ -23,7 +23,7 @@ from ..generation.trees import DraftTree, VerificationResult
 from ..generation.verification.verifiers import Verifier
 from .demo_subjects import described, load_methods
 from .evaluation.decoding import GREEDY, Run, decode, sampled
-from .evaluation.prompts import Prompt, Writer
+from .evaluation.prompts import Prompt, PromptEncoder
 from .results import UNSTABLE
 from .utils import needs_extra
 
@@ -90,7 +90,7 @@ class Author:
 
     def __init__(self, model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> None:
         self.model, tokenizer, self.plain, self.method = load_methods(model, drafter, dtype)
-        self.writer = Writer(tokenizer, chats=bool(model))
+        self.writer = PromptEncoder(tokenizer, chats=bool(model))
         self.example, self.temperature = (_WORDS, 0.0) if model else (_CODE, 0.7)  # the box repeats itself where greedy
         self.name = described(self.model, model, self.method)
         self.draws_trees = self.method.drafter.drafts_trees and takes_dense_masks(self.model)

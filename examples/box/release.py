@@ -48,7 +48,7 @@ from tokenahead.training.box import (
 )
 from tokenahead.training.commands.bench import RESULTS, write
 from tokenahead.training.demo import Measurement
-from tokenahead.training.demo_subjects import box_subject
+from tokenahead.training.demo_subjects import box_model
 
 DRAFTED = 5
 """Bytes that a head of the box drafts unless its release or the user chose otherwise; figures are in `docs/box.md`."""
@@ -162,7 +162,7 @@ def _measure(folder: Path, measurement: Measurement, before_rounding: dict[str, 
     """Write results, figures and card of a sealed box, and seal it anew."""
     box = Box.load(folder)
     bits = window_bits(next(iter(box.models.values())), excerpt_windows(box.excerpts))
-    measured, _ = measurement.measure(box_subject(folder))
+    measured, _ = measurement.measure(box_model(folder))
     write(folder, replace(measured, bits_per_byte=float(bits.mean()), extra=measured.extra | before_rounding))
     write_box_card(folder)
     seal(folder)

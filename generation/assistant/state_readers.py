@@ -193,7 +193,7 @@ class DFlashSession(DraftSession):
         mask, span = view.mask[:, -states.shape[1] :].to(states.device), self.num_tokens + 1
         counts, room = view.counts.to(states.device), self.options.max_length
         self.layout = CacheLayout(mask, view.is_padded, room, span + self.model.config.block_size, counts)
-        self.layout.take_over(self.cache)
+        self.layout.install_layers(self.cache)
         self.accepted.append((states, None))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbone.target import RaggedTarget, TargetOutput
+from ..backbone.target import RaggedBackbone, TargetOutput
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
@@ -53,7 +53,7 @@ _AGAIN = 64
 
 
 @dataclass
-class Script:
+class AssistantText:
     """The text of one sequence, as an assistant reads it.
 
     Attributes:
@@ -149,7 +149,7 @@ class Translation:
         both = [pair for pair in both if pair[0] < theirs and pair[1] < own]
         self.ids, self.own_ids = torch.tensor(both, dtype=torch.long).view(-1, 2).unbind(1)
 
-    def open(self, prompts: list[list[int]]) -> list[Script]:
+    def open(self, prompts: list[list[int]]) -> list[AssistantText]:
         """Return the scripts of prompts: at least one id of each."""
         opening, scripts = self.own.opening(), []
         readable = [self.theirs.readable(ids) for ids in prompts]
@@ -157,10 +157,10 @@ class Translation:
         for prompt, ids in zip(readable, self.own._ids(texts)):
             ids = ids if ids[:1] == opening else opening + ids
             ids = [min(number, self.own.size - 1) for number in ids] or [0]
-            scripts.append(Script(ids, len(ids), prompt[-_BEFORE:]))
+            scripts.append(AssistantText(ids, len(ids), prompt[-_BEFORE:]))
         return scripts
 
-    def extend(self, scripts: list[Script], sequences: list[list[int]]) -> None:
+    def extend(self, scripts: list[AssistantText], sequences: list[list[int]]) -> None:
         """Append the backbone's new ids to every script."""
         for script, ids in zip(scripts, sequences):
             script.unread += self.theirs.readable(ids)
@@ -175,7 +175,7 @@ class Translation:
         for script, ids in zip(scripts, self.own.encode([script.text for script in scripts])):
             script.ids[script.settled :] = ids
 
-    def drafts(self, scripts: list[Script], sequences: list[list[int]]) -> list[list[int]]:
+    def drafts(self, scripts: list[AssistantText], sequences: list[list[int]]) -> list[list[int]]:
         """Return the backbone's ids of the text that an assistant's ids add to every script."""
         sequences = [list(takewhile(lambda number: number not in self.own.silent, ids)) for ids in sequences]
         texts = self.own.added([script.ids[-_BEFORE:] for script in scripts], sequences)
@@ -264,7 +264,7 @@ class TranslatedSession(AssistantSession):
         read: How many ids the backbone's sequences had.
     """
 
-    target: RaggedTarget
+    target: RaggedBackbone
 
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, vocabulary: SharedVocabulary, translation: Translation

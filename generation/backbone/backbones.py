@@ -37,11 +37,11 @@ from ...configuration.fields import (
 )
 from ..tensors.masks import check_attention
 from ..tensors.wrapped_models import has_own_cache
-from .compressed import CompressedTarget
-from .convolved import ConvolvedTarget
-from .repacking import EvenTarget, RepackedTarget
-from .static import FixedTarget, PlannedCache
-from .target import ColumnTarget, RaggedTarget, is_recurrent, layer_class
+from .compressed import CompressedBackbone
+from .convolved import ConvolvedBackbone
+from .repacking import LockstepBackbone, RealignedBackbone
+from .static import PlannedCache, StaticBackbone
+from .target import DynamicCacheBackbone, RaggedBackbone, is_recurrent, layer_class
 
 logger = logging.get_logger(__name__)
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
@@ -256,21 +256,21 @@ def target_of(
     model_kwargs: dict[str, Any] | None = None,
     limit: int = 0,
     span: int = 0,
-) -> ColumnTarget:
-    """Return the target of a model on a cache of transformers with the prompt in it; see `ColumnTarget` and
-    `RaggedTarget`."""
+) -> DynamicCacheBackbone:
+    """Return the target of a model on a cache of transformers with the prompt in it; see `DynamicCacheBackbone` and
+    `RaggedBackbone`."""
     if not is_repackable(cache, model.config):
-        return EvenTarget(model, cache, like, mask, model_kwargs)
+        return LockstepBackbone(model, cache, like, mask, model_kwargs)
     if has_short_convolutions(model.config):
-        return ConvolvedTarget(model, cache, like, mask, model_kwargs, limit=limit, span=span)
+        return ConvolvedBackbone(model, cache, like, mask, model_kwargs, limit=limit, span=span)
     if isinstance(cache, PlannedCache) and cache.room is not None:
-        return FixedTarget(model, cache, like, mask, model_kwargs, span=span)
+        return StaticBackbone(model, cache, like, mask, model_kwargs, span=span)
     is_known = all(type(layer) in _FIXED or _has_blocks(layer) for layer in cache.layers)
     takes_masks = takes_dense_masks(model) or chooses_blocks(model.config) or compresses_windows(model.config)
     if is_known and takes_masks and not cache.offloading:
-        kind = CompressedTarget if compresses_windows(model.config) else RaggedTarget
+        kind = CompressedBackbone if compresses_windows(model.config) else RaggedBackbone
         return kind(model, cache, like, mask, model_kwargs, limit=limit, span=span)
-    return RepackedTarget(model, cache, like, mask, model_kwargs)
+    return RealignedBackbone(model, cache, like, mask, model_kwargs)
 
 
 def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:

@@ -79,7 +79,7 @@ class CacheLayout:
         begins = max(self.lengths) + self.ahead
         return self.mask is not None or self.window > 0 or not self.is_even or (count > 1 and begins > 0)
 
-    def take_over(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
+    def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
         """Replace the layers of a cache, one after the other, by layers with the same content that never move."""
         kind = kind or RaggedLayer
         near = [vars(layer) for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
@@ -90,11 +90,11 @@ class CacheLayout:
         if (new := cache.layer_class_to_replicate) is not None:  # layers are made when they are first written to
             cache.layer_class_to_replicate = cast(Any, lambda: kind(self, cast(DynamicLayer, new())))
 
-    def give_back(self, cache: Cache, columns: int) -> None:
+    def restore_layers(self, cache: Cache, columns: int) -> None:
         """Lay a cache out as after plain decoding, with so many columns."""
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, RaggedLayer):
-                cache.layers[index] = layer.give_back(columns)
+                cache.layers[index] = layer.restore(columns)
 
     def holds(self, cache: Cache) -> bool:
         """Return whether these layout are those of all layers of a cache."""
@@ -124,7 +124,7 @@ class CacheLayout:
         first = self.ends[:, None]
         for layer in cache.layers:
             if isinstance(layer, RaggedLayer):
-                layer.put_in_row(first + path, first + cached_arange(path.shape[1], path.device))
+                layer.compact_accepted_path(first + path, first + cached_arange(path.shape[1], path.device))
 
     def size(self, is_ring: bool) -> int:
         """Return how many columns layers allocate."""
@@ -332,7 +332,7 @@ class RaggedLayer(CacheLayerMixin):
         """Write the indexer's keys of a block [B, F, D], and return a view of the columns that attention gets."""
         return self._written("indexer_keys", 1, indexer_key_states)
 
-    def put_in_row(self, source: Tensor, target: Tensor) -> None:
+    def compact_accepted_path(self, source: Tensor, target: Tensor) -> None:
         """Copy the columns `source` [B, k] to `target` [B, k]."""
         for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
@@ -340,7 +340,7 @@ class RaggedLayer(CacheLayerMixin):
                 sequence = cached_arange(len(source), held.device)[:, None]
                 columns[sequence, target.to(held.device) % size] = columns[sequence, source.to(held.device) % size]
 
-    def give_back(self, columns: int) -> DynamicLayer:
+    def restore(self, columns: int) -> DynamicLayer:
         """Return the layer of transformers with the first columns, and of a ring those of its window."""
         layer = self.origin
         first = max(columns - layer.sliding_window + 1, 0) if isinstance(layer, DynamicSlidingWindowLayer) else 0

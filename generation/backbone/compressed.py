@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer
 from ..tensors.masks import cached_arange, cached_range
 from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, laid_out, rounded
-from .target import RaggedTarget, each_state
+from .target import RaggedBackbone, each_state
 
 _PARTS = {"kv": 0.0, "gate": -torch.inf}
 """What entries are made of, and what stands for it before the first window."""
@@ -42,7 +42,7 @@ class CompressedLayer(RaggedLayer):
     `overlap_kv` and `overlap_gate` [B, n, rate, d] of windows in a row, the first of which is `overlap_from` [B].
 
     Attributes:
-        rotary: That of the compressor, set by `CompressedTarget`.
+        rotary: That of the compressor, set by `CompressedBackbone`.
     """
 
     rotary: nn.Module
@@ -143,10 +143,10 @@ class CompressedLayer(RaggedLayer):
         scaled = vars(self.rotary)["compress_attention_scaling"]  # as entries are already
         return apply_rotary_pos_emb(entries[:, None], cos / scaled, sin / scaled)[:, 0]
 
-    def give_back(self, columns: int) -> DynamicLayer:
+    def restore(self, columns: int) -> DynamicLayer:
         """See `RaggedLayer`."""
         states, self.states = self.states, self.states[: 1 if self.compressors else None]
-        layer = super().give_back(columns)
+        layer = super().restore(columns)
         self.states, given = states, vars(layer)
         for name in self.compressors:
             windows, row = columns // self.rate, cached_arange(len(self.layout.lengths), self.layout.ends.device)
@@ -164,7 +164,7 @@ class CompressedLayer(RaggedLayer):
         return layer
 
 
-class CompressedTarget(RaggedTarget):
+class CompressedBackbone(RaggedBackbone):
     """A model on a cache of `CompressedLayer`.
 
     Attributes:

@@ -28,7 +28,7 @@ from ..tensors.masks import cached_arange, cached_range
 from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, Slots, rounded
 from .indexed import real_tokens
-from .target import RaggedTarget, layer_class
+from .target import RaggedBackbone, layer_class
 
 
 @LinearAttentionCacheLayerMixin.register
@@ -108,10 +108,10 @@ class ConvolvedLayer(RaggedLayer):
             columns = layout.columns(layout.width(count, size), size, count)
         return columns[:1] if layout.is_even else columns
 
-    def give_back(self, columns: int) -> DynamicLayer:
+    def restore(self, columns: int) -> DynamicLayer:
         """See `RaggedLayer`."""
         states, self.states = self.states, self.states[:2]
-        layer = super().give_back(columns)
+        layer = super().restore(columns)
         self.states, given = states, vars(layer)
         for index, name in enumerate(self.rings):
             if (ring := getattr(self, name)) is not None:
@@ -135,7 +135,7 @@ def module_layers(config: PreTrainedConfig) -> type[RaggedLayer] | None:
     return ConvolvedLayer if has_short_convolutions(config) else layer_class(config)
 
 
-class ConvolvedTarget(RaggedTarget):
+class ConvolvedBackbone(RaggedBackbone):
     """A model on a cache of `ConvolvedLayer`."""
 
     takes_trees = False

@@ -72,9 +72,9 @@ class PositionedLayer(RaggedLayer):
         three = (position_ids[-3:] if position_ids.dim() == 3 else position_ids).expand(3, -1, -1)
         self.shown = self._written("positions", 2, three.transpose(0, 1)).shape[2]
 
-    def give_back(self, columns: int) -> DynamicLayer:
+    def restore(self, columns: int) -> DynamicLayer:
         """See `RaggedLayer`."""
-        layer = cast(DynamicIndexedLayer, super().give_back(columns))
+        layer = cast(DynamicIndexedLayer, super().restore(columns))
         positions = vars(layer).pop("positions", None)
         layer.indexer_position_ids = None if positions is None else positions.transpose(0, 1)
         return layer

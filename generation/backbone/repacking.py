@@ -25,10 +25,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from ...configuration.cache_names import CACHE
 from ..call.sequences import NewTokens
 from ..tensors.masks import cached_arange, cached_range
-from .target import ColumnTarget
+from .target import DynamicCacheBackbone
 
 
-class RepackedTarget(ColumnTarget):
+class RealignedBackbone(DynamicCacheBackbone):
     """A model on transformers' caches, which are repacked; it takes chains.
 
     Attributes:
@@ -45,7 +45,7 @@ class RepackedTarget(ColumnTarget):
         self.count = 0
 
     def extend(self, block: Tensor, **options: Any) -> Any:
-        """See `ColumnTarget`."""
+        """See `DynamicCacheBackbone`."""
         numbers = self.counts[:, None] + cached_range(self.count, block.shape[1], block.device)
         self.count += block.shape[1]
         hold(self.cache)
@@ -83,7 +83,7 @@ class RepackedTarget(ColumnTarget):
             shift_cache(self.cache, surplus - self.moved, self.mask[:, surplus:])
 
 
-class EvenTarget(RepackedTarget):
+class LockstepBackbone(RealignedBackbone):
     """A model on a cache without rollback, such as a static one: one token at a time.
 
     Sequences that have ended go on with arbitrary tokens, as in transformers' own loop.

@@ -22,7 +22,7 @@ from ...configuration.cache_names import CACHE
 from ..tensors.masks import cached_range
 from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, rounded
-from .target import RaggedTarget, States, TargetOutput, each_state
+from .target import RaggedBackbone, States, TargetOutput, each_state
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 
@@ -69,9 +69,9 @@ class FixedLayout(CacheLayout):
         """Return True: attention gets empty columns, too."""
         return True
 
-    def take_over(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
+    def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
         """See `CacheLayout`; the size of the new layers is fixed."""
-        super().take_over(cache, kind or FixedLayer)
+        super().install_layers(cache, kind or FixedLayer)
 
     def width(self, count: int, size: int) -> int:
         """Return all columns."""
@@ -117,7 +117,7 @@ class FixedLayer(RaggedLayer):
         return self.layout.ends.max() + self.layout.ahead
 
 
-class FixedTarget(RaggedTarget):
+class StaticBackbone(RaggedBackbone):
     """A model on a cache of a fixed size; `span` is the longest block, as far as it is known."""
 
     layout_type = FixedLayout
@@ -132,7 +132,7 @@ class FixedTarget(RaggedTarget):
         self.span, self.widest, self.laid_out, self.forwards = span, 1, (0, 0), Counter[int]()
         cache.room = cache.compiled = None  # who is given it decodes as with any other
 
-    def leave_out(self, done: list[bool]) -> None:
+    def drop_finished(self, done: list[bool]) -> None:
         """Do nothing: shapes never change."""
 
     def _forward(self, block: Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:

@@ -129,14 +129,14 @@ class Target(CacheView, Protocol):
         """End the call: lay the cache out as the first `columns` columns of the returned sequences."""
         ...
 
-    def leave_out(self, done: list[bool]) -> None:
+    def drop_finished(self, done: list[bool]) -> None:
         """Leave ended sequences out of the next forwards, where that pays; their outputs are zeros then.
 
         Nobody may read the cache after that.
         """
 
 
-class OwnLengthsTarget(Target):
+class OwnCacheBackbone(Target):
     """A model whose cache stores a length per sequence, so that no mask is needed.
 
     Attributes:
@@ -213,7 +213,7 @@ class Continuation:
         self.types = {name: types[chosen] for name, types in self.types.items()}
 
 
-class ColumnTarget(Target):
+class DynamicCacheBackbone(Target):
     """A model on transformers' caches, whose columns its sequences share.
 
     Args:
@@ -279,11 +279,11 @@ class ColumnTarget(Target):
         return positions.reshape(-1, len(self.counts)).amax(0).tolist()
 
 
-class RaggedTarget(ColumnTarget):
+class RaggedBackbone(DynamicCacheBackbone):
     """A model on a cache that never moves.
 
     Args:
-        *args: See `ColumnTarget`.
+        *args: See `DynamicCacheBackbone`.
         limit: The longest sequence, prompt included.
         span: The longest block, as far as it is known.
 
@@ -303,15 +303,15 @@ class RaggedTarget(ColumnTarget):
         self.limit = limit
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
         kind = self.layer_type or layer_class(self.model.config)
-        self.layout.take_over(self.cache, kind)
-        self.takes_cuts = type(self) is RaggedTarget and kind is None and not (self.replay or self.layout.window)
+        self.layout.install_layers(self.cache, kind)
+        self.takes_cuts = type(self) is RaggedBackbone and kind is None and not (self.replay or self.layout.window)
 
     @property
     def counts(self) -> Tensor:
         """Real tokens per sequence, [B] int64."""
         return self.layout.counts if self.open is None else self.ended.index_copy(0, self.open, self.layout.counts)
 
-    def leave_out(self, done: list[bool]) -> None:
+    def drop_finished(self, done: list[bool]) -> None:
         """See `Target`: the cache is copied, so that half of its sequences must have ended since the last time.
 
         Beyond that, few columns for every token that may follow: the copies must not grow with the context.
@@ -347,7 +347,7 @@ class RaggedTarget(ColumnTarget):
         return TargetOutput(outputs.logits[:, :count], states, outputs.logits[:, count:], of_slots)
 
     def extend(self, block: Tensor, **options: Any) -> Any:
-        """See `ColumnTarget`."""
+        """See `DynamicCacheBackbone`."""
         depths = cached_range(self.layout.ahead, block.shape[1], block.device)
         outputs = self._call(block, depths, None, self.last_position, options)
         self.layout.ahead += block.shape[1]
@@ -376,7 +376,7 @@ class RaggedTarget(ColumnTarget):
 
     def align(self, columns: int) -> None:
         """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""
-        self.layout.give_back(self.cache, columns)
+        self.layout.restore_layers(self.cache, columns)
 
 
 def _spread(values: Tensor, open_ones: Tensor, batch: int) -> Tensor:

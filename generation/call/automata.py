@@ -174,7 +174,7 @@ def fitted(mask: Tensor, size: int, processor: object) -> Tensor:
     return mask if mask.shape[-1] == size else pad(mask[..., :size], (0, max(size - mask.shape[-1], 0)))
 
 
-class HostWalk:
+class HostAutomatonState:
     """The states of an automaton along the sequences of a call, on the host.
 
     Args:
@@ -219,8 +219,8 @@ class HostWalk:
         return state
 
 
-class TableWalk:
-    """The states of a table along the sequences of a call, on the device; arguments as for `HostWalk`."""
+class DeviceAutomatonState:
+    """The states of a table along the sequences of a call, on the device; arguments as for `HostAutomatonState`."""
 
     def __init__(
         self, automaton: TableAutomaton, ends: frozenset[int], size: int, tokens: Sequences, begin: int
@@ -230,7 +230,7 @@ class TableWalk:
         self.lengths, self.begun = [begin] * len(tokens.lengths), torch.full_like(tokens.ends, begin)
 
     def allowed(self, tokens: Sequences, paths: Tensor) -> Tensor:
-        """See `HostWalk`."""
+        """See `HostAutomatonState`."""
         new = max(now - old for old, now in zip(self.lengths, tokens.lengths))
         if new:
             source = self.begun[:, None] + cached_arange(new, tokens.ids.device)

@@ -17,7 +17,14 @@ from torch import Tensor
 from transformers.generation import logits_process as library
 
 from ..tensors.masks import numbers, to_device
-from .automata import AutomatonProcessor, HostWalk, OffersAutomaton, TableAutomaton, TableWalk, fitted
+from .automata import (
+    AutomatonProcessor,
+    DeviceAutomatonState,
+    HostAutomatonState,
+    OffersAutomaton,
+    TableAutomaton,
+    fitted,
+)
 from .positions import KNOWN, PathPositions, Positions, apply_known
 from .sequences import Sequences
 
@@ -97,7 +104,7 @@ class Constraints:
         ]
         self.ends, self.prompt_length = ends, prompt_length
         self.may_exclude_all = any(type(p) not in _MASKING for p in self.all)
-        self.walks: dict[tuple[int, int], HostWalk | TableWalk] = {}
+        self.walks: dict[tuple[int, int], HostAutomatonState | DeviceAutomatonState] = {}
         self.of_lengths: dict[tuple[int, ...], Tensor] = {}
 
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
@@ -136,7 +143,9 @@ class Constraints:
             begin = tokens.prompt_length if self.prompt_length is None else self.prompt_length
             more = self.ends, size, tokens, begin
             is_table = isinstance(processor, TableAutomaton)
-            self.walks[key] = TableWalk(processor, *more) if is_table else HostWalk(processor, *more)
+            self.walks[key] = (
+                DeviceAutomatonState(processor, *more) if is_table else HostAutomatonState(processor, *more)
+            )
         return self.walks[key].allowed(tokens, paths)
 
     def applied(self, processor: Any, positions: Positions, flat: Tensor, alive: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")
 """Values of `num_assistant_tokens_schedule`; all but the last draft a constant number here."""
-OWN = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
+GENERATE_KWARGS = ("verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary")
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
 Sources = tuple[dict[str, Any] | GenerationConfig | None, ...]
 """Keyword arguments and configs, of which the first that sets an option decides."""
@@ -74,9 +74,9 @@ class CallOptions:
         """Take every option from the first source that sets it, and validate it.
 
         Args:
-            own: The keyword arguments of `OWN` that were passed.
+            own: The keyword arguments of `GENERATE_KWARGS` that were passed.
             sources: Keyword arguments, the config that was passed, the model's own config.
-            left_out: Names of `OWN` that are read from `own` alone.
+            left_out: Names of `GENERATE_KWARGS` that are read from `own` alone.
             of_assistant: The config of a model that drafts, the last source of how many tokens it drafts.
 
         Raises:
@@ -87,7 +87,7 @@ class CallOptions:
         use_mtp = first_set("use_mtp", sources)
         number, schedule, threshold = (first_set(name, (*sources, of_assistant)) for name in _ASSISTED)
         _check(use_mtp, number, schedule, threshold)
-        values = {name: first_set(name, (own,) if name in left_out else (own, *sources)) for name in OWN}
+        values = {name: first_set(name, (own,) if name in left_out else (own, *sources)) for name in GENERATE_KWARGS}
         return cls(
             use_mtp=use_mtp,
             verification=values["verification"],
@@ -95,7 +95,7 @@ class CallOptions:
             schedule=schedule or "constant",
             threshold=threshold or 0.0,
             draft_tree=values["draft_tree"],
-            extra={name: values[name] for name in OWN[2:] if values[name] is not None}
+            extra={name: values[name] for name in GENERATE_KWARGS[2:] if values[name] is not None}
             | _tokenizers_of(cast(dict[str, Any], sources[0])),
         )
 
@@ -119,7 +119,7 @@ def prepared_options(
         ValueError: An option that is invalid, or that this kind of drafter does not have.
     """
     # as an assistant in transformers' own loop, the backbone is passed the config of its target
-    left_out = OWN[1:] if getattr(sources[1], "is_assistant", None) else ()
+    left_out = GENERATE_KWARGS[1:] if getattr(sources[1], "is_assistant", None) else ()
     options = CallOptions.read(own, sources, left_out, drafter.assistant_config())
     if options.verification not in (None, *drafter.rules):
         rules = " or ".join(map(repr, drafter.rules))
@@ -144,12 +144,14 @@ def _tokenizers_of(call: dict[str, Any]) -> dict[str, Any]:
 def _saved(own: dict[str, Any], sources: Sources) -> tuple[str, ...]:
     """Return the options of drafts that the model's own config alone sets; a pipeline passes a copy of that config."""
     _, passed, of_model = sources
-    names = [name for name in OWN[1:] if own.get(name) is None and getattr(of_model, name, None) is not None]
+    names = [
+        name for name in GENERATE_KWARGS[1:] if own.get(name) is None and getattr(of_model, name, None) is not None
+    ]
     return tuple(name for name in names if getattr(passed, name, None) in (None, getattr(of_model, name)))
 
 
 def _refuse_tensors(config: dict[str, Any] | GenerationConfig | None) -> None:
-    name = next((name for name in OWN if isinstance(getattr(config, name, None), Tensor)), None)
+    name = next((name for name in GENERATE_KWARGS if isinstance(getattr(config, name, None), Tensor)), None)
     if name is None and getattr(config, "uniforms", None) is not None:
         name = "uniforms"
     if name is not None:
@@ -257,7 +259,7 @@ class DraftOptions:
     @cached_property
     def processing(self) -> Processing:
         """The processors, applied at several positions of ragged sequences."""
-        return Processing(self.processors, self.shown_pad, self.ends, self.prompt.shape[1])
+        return Processing(self.processors, self.safe_pad_id, self.ends, self.prompt.shape[1])
 
     @property
     def may_exclude_all(self) -> bool:
@@ -278,7 +280,7 @@ class DraftOptions:
         return self.processing.masks(tokens, self.do_sample and not is_fixed if is_warped is None else is_warped)
 
     @property
-    def shown_pad(self) -> int:
+    def safe_pad_id(self) -> int:
         """An id of the vocabulary, for where a sequence has no token."""
         return self.pad if 0 <= self.pad < self.backbone.config.get_text_config().vocab_size else 0
 

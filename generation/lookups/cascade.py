@@ -57,7 +57,9 @@ class DrafterCascade(AttachableDrafter):
             raise ValueError(f"least={least!r} must be positive")
         self.drafters, self.least, self.joins = list(drafters), least, joins
         self.last = self.drafters[-1]
-        self.trusts = [[Trust() for _ in self.drafters[:-1]] for _ in (False, True)]  # of greedy and of sampled calls
+        self.calibrations = [
+            [LookupCalibration() for _ in self.drafters[:-1]] for _ in (False, True)
+        ]  # of greedy and of sampled calls
         self.rules, self.drafts_trees = self.last.rules, self.last.drafts_trees
         self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
 
@@ -149,14 +151,14 @@ class DrafterCascade(AttachableDrafter):
             if session.lookahead or session.is_deterministic or not is_sure:
                 reason = "drafts in the verifying call" if is_sure else "does not say what it expects before it draws"
                 raise ValueError(f"drafters: {type(drafter).__name__} {reason}, and cannot be one of several so")
-        return CascadeSession(sessions, self.trusts[options.do_sample], self.least, self.joins)
+        return CascadeSession(sessions, self.calibrations[options.do_sample], self.least, self.joins)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
         """Return the last drafter's, which takes certain drafts, too."""
         return self.last.make_verifier(options, cast(CascadeSession, session).sessions[-1])
 
 
-class Trust:
+class LookupCalibration:
     """How many tokens of a look-up's drafts are accepted for each that it expects, of late."""
 
     expected = accepted = 0.0
@@ -175,8 +177,10 @@ class Trust:
 class CascadeSession(DraftSession):
     """The drafts of one call; see `DrafterCascade`. All sessions read all tokens, whoever drafted them."""
 
-    def __init__(self, sessions: list[DraftSession], trusts: list[Trust], least: float, joins: bool = False) -> None:
-        self.sessions, self.trusts, self.least, self.joins = sessions, trusts, least, joins
+    def __init__(
+        self, sessions: list[DraftSession], calibrations: list[LookupCalibration], least: float, joins: bool = False
+    ) -> None:
+        self.sessions, self.calibrations, self.least, self.joins = sessions, calibrations, least, joins
         self.chosen: int | None = None
         self.num_tokens = max(session.num_tokens for session in sessions)
         self.reads_cache = any(session.reads_cache for session in sessions)
@@ -196,7 +200,11 @@ class CascadeSession(DraftSession):
         self.chosen = None
         for index, session in enumerate(sure):
             tree = session.propose(tokens, 0 if chosen is not None else min(length, session.num_tokens))
-            if chosen is None and length and cast(float, session.expected) * self.trusts[index].factor >= self.least:
+            if (
+                chosen is None
+                and length
+                and cast(float, session.expected) * self.calibrations[index].factor >= self.least
+            ):
                 chosen, self.chosen = tree, index
             elif self.joins and guess is None and tree.tokens.shape[1]:
                 guess = tree
@@ -208,11 +216,11 @@ class CascadeSession(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """See `DraftSession`."""
         accepted = [count - 1 for count in self.view.new_tokens.counts if count]
-        for index, trust in enumerate(self.trusts):
+        for index, calibration in enumerate(self.calibrations):
             if index == self.chosen:
-                trust.note(cast(float, self.sessions[index].expected), sum(accepted) / max(1, len(accepted)))
+                calibration.note(cast(float, self.sessions[index].expected), sum(accepted) / max(1, len(accepted)))
             else:
-                trust.note()
+                calibration.note()
         for session in self.sessions:
             session.advance(outputs, result)
 

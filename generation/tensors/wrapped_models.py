@@ -246,7 +246,7 @@ class PicklableMixin(nn.Module):
         return vars(self)
 
 
-class OfBackboneMixin:
+class AttachedMixin:
     """What drafters and wrappers of a backbone share: its generation config, and no embeddings of their own."""
 
     backbone: PreTrainedModel
@@ -281,7 +281,7 @@ class OfBackboneMixin:
         raise ValueError(f"a {drafter} cannot be resized: resize its backbone, and make a new one")
 
 
-class AroundBackboneMixin:
+class WrapperMixin:
     """The embeddings of a backbone, for a model around it."""
 
     base_model_prefix: str

@@ -272,8 +272,8 @@ def choose_tree(
 
     def trial(tree: Tree) -> Speculation | None:
         short = _trial_config(config, min(_TOKENS, left), options.use_mtp)
-        told = generate(drafter, prompt, common | {"generation_config": short, "draft_tree": tree}).speculation
-        return told if told and sum(1 + count for count in _accepted(told)) >= _FEWEST else None
+        stats = generate(drafter, prompt, common | {"generation_config": short, "draft_tree": tree}).speculation
+        return stats if stats and sum(1 + count for count in _accepted(stats)) >= _FEWEST else None
 
     # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials
     is_possible = may_try and left >= _LEAST and not common.get("synced_gpus")
@@ -304,9 +304,9 @@ def fastest_tree(trial: Trial, longest: int) -> Tree | None:
     chosen = chain_options(best)
     for top_k, total in _SIZES:
         tree = {"depth": best - 1, "top_k": top_k, "total_tokens": total}
-        if (told := trial(tree)) is None:
+        if (stats := trial(tree)) is None:
             return None
-        if (pace := _careful_pace(told)) < _GAIN * fastest:
+        if (pace := _careful_pace(stats)) < _GAIN * fastest:
             fastest, chosen = pace, tree
     return chosen
 
@@ -318,12 +318,12 @@ def _best_chain(trial: Trial, lengths: Sequence[int], rates: AcceptanceRates) ->
     """
     costs = CycleCosts()
     for length in (*lengths, *reversed(lengths)):
-        if (told := trial(chain_options(length))) is None:
+        if (stats := trial(chain_options(length))) is None:
             return None
-        drafted = sorted(zip(map(len, chain.from_iterable(told.rows_drafts)), _accepted(told)))
+        drafted = sorted(zip(map(len, chain.from_iterable(stats.rows_drafts)), _accepted(stats)))
         for size, verified in groupby(drafted, key=itemgetter(0)):  # the end of an output shortens drafts
             rates.update(size, [count for _, count in verified])
-        costs.add(length, _seconds(told))
+        costs.add(length, _seconds(stats))
     yields = list(accumulate(rates.survival(), initial=1.0))
     paces = {length: costs.seconds(length) / yields[length] for length in range(min(lengths), max(lengths) + 1)}
     best = min(paces, key=lambda length: paces[length])
@@ -335,21 +335,21 @@ def chain_options(length: int) -> Tree:
     return {"depth": length - 1, "top_k": 1, "total_tokens": length + 1}
 
 
-def _accepted(told: Speculation) -> list[int]:
+def _accepted(stats: Speculation) -> list[int]:
     """Return the accepted drafts of every verification of every sequence."""
-    return list(chain.from_iterable(told.rows_accepted))
+    return list(chain.from_iterable(stats.rows_accepted))
 
 
-def _seconds(told: Speculation) -> float:
+def _seconds(stats: Speculation) -> float:
     """Return the mean seconds of a cycle; the sequence that ended last was in all of them."""
-    return told.cycle_seconds / max(map(len, told.rows_accepted))
+    return stats.cycle_seconds / max(map(len, stats.rows_accepted))
 
 
-def _careful_pace(told: Speculation) -> float:
+def _careful_pace(stats: Speculation) -> float:
     """Return the seconds of a token of each sequence if cycles yield a standard error less than they did."""
-    accepted = _accepted(told)
+    accepted = _accepted(stats)
     error = stdev(accepted) / len(accepted) ** 0.5 if len(accepted) > 1 else 0.0
-    return _seconds(told) / (1 + mean(accepted) - error)
+    return _seconds(stats) / (1 + mean(accepted) - error)
 
 
 def _trial_config(config: GenerationConfig, tokens: int, use_mtp: bool | None) -> GenerationConfig:

@@ -25,7 +25,7 @@ _LOGITS_ON_PROCESSOR = 2**22
 """The same on the processor: above 32 MiB malloc returns memory, and every operation gets new pages."""
 _SIZE_ON_PROCESSOR = 32
 """Least size of a chunk, because every chunk passes over all weights."""
-Terms = Callable[..., Tensor]
+TermFunction = Callable[..., Tensor]
 """From hidden states [N, D] and a part's arguments to terms [N, n], 0 where nothing is scored."""
 _GRADIENTS_PER_BLOCK = 2**20
 Chunk = tuple[Tensor, list[Tensor | None]]
@@ -33,7 +33,7 @@ Chunk = tuple[Tensor, list[Tensor | None]]
 
 
 @dataclass
-class Part:
+class LossSegment:
     """Positions whose terms are summed and weighed together.
 
     Attributes:
@@ -49,10 +49,10 @@ class Part:
     arguments: Sequence[Tensor | None]
     weights: Tensor
     trains_module: bool = True
-    terms: Terms | None = None
+    terms: TermFunction | None = None
     scored: Tensor | None = None
 
-    def only_scored(self) -> Part:
+    def only_scored(self) -> LossSegment:
         """Return the part without positions where nothing is scored, but for one where there is no other.
 
         On an accelerator this waits once, for the number of positions.
@@ -128,7 +128,7 @@ class SummedLinear(torch.autograd.Function):
 
 
 def chunked_sums(
-    terms: Terms, module: nn.Module, parts: Sequence[Part], logits_per_position: int
+    terms: TermFunction, module: nn.Module, parts: Sequence[LossSegment], logits_per_position: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the sums of the terms of all positions, part by part, and their weighted total.
 
@@ -147,13 +147,13 @@ def chunked_sums(
     parts = [part.only_scored() for part in parts]
     states = [part.hidden_states for part in parts]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    task = _Task(terms, module, parts, _chunk_size(logits_per_position, states[0].device), torch.is_grad_enabled())
+    task = ChunkJob(terms, module, parts, _chunk_size(logits_per_position, states[0].device), torch.is_grad_enabled())
     total, *sums = _ChunkedSums.apply(task, len(states), *states, *parameters)
     return total, sums
 
 
 @torch.no_grad()
-def term_rows(terms: Terms, part: Part, logits_per_position: int) -> Tensor:
+def term_rows(terms: TermFunction, part: LossSegment, logits_per_position: int) -> Tensor:
     """Return the terms of all positions of a part one by one, [positions, n], without gradients."""
     size = _chunk_size(logits_per_position, part.hidden_states.device)
     return torch.cat([terms(states, *arguments) for states, arguments in part.chunks(size)])
@@ -166,17 +166,19 @@ def _chunk_size(logits: int, device: torch.device) -> int:
 
 
 @dataclass
-class _Task:
-    terms: Terms
+class ChunkJob:
+    """What the chunks of one sum have in common."""
+
+    terms: TermFunction
     module: nn.Module
-    parts: Sequence[Part]
+    parts: Sequence[LossSegment]
     size: int
     learns: bool
 
 
 class _ChunkedSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, task: _Task, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, task: ChunkJob, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         wanted = [task.learns and needed for needed in ctx.needs_input_grad[2 : 2 + count]]
         learning = tensors[count:] if task.learns else ()
         totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning}
@@ -201,7 +203,7 @@ class _ChunkedSums(torch.autograd.Function):
 
 
 def _pass(
-    task: _Task, part: Part, totals: dict[Tensor, Tensor], scale: Tensor, wanted: bool
+    task: ChunkJob, part: LossSegment, totals: dict[Tensor, Tensor], scale: Tensor, wanted: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradient of a part's hidden states, where `wanted`, and its sums [n]; add to the totals."""
     shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
@@ -219,7 +221,7 @@ def _pass(
 
 
 def _chunk(
-    terms: Terms, chunk: Chunk, shares: Tensor, wanted: bool, others: list[Tensor]
+    terms: TermFunction, chunk: Chunk, shares: Tensor, wanted: bool, others: list[Tensor]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return sums of one chunk, [n], and gradients of their weighted sum: of states, if wanted, then of `others`."""
     states, arguments = chunk

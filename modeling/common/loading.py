@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from ... import __version__
 from ...generation.tensors.wrapped_models import fingerprint
-from .remote_code import TRAVELS, TravellingMixin, is_ours, whole_directory
+from .remote_code import TRAVELS, RemoteCodeMixin, is_ours, whole_directory
 from .tensor_files import check_contents, unlisted_file, wrapped_names
 
 LIBRARY = "tokenahead"
@@ -23,7 +23,7 @@ LIBRARY = "tokenahead"
 _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision", "commit_description")
 
 
-class SavingMixin(TravellingMixin):
+class SavingMixin(RemoteCodeMixin):
     """`save_pretrained` and `push_to_hub` of a model or drafter.
 
     A subclass that writes its tensors in its own way overrides `_write_directory`.

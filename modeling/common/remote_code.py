@@ -122,7 +122,7 @@ def is_ours(kind: type) -> bool:
     return kind.__module__.startswith(f"{root}.")
 
 
-class TravellingMixin:
+class RemoteCodeMixin:
     """A class whose code can be saved with it.
 
     To be placed before the base class of transformers.
@@ -193,7 +193,7 @@ class TravellingMixin:
         return {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}, written
 
 
-class TravellingTokenizerMixin(TravellingMixin):
+class TravellingTokenizerMixin(RemoteCodeMixin):
     """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere on request."""
 
     _config_file = "tokenizer_config.json"

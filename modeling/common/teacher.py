@@ -74,7 +74,7 @@ class Teacher:
         parts = [states]
         if backbone.vocabulary is not None and config.loss_divergence in ACCEPTANCES:
             if summaries is None:
-                summaries = logit_summaries(BackboneParts(backbone.model), states, taught_from(scored))
+                summaries = logit_summaries(BackboneParts(backbone.model), states, teacher_inputs(scored))
             parts.append(summaries[..., :1])
         return cls(config, backbone, tuple(ahead(part, scored.shape[-1]) for part in parts))
 
@@ -133,7 +133,7 @@ def ahead(values: Tensor, window: int) -> Tensor:
     return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)
 
 
-def taught_from(scored: Tensor) -> Tensor:
+def teacher_inputs(scored: Tensor) -> Tensor:
     """Return which states are before a scored token of depth 2 or more, [B, L] bool, from targets [B, L, n]."""
     shifted = [pad(scored[..., depth], (depth, 0))[:, : scored.shape[1]] for depth in range(1, scored.shape[-1])]
     return torch.stack([torch.zeros_like(scored[..., 0]), *shifted]).any(0)
@@ -310,7 +310,7 @@ class BlockTarget:
         """
         if last_states is None or backbone is None:
             raise ValueError("loss_divergence='block' needs the backbone's last hidden states, not None")
-        log_p = sequence_log_probs(backbone, last_states, tokens[..., 0].masked_fill(~taught_from(scored), -1))
+        log_p = sequence_log_probs(backbone, last_states, tokens[..., 0].masked_fill(~teacher_inputs(scored), -1))
         eligible = scored[..., :2].all(-1)[..., None]
         drafted = drafted[..., 1:] & eligible
         arguments = ahead(log_p[..., None], scored.shape[-1]), drafted, eligible.to(log_p).expand(drafted.shape)

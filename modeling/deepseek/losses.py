@@ -22,13 +22,13 @@ from ...configuration.cache_names import CACHE
 from ...configuration.fields import chooses_blocks, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...generation.tensors.masks import additive_mask
 from ..common.backbone_parts import BackboneParts, text_positions
-from ..common.chunks import Part, chunked_sums, term_rows
+from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.loss_options import ModuleLossOptions
 from ..common.outputs import MTPOutput
 from ..common.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, taught_terms
 from ..heads.losses import IGNORE, check_targets, counts_of_update
-from .modules import MTPModules, Readout
+from .modules import LMHeadView, MTPModules
 
 
 def depth_weights(counts: Tensor, options: ModuleLossOptions) -> Tensor:
@@ -44,7 +44,7 @@ def depth_weights(counts: Tensor, options: ModuleLossOptions) -> Tensor:
 
 
 def chain_loss(
-    heads: Readout | Sequence[Readout],
+    heads: LMHeadView | Sequence[LMHeadView],
     states: Sequence[Tensor],
     targets: Sequence[Tensor],
     vocab_size: int,
@@ -61,7 +61,7 @@ def chain_loss(
 
     Args:
         heads: The readout of the main model; or one for every depth, the main model's first.
-        states: Per depth [B, R_k, H], as its head reads it (`Readout.normed`).
+        states: Per depth [B, R_k, H], as its head reads it (`LMHeadView.normed`).
         targets: Per depth [B, R_k] int64, -100 where there is none.
         vocab_size: V.
         options: How the loss is computed.
@@ -69,10 +69,10 @@ def chain_loss(
         vocabulary: The tokens that modules draft, with a head that learns nothing from them.
     """
 
-    heads = [heads] * len(states) if isinstance(heads, Readout) else heads
+    heads = [heads] * len(states) if isinstance(heads, LMHeadView) else heads
     head = heads[0]
 
-    def drafted(own: Readout, state: Tensor) -> Tensor:
+    def drafted(own: LMHeadView, state: Tensor) -> Tensor:
         return own.logits(state) if vocabulary is None else own.finish(vocabulary.logits(own.head, state))
 
     def target_probs(state: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def chain_loss(
             losses, accepted = (torch.where(scored, value, 0.0) for value in both)
         return torch.stack([losses, accepted], -1)
 
-    def learns(reads: Readout, depth: int) -> bool:
+    def learns(reads: LMHeadView, depth: int) -> bool:
         is_held = depth and not reads.has_own_head and options.detach_head
         return not is_held and any(parameter.requires_grad for parameter in reads.head.parameters())
 
@@ -110,7 +110,7 @@ def chain_loss(
     elif teaches:
         taught = [states[0].detach()[:, depth : depth + state.shape[1]] for depth, state in enumerate(states)]
     parts = [
-        Part(
+        LossSegment(
             state,
             (target[..., None], taught[depth] if teaches and depth else None),
             nn.functional.pad(weight[None], (0, 1)),
@@ -131,8 +131,8 @@ def chain_loss(
 
 
 def _block_slopes(
-    heads: Sequence[Readout],
-    drafted: Callable[[Readout, Tensor], Tensor],
+    heads: Sequence[LMHeadView],
+    drafted: Callable[[LMHeadView, Tensor], Tensor],
     states: Sequence[Tensor],
     targets: Sequence[Tensor],
     vocab_size: int,
@@ -144,7 +144,7 @@ def _block_slopes(
     computed first, without gradients, and the loss is then linear in it. `drafted` makes the logits of modules.
     """
 
-    def likelihood(own: Readout, state: Tensor, target: Tensor) -> Tensor:
+    def likelihood(own: LMHeadView, state: Tensor, target: Tensor) -> Tensor:
         logits = drafted(own, state).float()
         return -nn.functional.cross_entropy(logits, target[:, 0].clamp(min=0), reduction="none")[:, None]
 
@@ -155,7 +155,7 @@ def _block_slopes(
 
     pairs = list(zip(states, targets))[1:]
     nothing = states[0].new_zeros(1)
-    parts = [Part(state, (target[..., None],), nothing) for state, target in pairs]
+    parts = [LossSegment(state, (target[..., None],), nothing) for state, target in pairs]
     rows = [term_rows(partial(likelihood, own), part, vocab_size) for own, part in zip(heads[1:], parts)]
     log_q = torch.stack([whole(part.view(target.shape)) for part, (_, target) in zip(rows, pairs)], -1)
     is_drafted = torch.stack([whole(target != IGNORE) for _, target in pairs], -1)

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, family_of
 from ..common.backbone_parts import final_norm
-from .modules import MTPModules, Readout
+from .modules import LMHeadView, MTPModules
 
 
 class OverMainModel(nn.Module):
@@ -25,13 +25,13 @@ class OverMainModel(nn.Module):
     mtp: MTPModules
 
     @property
-    def readout(self) -> Readout:
+    def readout(self) -> LMHeadView:
         """The map from normed states of the main model to its logits."""
-        return Readout(self.main)
+        return LMHeadView(self.main)
 
-    def readout_of(self, depth: int) -> Readout:
+    def readout_of(self, depth: int) -> LMHeadView:
         """Return the map from h^depth to logits: the main model's (0), or that of a module; see `MTPModules.step`."""
-        return Readout(self.main, self.mtp.at(depth) if depth else None)
+        return LMHeadView(self.main, self.mtp.at(depth) if depth else None)
 
     @property
     def reads_early(self) -> bool:

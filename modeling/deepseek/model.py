@@ -15,7 +15,7 @@ from ...configuration.fields import field, requested_states
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
 from ...generation.tensors.masks import selected_positions
-from ...generation.tensors.wrapped_models import AroundBackboneMixin, PicklableMixin, checkpointing_paused
+from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..common.loading import HUB_OPTIONS
@@ -42,7 +42,7 @@ _NO_PREDICTIONS = [
 class DeepSeekMTP(
     ModuleLearningMixin,
     DepthCountsMixin,
-    AroundBackboneMixin,
+    WrapperMixin,
     OfficialCheckpointModel,
     PicklableMixin,
     MTPGenerationMixin,

@@ -1,8 +1,8 @@
 """Sequential modules (DeepSeek-V3): each turns a hidden state and the embedding of one more token into the next state.
 
 x = eh_proj [enorm(Emb(t)); hnorm(h)], y = block(x), h' = norm(y). Depth k reads h^{k-1} and the k-th next token.
-The main model's head reads h' as it reads its own last hidden state (`Readout`). Some families hand on h' = y, and what
-a head reads is norm(y). The residual of models with hyper-connections is several streams of hidden states.
+The main model's head reads h' as it reads its own last hidden state (`LMHeadView`). Some families hand on h' = y, and
+what a head reads is norm(y). The residual of models with hyper-connections is several streams of hidden states.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class MTPModules(nn.Module):
         return rotated(self.rotary_emb, states, positions, self[index].kind)
 
 
-class Readout:
+class LMHeadView:
     """The head that reads states of the main model or of a module, and its family's changes to logits.
 
     Args:

@@ -31,7 +31,7 @@ from .conversion import (
     rotate_all,
 )
 from .main_model import has_towers
-from .modules import MTPModule, MTPModules, Readout
+from .modules import LMHeadView, MTPModule, MTPModules
 
 _LENGTH, _PADDING = 8, 3
 _SHARES = {"embedding": (1.0, 0.0), "hidden": (0.0, 1.0), "both": (0.5, 0.5)}
@@ -160,7 +160,7 @@ def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding
     finally:
         hook.remove()
     embeds = main.get_input_embeddings()(ids)
-    got = Readout(main)(main.get_decoder()(inputs_embeds=embeds, **inputs).last_hidden_state)
+    got = LMHeadView(main)(main.get_decoder()(inputs_embeds=embeds, **inputs).last_hidden_state)
     _compare(main, "its logits are not what its head makes of its states", got, want, mask)
     copied = modules[0].run(seen["input"], **modules.options(0, seen["input"], position_ids, mask))
     _compare(main, "its layer, called apart, gives other states", copied, seen["output"], mask)

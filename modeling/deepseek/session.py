@@ -80,7 +80,7 @@ class ModuleSession(DraftSession):
         span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
         mask = view.mask[:, -self.pending :]
         self.layout = CacheLayout(mask, view.is_padded, self.options.max_length, span, view.counts)
-        self.layout.take_over(self.cache, module_layers(self.model.config))
+        self.layout.install_layers(self.cache, module_layers(self.model.config))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Append the newest states of every sequence, right-aligned."""

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
-from ...generation.tensors.wrapped_models import OfBackboneMixin, has_own_cache, unwrap
+from ...generation.tensors.wrapped_models import AttachedMixin, has_own_cache, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.learning import FrozenBackboneMixin, States, counted_positions
@@ -46,9 +46,7 @@ _CHAIN = 5
 """Default length of a chain, as in the published ones."""
 
 
-class EagleHead(
-    FrozenBackboneMixin, OwnLossMixin, StrictLoadingMixin, NoGenerationMixin, OfBackboneMixin, EagleNetwork
-):
+class EagleHead(FrozenBackboneMixin, OwnLossMixin, StrictLoadingMixin, NoGenerationMixin, AttachedMixin, EagleNetwork):
     """An EAGLE head, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.

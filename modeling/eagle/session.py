@@ -61,7 +61,7 @@ class EagleSession(DraftSession):
         self.view, self.prompt = view, self.head.fuse(outputs.hidden_states)
         mask, options = view.mask[:, -self.prompt.shape[1] :], self.options
         self.layout = CacheLayout(mask, view.is_padded, options.max_length, most_nodes(options), view.counts)
-        self.layout.take_over(self.cache)
+        self.layout.install_layers(self.cache)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Pair the features of the accepted path with the tokens after them."""

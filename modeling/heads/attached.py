@@ -20,7 +20,7 @@ from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
 from ...generation.call.options import DraftOptions
-from ...generation.tensors.wrapped_models import OfBackboneMixin, unwrap
+from ...generation.tensors.wrapped_models import AttachedMixin, unwrap
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftIdsMixin, DraftVocabulary, TokenIds
 from ..common.learning import LearningMixin, counted_positions
@@ -41,7 +41,7 @@ class MTPHeads(
     OfficialLayoutsMixin,
     StrictLoadingMixin,
     NoGenerationMixin,
-    OfBackboneMixin,
+    AttachedMixin,
     AttachableDrafter,
     PreTrainedModel,
 ):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...generation.tensors.masks import numbers
-from .circuits import LOG, LatentDistribution, Ring, Scale, Walk, column, moved, never
+from .circuits import LOG, LatentDistribution, Scale, Semiring, Walk, column, moved, never
 
 _TABLES = 2**22
 """Entries of the tables of pairs up to which they are made: few launches, where they are small."""
@@ -73,7 +73,7 @@ class TreeDistribution(LatentDistribution):
             steps = _select(torch.cat([steps, same], -3), nodes, -3)
         return list(steps.split(counts, -3)) if counts else []
 
-    def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
+    def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
         """Return the messages up (what a whole span says of its parent's state), then weights down."""
         given, missing = evidence.shape[-2], self.full_window - evidence.shape[-2] + (not self.is_perfect)
         if missing:

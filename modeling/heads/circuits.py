@@ -30,7 +30,7 @@ Scale = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Ring:
+class Semiring:
     """The arithmetic of weights: `LOG` or `LINEAR`.
 
     Args:
@@ -61,8 +61,8 @@ def log_moved(weights: Tensor, steps: Tensor) -> Tensor:
     return torch.where(empty, -torch.inf, torch.where(empty, 1.0, total).log() + top)
 
 
-LOG = Ring(0.0, torch.add, torch.cumsum, log_moved)
-LINEAR = Ring(1.0, torch.mul, torch.cumprod, moved)
+LOG = Semiring(0.0, torch.add, torch.cumsum, log_moved)
+LINEAR = Semiring(1.0, torch.mul, torch.cumprod, moved)
 
 _RULED_OUT = -1e4, 1e-30
 """Least evidence of a bound token, as log and linear: where no state can emit it, all remain as likely as before."""
@@ -86,7 +86,7 @@ class LatentDistribution(WindowDistribution):
         self._known: Tensor | None = None
 
     @abstractmethod
-    def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
+    def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
         """q(z_owner(i), x_1..x_{i-1}) from leaves at the tokens [..., n, r], in the weights of `ring`: [..., n, r].
 
         Those of the first m positions, given their evidence alone, are exact.
@@ -109,7 +109,7 @@ class LatentDistribution(WindowDistribution):
         """Probabilities [..., r] of the first state."""
         return self.root_logits.softmax(-1)
 
-    def _root_of(self, ring: Ring) -> Tensor:
+    def _root_of(self, ring: Semiring) -> Tensor:
         return self.root if ring is LINEAR else normalised_logits(self.root_logits)
 
     @cached_property
@@ -264,7 +264,7 @@ class LatentDistribution(WindowDistribution):
 class MixtureDistribution(LatentDistribution):
     """CP: q(x) = sum_z root[z] prod_i leaf_i[z, x_i]."""
 
-    def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
+    def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
         """Return the root times all evidence before i."""
         root = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])
         return ring.cumulated(torch.cat([root, evidence[..., :-1, :]], dim=-2), -2)
@@ -299,7 +299,7 @@ class ChainDistribution(LatentDistribution):
         steps = self.trans_logits.softmax(-1)
         return steps.expand(*steps.shape[:-3], self.full_window - 1, -1, -1)
 
-    def owner_weights(self, evidence: Tensor, ring: Ring = LOG) -> Tensor:
+    def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
         """Return the forward filter, whose every step is a prefix marginal."""
         root, found = self._root_of(ring).expand_as(evidence[..., 0, :]), evidence.unbind(-2)
         steps, weights = self.steps[..., : len(found) - 1, :, :], [root]

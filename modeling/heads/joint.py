@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...generation.tensors.wrapped_models import AroundBackboneMixin, OfBackboneMixin
+from ...generation.tensors.wrapped_models import AttachedMixin, WrapperMixin
 from ..common.learning import run_backbone
 from ..common.loss_options import DepthCountsMixin, ModuleLossOptions
 from ..common.outputs import MTPOutput
 from ..common.tensor_files import below, read_tensors
 from ..deepseek.losses import chain_loss
-from ..deepseek.modules import Readout
+from ..deepseek.modules import LMHeadView
 from .attached import MTPHeads
 from .losses import IGNORE, counts_of_update, depth_targets
 
@@ -25,7 +25,7 @@ BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
 
 
-class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
+class JointMTPModel(DepthCountsMixin, WrapperMixin, AttachedMixin, PreTrainedModel):
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
@@ -92,7 +92,7 @@ class JointMTPModel(DepthCountsMixin, AroundBackboneMixin, OfBackboneMixin, PreT
         targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
         own = (targets != IGNORE).sum((0, 1))
         counts = counts_of_update(own, num_items_in_batch)[:1]
-        readout, options = Readout(self.backbone), ModuleLossOptions()
+        readout, options = LMHeadView(self.backbone), ModuleLossOptions()
         first = chain_loss(readout, [states[-1]], [targets[..., 0]], self.config.vocab_size, options, counts)
         loss, own_loss = cast(Tensor, found.loss), cast(Tensor, first.loss)
         found.loss, found.backbone_loss = loss + own_loss.to(loss), cast(Tensor, first.head_losses)[0]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...configuration import MTPHeadConfig
 from ..common.backbone_parts import BackboneParts
-from ..common.chunks import Part, chunked_sums, term_rows
+from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.outputs import MTPOutput
 from ..common.teacher import BlockTarget, Teacher
@@ -261,7 +261,7 @@ def head_loss(
 
     weights = depth_weights(config, counts_of_update(own, counts, (targets[..., 0] != IGNORE).sum()).to(dtype)) * scale
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
-    part = Part(features, arguments, weights, scored=scored.any(-1))
+    part = LossSegment(features, arguments, weights, scored=scored.any(-1))
     size = window * config.rank * num_columns * (1 if teacher is None else 2)
     if isinstance(teacher, BlockTarget) and config.loss_places == "calls" and torch.is_grad_enabled():
         accepted = term_rows(terms, part, size).unflatten(0, scored.shape[:2])[..., window + 1 :]
@@ -308,7 +308,7 @@ def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
     return discounted_weights(counts, gamma)
 
 
-def _rms_balance(terms: Callable[..., Tensor], head: nn.Module, part: Part, size: int, counts: Tensor) -> Tensor:
+def _rms_balance(terms: Callable[..., Tensor], head: nn.Module, part: LossSegment, size: int, counts: Tensor) -> Tensor:
     """Return `balance_factors` of a batch (Mehra et al. 2025), which takes a pass."""
     window = len(counts)
     with torch.no_grad():

@@ -198,7 +198,7 @@ class AttendingHeadSession(HeadSession):
         size = outputs.hidden_states[-1].shape[1]
         self.view, span = view, self.num_tokens + 1
         self.layout = CacheLayout(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
-        self.layout.take_over(self.cache)
+        self.layout.install_layers(self.cache)
         self.layout.ahead = -size
         self.hidden = self._run(outputs.hidden_states, size)[:, -1]
         self.layout.ahead = 0

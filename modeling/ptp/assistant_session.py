@@ -13,7 +13,7 @@ from ...configuration.fields import requested_states
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.assistant.session import AssistantSession, SharedVocabulary
 from ...generation.backbone.cache import block_mask
-from ...generation.backbone.target import RaggedTarget, TargetOutput
+from ...generation.backbone.target import RaggedBackbone, TargetOutput
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.call.processing import Processing
@@ -134,7 +134,7 @@ class SeparateSession(ParallelSession):
         new = self.view.new_tokens
         self.unread = [unread + (count or new.longest) for unread, count in zip(self.unread, new.counts)]
         if self.options.drafts:
-            cast(RaggedTarget, self.chain.target).layout.keep(new)
+            cast(RaggedBackbone, self.chain.target).layout.keep(new)
 
     def _chosen(
         self, first: Tensor, slots: Tensor, drawn: Tensor, masks: DraftMasks | None
@@ -166,7 +166,7 @@ class SeparateSession(ParallelSession):
     def _read(self, tokens: Sequences, drawn: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Read new tokens, and slots after them; return logits [B, v] of the last token, and logits or states of the
         slots."""
-        model, layout = self.chain.model, cast(RaggedTarget, self.chain.target).layout
+        model, layout = self.chain.model, cast(RaggedBackbone, self.chain.target).layout
         count, slots, device = max(self.unread), length if self.is_one_hot else length - 1, model.device
         layout.ahead = 2 - count  # the prompt was read up to its last token
         depths = layout.counts[:, None] + cached_range(layout.ahead, count + slots, device)

@@ -40,9 +40,9 @@ class Gate:
     start: int
     length: int
     model: object = None
-    shared: tuple[Tensor, Siblings, Products] | None = None
+    shared: tuple[Tensor, SharedInputAdapters, Products] | None = None
 
-    def products(self, x: Tensor, owner: Siblings) -> Products | None:
+    def products(self, x: Tensor, owner: SharedInputAdapters) -> Products | None:
         """Return the products that `owner` computed of x, if they were the last; None otherwise."""
         shared = self.shared
         return shared[2] if shared is not None and shared[0] is x and shared[1] is owner else None
@@ -107,7 +107,7 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_p
 """Names of the layers of one module that read the same input."""
 
 
-class Siblings:
+class SharedInputAdapters:
     """Adapters that read the same input, in the order of their calls: decoding multiplies all their A's at once."""
 
     def __init__(self, layers: list[Any]) -> None:
@@ -177,7 +177,7 @@ class PackedMixin(nn.Module):
         siblings: The adapters that read the same input, this one among them.
     """
 
-    siblings: Siblings | None = None
+    siblings: SharedInputAdapters | None = None
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode, as of any module."""
@@ -214,13 +214,13 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
 
 
 def join_siblings(model: nn.Module) -> None:
-    """Give all adapters inside a model their `Siblings`."""
+    """Give all adapters inside a model their `SharedInputAdapters`."""
     for module in list(model.modules()):
         _join(module)
 
 
 def _join(parent: nn.Module) -> None:
-    """Give the adapters of one module their `Siblings`."""
+    """Give the adapters of one module their `SharedInputAdapters`."""
     layers: dict[str, Any] = {name: layer for name, layer in parent.named_children() if isinstance(layer, PackedMixin)}
     groups: list[list[Any]] = []
     for names in _TOGETHER:
@@ -229,7 +229,7 @@ def _join(parent: nn.Module) -> None:
             groups.append(group)
             layers = {name: layer for name, layer in layers.items() if name not in names}
     for group in [*groups, *([layer] for layer in layers.values())]:
-        siblings = Siblings(group)
+        siblings = SharedInputAdapters(group)
         for layer in group:
             layer.siblings = siblings
 

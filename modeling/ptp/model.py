@@ -16,8 +16,8 @@ from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.tensors.masks import additive_mask, selected_positions
 from ...generation.tensors.wrapped_models import (
-    AroundBackboneMixin,
     PicklableMixin,
+    WrapperMixin,
     checkpointing_paused,
     checkpoints_activations,
     merged_copy,
@@ -38,7 +38,7 @@ _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
 
 class PTPForCausalLM(
-    OwnLossMixin, StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, AroundBackboneMixin, PreTrainedModel
+    OwnLossMixin, StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, WrapperMixin, PreTrainedModel
 ):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 

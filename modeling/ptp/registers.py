@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...generation.tensors.masks import additive_mask
-from ...generation.tensors.wrapped_models import AroundBackboneMixin, OfBackboneMixin, unwrap
+from ...generation.tensors.wrapped_models import AttachedMixin, WrapperMixin, unwrap
 from ..common.tensor_files import below
 from ..heads.joint import load_trained
 from .inputs import check_config, check_model, packed_mask, packed_positions
@@ -21,7 +21,7 @@ REGISTER = "register.safetensors"
 """File of the register, in the model's directory."""
 
 
-class RegisterModel(AroundBackboneMixin, OfBackboneMixin, PreTrainedModel):
+class RegisterModel(WrapperMixin, AttachedMixin, PreTrainedModel):
     """A model and the one embedding that all its registers have; the model itself is unchanged.
 
     A register after token t sees the tokens up to t and itself. Its position, t + d - 1, says that it predicts

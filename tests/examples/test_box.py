@@ -20,7 +20,7 @@ from tests.internals import (
     Excerpt,
     Measurement,
     box_directory,
-    box_subject,
+    box_model,
     check_box,
     load_box,
 )
@@ -127,7 +127,7 @@ def test_a_released_box_is_whole_and_loads(box: Path, run: Path) -> None:
         "| held out | requests | 1 |",
         "btree 2",
         "Recipe: `{",
-        FEW.command(box_subject(box)),
+        FEW.command(box_model(box)),
     ):
         assert words in told, words
     assert str(ROOT) not in told and str(box.parent) not in told

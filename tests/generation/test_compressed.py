@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.families import family_config, family_model, random_ids, shake
-from tests.internals import CompressedTarget, DraftTree, NewTokens, target_of
+from tests.internals import CompressedBackbone, DraftTree, NewTokens, target_of
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
 from tokenahead import AssistantDrafter
@@ -24,7 +24,7 @@ def model_of(**changes):
 def test_blocks_give_what_single_tokens_give_and_the_cache_that_they_leave(prompt, rates):
     names = ("heavily_compressed_attention", "compressed_sparse_attention")
     model, texts = model_of(compress_rates=dict(zip(names, rates))), random_ids(3, 48)
-    cache, expected, last = check_blocks(model, texts, prompt, CompressedTarget)
+    cache, expected, last = check_blocks(model, texts, prompt, CompressedBackbone)
     for got, wanted in zip(cache.layers, expected.layers):
         assert type(got) is type(wanted) and got.cumulative_length == wanted.cumulative_length
         pairs = [(got.keys, wanted.keys), (got.values, wanted.values)]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids, shake
-from tests.internals import ConvolvedTarget
+from tests.internals import ConvolvedBackbone
 from tests.internals import cache_module as rows_module
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
@@ -46,7 +46,7 @@ def test_blocks_give_what_single_tokens_give_and_the_cache_that_they_leave(promp
         assert not any(module._forward_hooks for module in model.modules())
 
     more = [7, 1, 3], 9  # longer than a ring of short blocks
-    cache, expected, last = check_blocks(model, texts, prompt, ConvolvedTarget, no_hook_is_left, more)
+    cache, expected, last = check_blocks(model, texts, prompt, ConvolvedBackbone, no_hook_is_left, more)
     for got, wanted in zip(cache.layers, expected.layers):
         assert type(got) is type(wanted) and got.get_seq_length() == wanted.get_seq_length()
         pairs = [(got.keys, wanted.keys), (got.values, wanted.values)]

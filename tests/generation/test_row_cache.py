@@ -10,7 +10,7 @@ from tests.internals import (
     CacheLayout,
     DraftTree,
     NewTokens,
-    RaggedTarget,
+    RaggedBackbone,
     block_mask,
     cache_module,
     grouped_attention,
@@ -28,7 +28,7 @@ def steps(model, span, ids):
     cache, expected, ends = DynamicCache(config=model.config), model(ids, use_cache=False).logits, [PROMPT, PROMPT]
     model(ids[:, :PROMPT], past_key_values=cache)
     target = target_of(model, cache, ids[:, 0], None, limit=PROMPT, span=span)
-    assert isinstance(target, RaggedTarget)
+    assert isinstance(target, RaggedBackbone)
     for kept in KEPT:
         block = torch.stack([text[end : end + BLOCK] for text, end in zip(ids, ends)])
         logits = target.forward(block, DraftTree.chain(block[:, 1:]), None).logits

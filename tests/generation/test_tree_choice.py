@@ -13,7 +13,7 @@ from tests.matrix.excuses import warnings_of
 from tokenahead import EagleHead, MTPHeads, Speculation
 
 
-def told(tree, seconds, accepted):
+def stats(tree, seconds, accepted):
     """Statistics of so many cycles of a tree, each of which took the same time."""
     drafts = [[0] * (tree["depth"] + 1)] * len(accepted)
     return Speculation([accepted], [drafts], cycle_seconds=seconds * len(accepted))
@@ -34,7 +34,7 @@ def test_the_fastest_tree_is_chosen_and_trials_are_few():
     def fastest(seconds, accepted, longest=8):
         def trial(tree):
             asked.append(tree)
-            return told(tree, seconds(tree), accepted(tree))
+            return stats(tree, seconds(tree), accepted(tree))
 
         asked.clear()
         return fastest_tree(trial, longest)
@@ -50,7 +50,7 @@ def test_the_fastest_tree_is_chosen_and_trials_are_few():
 def test_a_length_between_those_that_were_tried_may_pay_best():
     def trial(tree):
         length = tree["depth"] + 1
-        return told(tree, 1.0 + 0.05 * length if length <= 4 else 3.0, [min(length, 3)] * 20)
+        return stats(tree, 1.0 + 0.05 * length if length <= 4 else 3.0, [min(length, 3)] * 20)
 
     assert fastest_tree(trial, 8) == chain_options(3)
 
@@ -58,7 +58,7 @@ def test_a_length_between_those_that_were_tried_may_pay_best():
 def test_a_length_before_a_step_of_the_costs_is_found():
     def trial(tree):
         length = tree["depth"] + 1
-        return told(tree, 1.0 if length <= 3 else 0.4 * length, [min(length, 4)] * 20)
+        return stats(tree, 1.0 if length <= 3 else 0.4 * length, [min(length, 4)] * 20)
 
     # on the line between 2 and 4 tokens, 3 would take 1.3 and yield as many tokens a second as 2
     assert fastest_tree(trial, 8) == chain_options(3)
@@ -71,7 +71,7 @@ def test_a_machine_that_is_slow_for_a_while_does_not_decide(slow):
     def trial(tree):
         length, is_slow = tree["depth"] + 1, next(numbers) in slow
         seconds = (1.6 if is_slow else 1.0) * (1.0 + 0.1 * length) * (1 if tree["top_k"] == 1 else 2)
-        return told(tree, seconds, [min(count, length) for count in (0, 0, 0, 0, 0, 1, 1, 2, 2, 3)] * 2)
+        return stats(tree, seconds, [min(count, length) for count in (0, 0, 0, 0, 0, 1, 1, 2, 2, 3)] * 2)
 
     assert fastest_tree(trial, 8)["depth"] + 1 in (2, 3)
 
@@ -79,11 +79,11 @@ def test_a_machine_that_is_slow_for_a_while_does_not_decide(slow):
 def test_a_lucky_trial_of_a_wider_tree_is_not_believed():
     def trial(tree):
         is_chain = tree["top_k"] == 1
-        return told(tree, 1.0, [0, 2] * 8 if is_chain else [0, 2] * 7 + [2, 2])
+        return stats(tree, 1.0, [0, 2] * 8 if is_chain else [0, 2] * 7 + [2, 2])
 
     # the tree yields 2.13 tokens a cycle, with a standard error of 0.26, and the chain 2
     assert fastest_tree(trial, 2) == chain_options(2)
-    assert fastest_tree(lambda tree: told(tree, 1.0, [1] * 9 if tree["top_k"] == 1 else [2, 3] * 5), 2)["top_k"] > 1
+    assert fastest_tree(lambda tree: stats(tree, 1.0, [1] * 9 if tree["top_k"] == 1 else [2, 3] * 5), 2)["top_k"] > 1
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

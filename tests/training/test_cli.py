@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.every_model import llama
-from tests.internals import Measurement, box_subject
+from tests.internals import Measurement, box_model
 from tests.internals import cli_module as cli
 from tests.internals import demo_run as demo_module
 from tests.internals import loading_module as loading
@@ -244,7 +244,7 @@ def test_the_demo_gets_its_arguments_and_fails_where_outputs_differ(monkeypatch,
     assert run("demo", *options, "--output", tmp_path) == code
     wanted = Measurement(seconds=3.0, new_tokens=9, batch_size=2, seed=5)
     assert seen == {"measurement": wanted, "output": tmp_path, "overwrite": False}
-    assert wanted.command(box_subject()) == "tokenahead demo --seconds 3 --new-tokens 9 --seed 5 --batch-size 2"
+    assert wanted.command(box_model()) == "tokenahead demo --seconds 3 --new-tokens 9 --seed 5 --batch-size 2"
 
 
 def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):

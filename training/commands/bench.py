@@ -22,7 +22,7 @@ from ... import __version__
 from ..evaluation.bench import LINES, PLAIN, Bench, Protocol
 from ..evaluation.decoding import DecodingMode
 from ..evaluation.methods import methods_of
-from ..evaluation.prompts import Prompt, Writer, read_prompts
+from ..evaluation.prompts import Prompt, PromptEncoder, read_prompts
 from ..evaluation.summary import largest_error, measured_results
 from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
@@ -68,7 +68,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     model, tokenizer = load_model(request.model, request.dtype, request.device)
     methods, refused = methods_of(request.methods, model)
     replace_file(request.output / SETTINGS, settings)
-    bench = Bench(methods, Writer(tokenizer, not request.raw), protocol, request.output)
+    bench = Bench(methods, PromptEncoder(tokenizer, not request.raw), protocol, request.output)
     interrupted = None
     try:
         _run(bench, prompts, console)

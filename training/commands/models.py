@@ -89,13 +89,13 @@ def build(settings: Settings) -> Trainee:
     try:
         drafter = _drafter(arguments, backbone)
         _apply_loss_options(drafter, arguments)
-        _give_digits(drafter, settings.training)
+        _upcast_trainable(drafter, settings.training)
     except TypeError as error:  # an option that from_backbone does not know
         raise ValueError(f"drafter_options: {error}") from None
     return Trainee(drafter, drafter.backbone if isinstance(drafter, AttachableDrafter) else drafter, tokenizer)
 
 
-def _give_digits(drafter: PreTrainedModel, training: TrainingArguments) -> None:
+def _upcast_trainable(drafter: PreTrainedModel, training: TrainingArguments) -> None:
     """Let what learns beside a backbone of fewer bits have float32 weights, under autocast.
 
     Around 0.03, numbers in bfloat16 lie 1.2e-4 apart: weights there do not follow steps of 5e-5.

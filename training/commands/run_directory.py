@@ -88,7 +88,7 @@ class RunWriter(TrainerCallback):
 
 
 @contextmanager
-def nothing_left_of_a_refusal(directory: Path) -> Iterator[None]:
+def remove_empty_dir_on_error(directory: Path) -> Iterator[None]:
     """Remove the empty directory that a trainer makes, where the run is then refused."""
     existed = directory.exists()
     try:

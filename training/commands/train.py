@@ -44,7 +44,7 @@ from .run_directory import (
     check_nothing_is_lost,
     check_output,
     checkpoint_to_resume,
-    nothing_left_of_a_refusal,
+    remove_empty_dir_on_error,
     write_run,
 )
 from .settings import Settings, read_settings
@@ -76,7 +76,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     directory = settings.output
     check_output(directory, settings)
     set_seed(settings.training.seed)
-    with nothing_left_of_a_refusal(directory):
+    with remove_empty_dir_on_error(directory):
         return _train(directory, settings, callbacks)
 
 

@@ -11,7 +11,7 @@ _HOMES = {
     "MODES": "decoding",
     "Prompt": "prompts",
     "Protocol": "bench",
-    "Writer": "prompts",
+    "PromptEncoder": "prompts",
     "completions_of": "summary",
     "drafting_method": "methods",
     "environment": ".results",

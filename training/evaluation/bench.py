@@ -32,7 +32,7 @@ from ...generation.drafter import BaseDrafter
 from ..utils import one_line, replace_file
 from .decoding import GREEDY, MODES, DecodingMode, Method, Run, decode
 from .drafts import DraftMeasures, text_of
-from .prompts import Prompt, Writer, category_of, groups_of
+from .prompts import Prompt, PromptEncoder, category_of, groups_of
 
 PLAIN, CONTROL = "plain", "plain, again"
 """Names of decoding without drafts, and of the same a second time."""
@@ -120,7 +120,7 @@ class Bench:
     def __init__(
         self,
         methods: Sequence[Method],
-        writer: Writer,
+        writer: PromptEncoder,
         protocol: Protocol,
         directory: Path | None = None,
         control: bool = True,

@@ -118,7 +118,7 @@ def category_of(group: Sequence[Prompt]) -> str:
 
 
 @dataclass(frozen=True)
-class Writer:
+class PromptEncoder:
     """Makes ids of dialogues, by the tokenizer's chat template if `chats` and it has one; else turns are joined."""
 
     tokenizer: PreTrainedTokenizerBase

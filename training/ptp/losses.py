@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...configuration.ptp import PTPConfig
 from ...generation.tensors.sampling import pick
 from ...modeling import PTPForCausalLM
-from ...modeling.common.chunks import Part, chunked_sums
+from ...modeling.common.chunks import LossSegment, chunked_sums
 from ...modeling.common.loss_options import check_values
 from ...modeling.heads.losses import IGNORE
 
@@ -177,7 +177,7 @@ class SlotReader:
         if self.next_tokens is not None:
             before = hidden[:, : self.next_tokens.shape[1]]
             weight, scored = self.options.base_weight / totals[1:], self.next_tokens != IGNORE
-            part = Part(before, [self.next_tokens[..., None]], weight, scored=scored)
+            part = LossSegment(before, [self.next_tokens[..., None]], weight, scored=scored)
 
             def own(states: Tensor, targets: Tensor) -> Tensor:
                 return _next_token_losses(head(states), targets[:, 0])[:, None]
@@ -200,7 +200,7 @@ class SlotReader:
         weights, scores = slot_weights(task.valid, self.options.gamma), task.scores
         values = [task.tokens[..., None], weights[..., None], task.uniforms[..., None], scores and scores.states]
         terms = partial(self._terms, head=head, drafts=drafts)
-        loss, (summed,) = chunked_sums(terms, head, [Part(states, values, 1 / total)], self.config.vocab_size)
+        loss, (summed,) = chunked_sums(terms, head, [LossSegment(states, values, 1 / total)], self.config.vocab_size)
         return loss, summed
 
     def _terms(

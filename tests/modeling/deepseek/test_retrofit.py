@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import BACKBONES, family_config, random_ids, shake
-from tests.internals import Readout
+from tests.internals import LMHeadView
 from tests.internals import deepseek_readout as readout
 from tests.internals import deepseek_retrofit as retrofit
 from tests.models import left_padded
@@ -100,7 +100,7 @@ def test_norms_with_a_bias_start_at_nothing():
 def test_sampled_drafts_follow_the_scaled_and_capped_distribution():
     backbone = backbone_of("gemma2")
     states = torch.randn(5, 32)
-    logits = Readout(backbone)(states)
+    logits = LMHeadView(backbone)(states)
     torch.testing.assert_close(logits, 2 * torch.tanh(backbone.lm_head(states) / 2))
     assert logits.abs().max() < 2
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.internals import Completion, Writer, drafted_flags, explanation, tables
+from tests.internals import Completion, PromptEncoder, drafted_flags, explanation, tables
 from tests.internals import demo_report as report
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import DecodingResult, MeasuredResults
@@ -17,7 +17,7 @@ def ids(text: str | bytes) -> list[int]:
 
 
 def coloured(completion: Completion, **options):
-    return report.coloured(completion, Writer(EvaByteTokenizer(), chats=False), **options)
+    return report.coloured(completion, PromptEncoder(EvaByteTokenizer(), chats=False), **options)
 
 
 def result(**changes) -> DecodingResult:

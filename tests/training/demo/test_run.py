@@ -17,11 +17,11 @@ from tests.internals import (
     BoxDamagedError,
     Completion,
     Measurement,
-    box_subject,
+    box_model,
     check_output,
     cli_module,
     completions_of,
-    model_subject,
+    named_model,
     run_demo,
 )
 from tokenahead import EvaByteTokenizer, MTPHeads
@@ -38,7 +38,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     threads = torch.get_num_threads()
-    measured = run_demo(Measurement(batch_size=2, **FEW), box_subject(box, 2), tmp_path / "out", console=console)
+    measured = run_demo(Measurement(batch_size=2, **FEW), box_model(box, 2), tmp_path / "out", console=console)
     shown = " ".join(console.file.getvalue().split())
     for words in ("drafted and accepted", "greedy, ", "sampled, T=1, ", "batch 2", "--batch-size 2"):
         assert words in shown, words
@@ -50,7 +50,7 @@ def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -
 
 
 def test_results_come_with_their_circumstances(box: Path) -> None:
-    measured, bench = Measurement(**FEW).measure(box_subject(box, 2))
+    measured, bench = Measurement(**FEW).measure(box_model(box, 2))
     names = ["plain", "plain, again", "ff", "btree 2"]
     assert [method.name for method in bench.methods] == names
     modes = "greedy", "sampled, T=0.7", "sampled, T=1"
@@ -75,7 +75,7 @@ def test_a_damaged_file_is_named_before_anything_is_measured(box: Path, tmp_path
     weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     try:
         with pytest.raises(BoxDamagedError, match=r"btree\.safetensors"):
-            run_demo(Measurement(), box_subject(box), tmp_path / "out")
+            run_demo(Measurement(), box_model(box), tmp_path / "out")
     finally:
         weights.write_bytes(before)
     assert not (tmp_path / "out").exists()
@@ -113,7 +113,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def test_ones_own_model_is_shown_with_its_drafter(llama: tuple[str, str], tmp_path: Path) -> None:
     model, heads = llama
     console = Console(file=io.StringIO(), width=100, color_system=None)
-    subject = model_subject(model, f"heads:{heads}")
+    subject = named_model(model, f"heads:{heads}")
     measured = run_demo(Measurement(**FEW), subject, tmp_path / "out", console=console)
     shown = " ".join(console.file.getvalue().split())
     words = "drafts: heads:heads", "drafted and accepted", "greedy, heads:heads", "sampled, T=1, heads:heads"
@@ -134,7 +134,7 @@ def test_ones_own_model_is_shown_with_its_drafter(llama: tuple[str, str], tmp_pa
 
 def test_prompts_of_a_file_take_the_place_of_the_requests(llama: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text('{"prompt": "ab", "category": "letters"}\n')
-    subject = model_subject(llama[0], prompts=tmp_path / "asked.jsonl")
+    subject = named_model(llama[0], prompts=tmp_path / "asked.jsonl")
     assert [prompt.turns for prompt in subject.prompts(0)] == [("ab",)]
     assert [method.name for method in subject.methods] == ["plain", "ngram"]
     assert subject.writer.batch(subject.prompts(0), [[]], torch.device("cpu"))["input_ids"][0].tolist()[-1] == 64 + ord(
@@ -146,12 +146,12 @@ def test_prompts_of_a_file_take_the_place_of_the_requests(llama: tuple[str, str]
 
 def test_batches_draft_as_much_as_pays_but_trees_keep_their_form(llama: tuple[str, str]) -> None:
     for drafter in ("ngram", 'ngram?draft_tree={"top_k":2}'):
-        measured, _ = Measurement(batch_size=2, **FEW).measure(model_subject(llama[0], drafter))
+        measured, _ = Measurement(batch_size=2, **FEW).measure(named_model(llama[0], drafter))
         assert len([row for row in measured.results if row.batch_size == 2]) == 6, measured.not_measured
 
 
 def test_a_model_with_another_drafter_in_the_box() -> None:
-    subject = model_subject(None, "ngram")
+    subject = named_model(None, "ngram")
     assert [method.name for method in subject.methods] == ["plain", "ngram"] and subject.arguments == [
         "--drafter",
         "ngram",
@@ -160,30 +160,30 @@ def test_a_model_with_another_drafter_in_the_box() -> None:
 
 def test_weights_have_the_dtype_that_was_asked_for(box: Path, llama: tuple[str, str]) -> None:
     model, _ = llama
-    for subject in (model_subject(model, dtype="bfloat16"), box_subject(box, dtype="bfloat16")):
+    for subject in (named_model(model, dtype="bfloat16"), box_model(box, dtype="bfloat16")):
         assert {method.model.dtype for method in subject.methods} == {torch.bfloat16}
         assert "bfloat16" in subject.words and subject.arguments[-2:] == ["--dtype", "bfloat16"]
-    assert model_subject(None, "ngram", dtype="bfloat16").methods[0].model.dtype == torch.bfloat16
-    assert "float32" in box_subject(box).words and "--dtype" not in box_subject(box).arguments
+    assert named_model(None, "ngram", dtype="bfloat16").methods[0].model.dtype == torch.bfloat16
+    assert "float32" in box_model(box).words and "--dtype" not in box_model(box).arguments
 
 
 def test_parameters_of_the_backbone_and_of_heads_are_told_apart(box: Path, llama: tuple[str, str]) -> None:
-    models = [method.model for method in box_subject(box).methods]
+    models = [method.model for method in box_model(box).methods]
     plain, heads = models[0], [sum(each.numel() for each in model.head.parameters()) for model in models[1:]]
-    words = box_subject(box).words
+    words = box_model(box).words
     assert f"{plain.num_parameters() - heads[0]:,} parameters" in words
     assert all(f"({count:,})" in words for count in heads)
     model, folder = llama
-    subject = model_subject(model, f"heads:{folder}")
+    subject = named_model(model, f"heads:{folder}")
     further = sum(each.numel() for each in subject.methods[1].drafter.parameters())
     count = subject.methods[0].model.num_parameters()
     assert f"({count:,} parameters, float32)" in subject.words and f"({further:,} further parameters)" in subject.words
-    assert "further" not in model_subject(model).words
+    assert "further" not in named_model(model).words
 
 
 def test_the_first_text_that_does_not_repeat_itself_is_shown() -> None:
     """The seed is the command's; the toy's greedy texts mostly loop."""
-    subject = box_subject()
+    subject = box_model()
     measurement = Measurement(seconds=0.1, new_tokens=128, seed=cli_module._parse(["demo"]).seed)
     subject = replace(subject, methods=subject.methods[:2], modes=subject.modes[:1])
     _, bench = measurement.measure(subject)
@@ -202,11 +202,11 @@ def test_the_first_text_that_does_not_repeat_itself_is_shown() -> None:
 )
 def test_a_drafter_that_does_not_fit_is_named(llama: tuple[str, str], drafter: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        model_subject(llama[0], drafter)
+        named_model(llama[0], drafter)
 
 
 def test_what_fails_everywhere_says_why(llama: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = model_subject(llama[0])
+    subject = named_model(llama[0])
 
     def fails(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no such kernel")

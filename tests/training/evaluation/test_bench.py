@@ -11,8 +11,8 @@ from tests.internals import (
     GREEDY,
     Bench,
     Prompt,
+    PromptEncoder,
     Protocol,
-    Writer,
     advice_of,
     bench_module,
     block_error,
@@ -154,12 +154,12 @@ def test_categories_take_turns_and_batches_are_whole():
 
 
 def test_a_second_turn_is_asked_after_the_plain_answer():
-    writer = Writer(EvaByteTokenizer())
+    writer = PromptEncoder(EvaByteTokenizer())
     prompt = Prompt("1", ("a", "b"))
     batch = writer.batch([prompt], [["ANSWER"]], "cpu")
     text = EvaByteTokenizer().decode(batch["input_ids"][0])
     assert text.index("a") < text.index("ANSWER") < text.rindex("b") and "chat template" in writer.template
-    raw = Writer(EvaByteTokenizer(), chats=False).batch([prompt], [["ANSWER"]], "cpu")
+    raw = PromptEncoder(EvaByteTokenizer(), chats=False).batch([prompt], [["ANSWER"]], "cpu")
     assert EvaByteTokenizer().decode(raw["input_ids"][0], skip_special_tokens=True) == "a\nANSWER\nb"
 
 
@@ -171,7 +171,7 @@ def test_a_method_that_does_not_exist_claims_no_directory(folders, tmp_path, cap
 
 def bench_of(model, methods, mode=GREEDY, **options) -> Bench:
     protocol = Protocol([mode], new_tokens=12, **options)
-    return Bench([plain_method(model), *methods], Writer(EvaByteTokenizer(), chats=False), protocol)
+    return Bench([plain_method(model), *methods], PromptEncoder(EvaByteTokenizer(), chats=False), protocol)
 
 
 def test_no_memory_and_a_failure_leave_the_other_methods(folders):

@@ -10,8 +10,8 @@ from tests.internals import (
     MODES,
     Bench,
     Prompt,
+    PromptEncoder,
     Protocol,
-    Writer,
     bench_module,
     completions_of,
     drafting_method,
@@ -35,7 +35,7 @@ def compare(drafters, prompts, modes, new_tokens, on_unit=lambda done, count: No
     first, *_ = drafters.values()
     methods = [plain_method(first), *(drafting_method(*named) for named in drafters.items())]
     protocol = Protocol(modes, (batch_size,), new_tokens, **options)
-    bench = Bench(methods, Writer(EvaByteTokenizer(), chats=False), protocol, control=False)
+    bench = Bench(methods, PromptEncoder(EvaByteTokenizer(), chats=False), protocol, control=False)
     bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)], on_unit)
     rows = {(row.method, row.decoding): row for row in results_of(bench)}
     return {

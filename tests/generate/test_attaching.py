@@ -218,7 +218,7 @@ WITHIN = MAKE | {
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "num_return_sequences": 2}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", WITHIN)
 def test_attach_within_the_call_is_refused_by_name(kind, more):
-    """Python has looked `generate` up before the drafter lays its route."""
+    """Python has looked `generate` up before the drafter lays its patch."""
     model = backbone()
     before = dict(vars(model))
     with pytest.raises(RuntimeError, match=r"within the call: call attach\(backbone\) before"):

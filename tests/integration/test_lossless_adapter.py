@@ -16,7 +16,7 @@ MAKE = {
 
 
 def generate(model, prompt, drafter, **options):
-    """transformers' own `generate`, past our route."""
+    """transformers' own `generate`, past our patch."""
     return assisted_generate(model, prompt, drafter, attention_mask=torch.ones_like(prompt), **options)
 
 

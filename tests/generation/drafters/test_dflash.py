@@ -178,7 +178,7 @@ def test_cycles_without_drafts_are_made_up_for(plain_pair):
 
 
 def test_transformers_own_loop_takes_the_drafts(plain_pair):
-    """Through `CandidateAdapter`, past our route."""
+    """Through `CandidateAdapter`, past our patch."""
     model, drafter = plain_pair
     batch = code_prompts(5)
     for prompt, text in zip(batch, plain_continuations(model, batch, 12)):

@@ -134,7 +134,7 @@ def test_a_threshold_ends_drafts(plain_pair):
 
 
 def test_transformers_own_loop_takes_the_drafts(plain_pair):
-    """Through `CandidateAdapter`, past our route."""
+    """Through `CandidateAdapter`, past our patch."""
     model, drafter = plain_pair
     batch = prompts(5)
     for prompt, text in zip(batch, plain_continuations(model, batch, 12)):

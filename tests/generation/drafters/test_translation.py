@@ -193,7 +193,7 @@ def test_the_call_of_transformers():
 
 @pytest.mark.parametrize("translate", WAYS)
 def test_transformers_own_loop_takes_the_drafts(translate):
-    """Through `CandidateAdapter`, past our route."""
+    """Through `CandidateAdapter`, past our patch."""
     model, drafter = pair(translate=translate)
     batch = prompts(3, SIZE)
     for prompt, text in zip(batch, plain_continuations(model, batch, 20)):

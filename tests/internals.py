@@ -33,6 +33,7 @@ _MODULES = {
     "layer_module": "tokenahead.modeling.heads.layer",
     "generate_module": "tokenahead.generation.generate",
     "mixins_module": "tokenahead.generation.generate",
+    "static_module": "tokenahead.generation.backbone.static",
     "backbones_module": "tokenahead.generation.backbone.backbones",
     "online_module": "tokenahead.modeling.common.online",
     "options_module": "tokenahead.generation.call.options",

@@ -5,17 +5,19 @@
     inside    a tensor holds the slots of keys and values; no number of the host that changes is part of a graph
 
 There are two graphs: of blocks, and of single tokens where an adaptive length chooses them. A later call of the same
-batch and size has the same shapes, and nothing is compiled again. Masks and positions are made outside the graphs.
+batch and size has the same shapes and, where forwards are compiled, the same tensors: nothing is compiled or recorded
+again. Masks and positions are made outside the graphs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
@@ -25,6 +27,10 @@ from .cache import CacheLayout, RaggedLayer, rounded
 from .target import RaggedBackbone, States, TargetOutput, each_state
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
+Buffers = dict[tuple[int, str], Tensor]
+"""Keys and values by layer and name."""
+_KEPT: weakref.WeakKeyDictionary[nn.Module, Buffers] = weakref.WeakKeyDictionary()
+"""Of the last compiled call of a model that is over: a CUDA graph holds addresses, and is recorded anew for others."""
 
 
 class PlannedCache(DynamicCache):
@@ -102,13 +108,15 @@ class FixedLayer(RaggedLayer):
         keys[index], values[index] = key_states.to(keys.dtype), value_states.to(values.dtype)
         return keys, values
 
-    def lay_out(self, is_compiled: bool) -> None:
-        """Allocate the final size; graphs need not copy it, and serve that of another call, too."""
+    def lay_out(self, index: int, buffers: Buffers | None) -> None:
+        """Allocate the final size, in the `buffers` of an earlier call where they fit: graphs need not copy them."""
         size = self.layout.size(self.is_sliding)
         for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
                 held = self._grown(held, dim, size) if held.shape[dim] < size else held
-                if is_compiled:
+                if buffers is not None:
+                    kept = buffers.get((index, name))
+                    buffers[index, name] = held = held if kept is None or not _fits(kept, held) else kept.copy_(held)
                     torch._dynamo.mark_static_address(held, guard=False)
                 setattr(self, name, held)
 
@@ -128,6 +136,10 @@ class StaticBackbone(RaggedBackbone):
         cache: PlannedCache = args[1]
         super().__init__(*args, limit=cache.room or 0, span=span)
         self.compiled = None if cache.compiled is None else cache.compiled(self.model)
+        self.buffers: Buffers | None = None
+        if self.compiled is not None:  # a call of another thread finds none, and allocates its own
+            self.buffers = _KEPT.pop(self.model, {})
+            weakref.finalize(self, _keep, weakref.ref(self.model), self.buffers).atexit = False
         self.has_singles, self.has_slots = cache.has_singles, False
         self.span, self.widest, self.laid_out, self.forwards = span, 1, (0, 0), Counter[int]()
         cache.room = cache.compiled = None  # who is given it decodes as with any other
@@ -174,9 +186,9 @@ class StaticBackbone(RaggedBackbone):
         self.layout.begin(depths.shape[-1])
         if self.laid_out != (room := (self.layout.size(False), self.layout.size(True))):
             self.laid_out = room
-            for layer in self.cache.layers:
+            for index, layer in enumerate(self.cache.layers):
                 if isinstance(layer, FixedLayer):
-                    layer.lay_out(self.compiled is not None)
+                    layer.lay_out(index, self.buffers)
         return super()._call(block, depths, tree, last, options)
 
     def _width(self, count: int, tree: DraftTree) -> int:
@@ -186,6 +198,18 @@ class StaticBackbone(RaggedBackbone):
         is_known = tree.is_chain and (count > 1 or tree.auxiliary is not None)
         self.widest = max(self.widest, count, self.span if is_known else 0)
         return self.widest
+
+
+def _fits(kept: Tensor, held: Tensor) -> bool:
+    """Return whether a tensor of an earlier call may hold the content of another one."""
+    is_alike = kept.shape == held.shape and kept.dtype == held.dtype and kept.device == held.device
+    return is_alike and kept.is_inference() == held.is_inference()
+
+
+def _keep(model: weakref.ref[nn.Module], buffers: Buffers) -> None:
+    """Keep the buffers of a call that is over, if its model is still there."""
+    if (alive := model()) is not None:
+        _KEPT[alive] = buffers
 
 
 def _copied(logits: Tensor | None, states: States | None, count: int) -> tuple[Tensor | None, States | None]:

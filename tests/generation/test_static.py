@@ -1,5 +1,8 @@
 """`cache_implementation="static"`: drafts are verified in room of one size, by graphs that are compiled once."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -7,7 +10,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
 from tests.families import family_config, family_model, shake
-from tests.internals import cache_module
+from tests.internals import CACHE, cache_module, static_module
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tests.ptp_models import backbone as ptp_backbone
@@ -90,6 +93,64 @@ def test_every_drafter_drafts_for_a_compiled_forward(make, options):
     assert graphs() == 1
     accepted |= decoded(model, drafter, 6, compile_config=compiled(), **options)
     assert graphs() == 0 and len(accepted) > 1
+
+
+def addresses(model):
+    """Where the keys and values of the model's last compiled call lie."""
+    return {place: tensor.data_ptr() for place, tensor in static_module._KEPT[model].items()}
+
+
+@pytest.mark.parametrize(("name", "returns"), [("llama", False), ("llama", True), ("gemma3", True), ("gpt_oss", False)])
+def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
+    model, batch, other = model_of(name), left_padded(prompts(4)), left_padded(prompts(4, seed=6))
+    drafter, gc_was = NgramDrafter(longest=1).attach(model), gc.isenabled()
+    options = GREEDY | STATIC | dict(compile_config=compiled(), return_dict_in_generate=returns)
+    plain, plain_other = model.generate(**batch, **GREEDY), model.generate(**other, **GREEDY)
+    gc.disable()  # a call is over when its last reference goes
+    try:
+        kept = model.generate(**batch, **options, assistant_model=drafter)
+        first = addresses(model)
+        text = model.generate(**other, **options, assistant_model=drafter)
+        assert first and addresses(model) == first
+    finally:
+        gc.enable() if gc_was else None
+    for found, wanted in ((kept, plain), (text, plain_other)):
+        assert torch.equal(found.sequences if returns else found, wanted)
+    if returns:  # the cache of the first call is the user's, and still that of its own text
+        going_on = dict(max_new_tokens=NEW + 8) | {CACHE: getattr(kept, CACHE)}
+        mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW), value=1)
+        again = model.generate(plain, attention_mask=mask, **GREEDY | going_on | {"max_new_tokens": 8})
+        assert torch.equal(again, model.generate(**batch, **GREEDY | {"max_new_tokens": NEW + 8}))
+
+
+def test_what_a_call_kept_goes_with_its_model_and_fits_only_its_sizes():
+    model = model_of("llama")
+    drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())
+    for rows in (4, 2, 4):
+        batch = {name: tensor[:rows] for name, tensor in left_padded(prompts(4)).items()}
+        out = model.generate(**batch, **options, assistant_model=drafter)
+        assert torch.equal(out.sequences, model.generate(**batch, **GREEDY))
+        assert {len(tensor) for tensor in static_module._KEPT[model].values()} == {rows}
+    with torch.inference_mode():
+        assert torch.equal(model.generate(**batch, **options, assistant_model=drafter).sequences, out.sequences)
+    assert torch.equal(model.generate(**batch, **options, assistant_model=drafter).sequences, out.sequences)
+    before = len(static_module._KEPT)
+    drafter.detach()
+    torch._dynamo.reset()
+    del model, drafter, out
+    gc.collect()
+    assert len(static_module._KEPT) < before
+
+
+def test_calls_of_two_threads_share_no_buffer():
+    model, batches = model_of("llama"), [left_padded(prompts(4, seed=seed)) for seed in (5, 6)]
+    drafter, options = NgramDrafter(longest=1).attach(model), GREEDY | STATIC | dict(compile_config=compiled())
+    plain = [model.generate(**batch, **GREEDY) for batch in batches]
+    model.generate(**batches[0], **options, assistant_model=drafter)  # compiles
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(model.generate, **batch, **options, assistant_model=drafter) for batch in batches * 3]
+        texts = [run.result().sequences for run in runs]
+    assert all(map(torch.equal, texts, plain * 3))
 
 
 def test_an_adaptive_length_needs_a_graph_of_single_tokens():

@@ -33,7 +33,7 @@ from tokenahead.extending import AttachableDrafter, DraftSession
 from tokenahead.generation.backbone.repacking import RealignedBackbone
 from tokenahead.generation.backbone.target import DynamicCacheBackbone, RaggedBackbone
 from tokenahead.generation.call.sequences import NewTokens
-from tokenahead.generation.trees.contract import DraftTree
+from tokenahead.generation.contract import DraftTree
 
 BLOCK, ROUNDS, CYCLES = 6, 9, 8
 KINDS: dict[str, type[DynamicCacheBackbone]] = {"repacked": RealignedBackbone, "never moves": RaggedBackbone}

@@ -32,7 +32,7 @@ from strategies import LENGTH, beginnings, train
 from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
 
 from tokenahead import EagleHead, EvaByteTokenizer
-from tokenahead.generation.trees.contract import DraftTree
+from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.verification import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
 from tokenahead.training.box import box_directory, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts

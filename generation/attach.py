@@ -21,9 +21,9 @@ from .. import __version__
 from ..configuration.fields import field
 from .backbone.backbones import check_backbone
 from .call.options import first_set
+from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .generate import decoding, prepared_call
-from .protocols import SpeculativeCache
 from .tensors.wrapped_models import drop_collectors, fingerprint, unwrap
 
 logger = logging.get_logger(__name__)

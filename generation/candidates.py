@@ -11,12 +11,10 @@ from transformers.generation import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..configuration.fields import requested_states
-from .backbone.target import TargetOutput
 from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
+from .contract import DraftSession, TargetOutput, VerificationResult
 from .drafter import BaseDrafter
-from .protocols import DraftSession
-from .trees.contract import VerificationResult
 
 
 class _View:

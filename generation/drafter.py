@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
-from .protocols import DraftSession, Recorder
+from .contract import DraftSession, Recorder
 from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 

@@ -52,14 +52,15 @@ from .backbone.backbones import (
 )
 from .backbone.static import planned_cache
 from .call.keywords import USUAL, Keywords
-from .call.options import GENERATE_KWARGS, CallOptions, DraftOptions, prepared_options
+from .call.options import GENERATE_KWARGS, CallOptions, DraftOptions
 from .call.processing import counts_calls
 from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
+from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
-from .protocols import SpeculativeCache
+from .plan import prepared_options
 from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, is_base, peft_arguments, readable
-from .trees.growth import choose_tree
+from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
 _DEPTH = 32

@@ -26,17 +26,17 @@ from transformers.generation.streamers import BaseStreamer
 from ..configuration.cache_names import CACHE, cache_of
 from ..configuration.fields import learned_positions, requested_states
 from .backbone.backbones import target_of
-from .backbone.target import OwnCacheBackbone, RaggedBackbone, Target, TargetOutput
+from .backbone.target import OwnCacheBackbone, RaggedBackbone, Target
 from .call.keywords import Keywords
 from .call.options import DraftOptions
-from .call.outputs import GenerateSpeculativeOutput, Records, Speculation
+from .call.outputs import GenerateSpeculativeOutput, Speculation
+from .call.records import Records
 from .call.schedule import AdaptiveSchedule
 from .call.sequences import NewTokens, Sequences
 from .call.stopping import Stopping
-from .protocols import DraftSession, SpeculativeCache
+from .contract import DraftSession, DraftTree, SpeculativeCache, TargetOutput, VerificationResult
 from .tensors.masks import to_device
 from .tensors.wrapped_models import has_foreign_hooks
-from .trees.contract import DraftTree, VerificationResult
 from .trees.growth import most_nodes
 from .verification.verifiers import Verifier
 

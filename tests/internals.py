@@ -83,7 +83,7 @@ _NAMES = {
         "chosen",
         "warped",
     ),
-    "tokenahead.generation.call.outputs": ("Records",),
+    "tokenahead.generation.call.records": ("Records",),
     "tokenahead.generation.call.processing": ("Processing",),
     "tokenahead.generation.call.schedule": ("AdaptiveSchedule",),
     "tokenahead.generation.call.sequences": (
@@ -117,7 +117,7 @@ _NAMES = {
     ),
     "tokenahead.generation.backbone.compressed": ("CompressedBackbone",),
     "tokenahead.generation.backbone.convolved": ("ConvolvedBackbone",),
-    "tokenahead.generation.backbone.target": ("is_recurrent", "RaggedBackbone", "TargetOutput"),
+    "tokenahead.generation.backbone.target": ("is_recurrent", "RaggedBackbone"),
     "tokenahead.generation.trees.building": (
         "choices_from_accuracies",
         "drawn_tree",
@@ -126,13 +126,15 @@ _NAMES = {
         "ranked_tree",
         "static_tree",
     ),
-    "tokenahead.generation.trees.contract": (
+    "tokenahead.generation.contract": (
+        "TargetOutput",
         "DraftTree",
         "VerificationResult",
         "follow",
         "path_columns",
     ),
-    "tokenahead.generation.trees.growth": ("chain_options", "fastest_tree", "tree_options"),
+    "tokenahead.generation.trees.choice": ("chain_options", "fastest_tree"),
+    "tokenahead.generation.trees.growth": ("tree_options",),
     "tokenahead.generation.verification.races": ("is_raced", "race_block"),
     "tokenahead.generation.verification.rules": (
         "block_acceptance",

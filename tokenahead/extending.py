@@ -7,15 +7,14 @@ may move. The contract of `SpeculativeCache` is provisional.
 
 from .configuration.head_families import HeadFamilyFacts
 from .generation.attach import AttachableDrafter, MTPGenerationMixin
-from .generation.backbone.target import TargetOutput
 from .generation.call.automata import AutomatonProcessor, OffersAutomaton, TableAutomaton
 from .generation.call.constraints import DraftMasks, OffersMask
 from .generation.call.options import CallOptions, DraftOptions, draft_probs
 from .generation.call.sequences import NewTokens, Sequences
 from .generation.candidates import CandidateAdapter, candidate_generator
+from .generation.contract import CacheView, DraftSession, DraftTree, SpeculativeCache, TargetOutput, VerificationResult
 from .generation.drafter import BaseDrafter
-from .generation.protocols import CacheView, DraftSession, SpeculativeCache
-from .generation.trees import DraftTree, VerificationResult, drawn_tree, dynamic_tree, static_tree
+from .generation.trees import drawn_tree, dynamic_tree, static_tree
 from .generation.trees.growth import Ancestry, Growth, grow
 from .generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Verifier
 from .modeling.common.loss_options import TrainableDrafter

@@ -14,7 +14,7 @@ from ..attach import AttachableDrafter
 from ..backbone.backbones import can_roll_back, check_model
 from ..backbone.target import is_recurrent
 from ..call.options import CallOptions, DraftOptions
-from ..protocols import DraftSession
+from ..contract import DraftSession
 from ..tensors.masks import check_attention
 from ..tensors.wrapped_models import has_learned_prompts, has_own_cache, uncompiled, unwrap
 from .models import borrows_states, fills_blocks, first_layers, load_assistant

@@ -15,13 +15,11 @@ from ...configuration.cache_names import CACHE
 from ...configuration.fields import learned_positions
 from ..backbone.backbones import target_of
 from ..backbone.repacking import hold, release
-from ..backbone.target import TargetOutput
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
-from ..protocols import CacheView, DraftSession
+from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange
-from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import grow_chain
 
 _NO_TABLE = 2**31

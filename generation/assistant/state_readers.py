@@ -33,13 +33,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...configuration.cache_names import CACHE, cache_of
 from ..backbone.cache import CacheLayout, RaggedLayer
-from ..backbone.target import HiddenLayers, States, TargetOutput
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
-from ..protocols import CacheView, DraftSession
+from ..contract import CacheView, DraftSession, DraftTree, HiddenLayers, States, TargetOutput, VerificationResult
 from ..tensors.masks import additive_mask, cached_arange, cached_range, check_attention, model_mask, to_device
 from ..tensors.wrapped_models import has_own_cache
-from ..trees.contract import DraftTree, VerificationResult
 from ..trees.growth import block_chain, grow_chain
 from .session import SharedVocabulary
 

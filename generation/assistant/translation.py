@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..backbone.target import RaggedBackbone, TargetOutput
+from ..backbone.target import RaggedBackbone
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
-from ..protocols import CacheView
+from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_range
-from ..trees.contract import DraftTree, VerificationResult
 from .session import AssistantSession, SharedVocabulary
 
 Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]

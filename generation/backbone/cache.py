@@ -25,8 +25,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, Dynam
 
 from ...configuration.fields import mask_kinds
 from ..call.sequences import NewTokens
+from ..contract import DraftTree
 from ..tensors.masks import cached_arange, cached_range, model_mask
-from ..trees.contract import DraftTree
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
 """Widths that are allocated, and that attention reads, are multiples; a cache begins with room for so many tokens."""

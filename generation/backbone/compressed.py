@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
+from ..contract import DraftTree, each_state
 from ..tensors.masks import cached_arange, cached_range
-from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, laid_out, rounded
-from .target import RaggedBackbone, each_state
+from .target import RaggedBackbone
 
 _PARTS = {"kv": 0.0, "gate": -torch.inf}
 """What entries are made of, and what stands for it before the first window."""

@@ -24,8 +24,8 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from ...configuration.fields import has_short_convolutions
+from ..contract import DraftTree
 from ..tensors.masks import cached_arange, cached_range
-from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, Slots, rounded
 from .indexed import real_tokens
 from .target import RaggedBackbone, layer_class

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
+from ..contract import DraftTree, States, TargetOutput, each_state
 from ..tensors.masks import cached_range
-from ..trees.contract import DraftTree
 from .cache import CacheLayout, RaggedLayer, rounded
-from .target import RaggedBackbone, States, TargetOutput, each_state
+from .target import RaggedBackbone
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 Buffers = dict[tuple[int, str], Tensor]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -22,15 +21,12 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates_anew
 from ..call.sequences import NewTokens
-from ..protocols import CacheView, SpeculativeCache
+from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
-from ..trees.contract import DraftTree, VerificationResult, taken
 from .cache import CacheLayout, RaggedLayer, block_mask
 from .indexed import AlignedLayer, BlockLayer, PositionedLayer
 from .replay import Replay
 
-HiddenLayers = int | list[int] | bool | None
-States = tuple[Tensor | None, ...]
 _TYPES = {"token_type_ids": True, "mm_token_type_ids": False}
 """Types of tokens, and whether the last one continues; new tokens have type 0 elsewhere."""
 _COPIED = 64
@@ -52,50 +48,6 @@ def note_positions(cache: Cache, position_ids: Tensor) -> None:
         if isinstance(layer, PositionedLayer):
             layer.note(position_ids)
             break
-
-
-def each_state(states: States | None, change: Callable[[Tensor], Tensor]) -> States | None:
-    """Return hidden states of layers after a change; None for layers that were not requested, or for all of them."""
-    return states and tuple(None if state is None else change(state) for state in states)
-
-
-@dataclass
-class TargetOutput:
-    """The output of one backbone call for a block.
-
-    Attributes:
-        logits: [B, F, v] of b and the nodes.
-        hidden_states: Per layer [B, F, D] or None; those that were requested.
-        auxiliary: [B, A, v] logits of the auxiliary positions.
-        auxiliary_states: Their `hidden_states`.
-    """
-
-    logits: Tensor
-    hidden_states: tuple[Tensor | None, ...] | None = None
-    auxiliary: Tensor | None = None
-    auxiliary_states: tuple[Tensor | None, ...] | None = None
-
-    def state(self, layer: int = -1) -> Tensor:
-        """Return the hidden states [B, F, D] of a layer that the session reads."""
-        state = None if self.hidden_states is None else self.hidden_states[layer]
-        if state is None:
-            raise ValueError(f"hidden_layers: the states of layer {layer} were not requested")
-        return state
-
-    def first(self, count: int) -> States:
-        """Return the hidden states of the first `count` positions; None for layers that were not requested."""
-        return each_state(self.hidden_states, lambda state: state[:, :count]) or ()
-
-    def along(self, result: VerificationResult, tree: DraftTree) -> TargetOutput:
-        """Return the output along the accepted path only, [B, k + 1, ...]; a chain's path is its beginning."""
-        if tree.is_chain:
-            return self
-
-        def along_path(values: Tensor) -> Tensor:
-            return taken(values, result.path.to(values.device))
-
-        states = each_state(self.hidden_states, along_path)
-        return TargetOutput(along_path(self.logits), states, self.auxiliary, self.auxiliary_states)
 
 
 class Target(CacheView, Protocol):

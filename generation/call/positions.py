@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as library
 
+from ..contract import DraftTree
 from ..tensors.masks import cached_arange
-from ..trees.contract import DraftTree
 from .sequences import Sequences
 
 POINTWISE = (

@@ -19,8 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 from transformers.utils import logging
 
+from ..contract import DraftTree
 from ..tensors.masks import numbers
-from ..trees.contract import DraftTree
 from .automata import fitted
 from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
 from .positions import KNOWN, POINTWISE, TreePositions

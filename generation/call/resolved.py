@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.utils import logging
 
 from ...configuration.cache_names import CACHE
-from ..protocols import SpeculativeCache
+from ..contract import SpeculativeCache
 
 logger = logging.get_logger(__name__)
 PARAMETERS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]

@@ -11,14 +11,14 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 
 from ..attach import AttachableDrafter
 from ..backbone.backbones import takes_dense_masks
-from ..backbone.target import TargetOutput, is_recurrent
+from ..backbone.target import is_recurrent
 from ..call.options import CallOptions, DraftOptions
 from ..call.outputs import Speculation
 from ..call.sequences import Sequences
-from ..protocols import CacheView, DraftSession, joined_layers
+from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult, joined_layers
 from ..trees.building import joined_chains
-from ..trees.contract import DraftTree, VerificationResult
-from ..trees.growth import chain_options, tree_options
+from ..trees.choice import chain_options
+from ..trees.growth import tree_options
 from ..verification.verifiers import Verifier
 
 _START = 16.0

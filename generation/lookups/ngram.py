@@ -10,12 +10,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..attach import LookUpDrafter
-from ..backbone.target import TargetOutput
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
-from ..protocols import CacheView, DraftSession
+from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange
-from ..trees.contract import DraftTree, VerificationResult
 
 
 class NgramDrafter(LookUpDrafter):

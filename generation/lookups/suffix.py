@@ -17,11 +17,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...modeling.common.tensor_files import naming
 from ..attach import LookUpDrafter
-from ..backbone.target import TargetOutput
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
-from ..protocols import CacheView, DraftSession
-from ..trees.contract import DraftTree, VerificationResult
+from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from .suffix_counts import Reader, SuffixCounts
 
 _FILE = "suffixes.safetensors"

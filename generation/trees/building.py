@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import DraftTree
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import race_order
-from .contract import DraftTree
 
 Expand = Callable[[Tensor, Tensor], Tensor]
 

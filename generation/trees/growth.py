@@ -1,50 +1,25 @@
-"""How drafters grow drafts: chains token by token or at once, trees level by level, and which tree pays.
-
-With `draft_tree="auto"`, short trials on the prompts of the first call measure what cycles of chains of several lengths
-take and accept, and then those of wider trees of the best length. The drafter remembers what promises most tokens per
-second. It is not chosen anew: a clock that decided in every call would make seeded outputs unrepeatable.
-"""
+"""How drafters grow drafts: chains token by token or at once, and trees level by level."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate, chain, groupby
-from operator import itemgetter
-from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from ..call.constraints import DraftMasks
-from ..call.options import CallOptions, DraftOptions, draft_probs
-from ..call.resolved import ResolvedConfig
-from ..call.schedule import AcceptanceRates, CycleCosts
+from ..call.options import DraftOptions, draft_probs
+from ..contract import DraftTree, taken
 from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
-from .contract import DraftTree, taken
 
 if TYPE_CHECKING:
-    from ..call.outputs import Speculation
-    from ..drafter import BaseDrafter
+    pass
 
 _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
 DEEPEST = 8
 """The longest path that is tried, in tokens."""
-_LENGTHS, _SIZES = (1, 2, 4, DEEPEST), ((4, 16), (8, 48))
-"""Lengths of chains; and children per node and nodes of wider trees, b included."""
-_TOKENS, _FEWEST = 12, 4
-"""Tokens of a trial, and the fewest that tell anything."""
-_GAIN = 0.97
-"""A wider tree must be faster by this factor, beyond what clocks vary."""
-_LEAST = 8
-"""Tokens that must fit after the prompt: shorter outputs tell nothing, and a tree of the usual size is drafted."""
-Tree = dict[str, int]
-Trial = Callable[[Tree], "Speculation | None"]
-"""From a tree to the statistics of a short output; None where it ends too soon to tell."""
 
 
 def grow_chain(
@@ -249,118 +224,3 @@ def _log_distribution(logits: Tensor, growth: Growth, masks: DraftMasks | None) 
     mask = mask if ids is None else mask[..., ids]
     least = torch.finfo(logits.dtype).min / 4  # -inf alone has no softmax
     return logits.masked_fill(~mask, least).log_softmax(-1).masked_fill(~mask, -torch.inf)
-
-
-def choose_tree(
-    generate: Callable[[Any, Tensor, dict[str, Any]], Any],
-    drafter: BaseDrafter,
-    options: CallOptions,
-    config: GenerationConfig,
-    prompt: Tensor,
-    positions: int | None,
-    common: dict[str, Any],
-    may_try: bool = True,
-) -> CallOptions:
-    """Return options whose `draft_tree="auto"` is settled by trials on this prompt, or a tree of the usual size.
-
-    `generate` takes a drafter, a prompt and keyword arguments, among them `common`; the backbone reads `positions` at
-    most (None: any number).
-    """
-    left, do_sample = (positions or 1 << 30) - prompt.shape[1], bool(config.do_sample)
-    longest = min(drafter.longest_draft() or DEEPEST, options.num_assistant_tokens or DEEPEST, DEEPEST)
-    common = common | options.extra | {"verification": options.verification}
-
-    def trial(tree: Tree) -> Speculation | None:
-        short = _trial_config(config, min(_TOKENS, left), options.use_mtp)
-        stats = generate(drafter, prompt, common | {"generation_config": short, "draft_tree": tree}).speculation
-        return stats if stats and sum(1 + count for count in _accepted(stats)) >= _FEWEST else None
-
-    # peers that call together have prompts of other lengths, and would disagree on whether there is room for trials
-    is_possible = may_try and left >= _LEAST and not common.get("synced_gpus")
-    with torch.random.fork_rng([prompt.device] if prompt.is_cuda else []):
-        chosen = fastest_tree(trial, longest) if is_possible else None
-    if chosen is not None:
-        drafter.tree_choices[do_sample] = chosen
-    return drafter.prepare_tree(replace(options, draft_tree=chosen or {}), config)
-
-
-def fastest_tree(trial: Trial, longest: int) -> Tree | None:
-    """Return the tree that promises most tokens per second, of paths up to `longest`; None where a trial tells nothing.
-
-    Chains share what they accept, position by position. At first a length between two that were tried takes a time
-    between theirs; then the best one and its neighbours are tried, for costs have steps. Few cycles tell little of a
-    wider tree, which is chosen only where it is faster with a standard error less.
-    """
-    lengths = sorted({min(length, longest) for length in _LENGTHS})
-    trial(chain_options(lengths[0]))  # what a first call sets up, later ones do not
-    rates = AcceptanceRates(lengths[-1])
-    if (coarse := _best_chain(trial, lengths, rates)) is None:
-        return None
-    middle, _ = coarse
-    near = [length for length in (middle - 1, middle, middle + 1) if 1 <= length <= lengths[-1]]
-    if (fine := _best_chain(trial, near, rates)) is None:
-        return None
-    best, fastest = fine
-    chosen = chain_options(best)
-    for top_k, total in _SIZES:
-        tree = {"depth": best - 1, "top_k": top_k, "total_tokens": total}
-        if (stats := trial(tree)) is None:
-            return None
-        if (pace := _careful_pace(stats)) < _GAIN * fastest:
-            fastest, chosen = pace, tree
-    return chosen
-
-
-def _best_chain(trial: Trial, lengths: Sequence[int], rates: AcceptanceRates) -> tuple[int, float] | None:
-    """Return the best length within those that are tried, and its seconds per token; None where a trial tells nothing.
-
-    They are tried there and back, for a machine is slow for a while. `rates` learns what the trials accepted.
-    """
-    costs = CycleCosts()
-    for length in (*lengths, *reversed(lengths)):
-        if (stats := trial(chain_options(length))) is None:
-            return None
-        drafted = sorted(zip(map(len, chain.from_iterable(stats.rows_drafts)), _accepted(stats)))
-        for size, verified in groupby(drafted, key=itemgetter(0)):  # the end of an output shortens drafts
-            rates.update(size, [count for _, count in verified])
-        costs.add(length, _seconds(stats))
-    yields = list(accumulate(rates.survival(), initial=1.0))
-    paces = {length: costs.seconds(length) / yields[length] for length in range(min(lengths), max(lengths) + 1)}
-    best = min(paces, key=lambda length: paces[length])
-    return best, paces[best]
-
-
-def chain_options(length: int) -> Tree:
-    """Return the options of a tree of one path of `length` tokens."""
-    return {"depth": length - 1, "top_k": 1, "total_tokens": length + 1}
-
-
-def _accepted(stats: Speculation) -> list[int]:
-    """Return the accepted drafts of every verification of every sequence."""
-    return list(chain.from_iterable(stats.rows_accepted))
-
-
-def _seconds(stats: Speculation) -> float:
-    """Return the mean seconds of a cycle; the sequence that ended last was in all of them."""
-    return stats.cycle_seconds / max(map(len, stats.rows_accepted))
-
-
-def _careful_pace(stats: Speculation) -> float:
-    """Return the seconds of a token of each sequence if cycles yield a standard error less than they did."""
-    accepted = _accepted(stats)
-    error = stdev(accepted) / len(accepted) ** 0.5 if len(accepted) > 1 else 0.0
-    return _seconds(stats) / (1 + mean(accepted) - error)
-
-
-def _trial_config(config: GenerationConfig, tokens: int, use_mtp: bool | None) -> GenerationConfig:
-    """Return the call's own config for so many tokens of one output per prompt."""
-    config = copy.deepcopy(config)
-    if isinstance(config, ResolvedConfig):  # the trial resolves it anew
-        config.resolved -= {"use_mtp"}
-    config.update(
-        max_new_tokens=tokens, max_length=None, min_length=0, min_new_tokens=None, use_mtp=use_mtp,
-        num_return_sequences=1, num_assistant_tokens_schedule="constant", num_assistant_tokens=None,
-        assistant_confidence_threshold=0.0, cache_implementation="dynamic", compile_config=None,
-        return_dict_in_generate=True, output_scores=False, output_logits=False, output_hidden_states=False,
-    )  # fmt: skip
-    return config

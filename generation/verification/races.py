@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..contract import DraftTree, VerificationResult
 from ..tensors.masks import cached_arange
-from ..trees.contract import DraftTree, VerificationResult
 from .rules import TRACE, block_surplus
 
 

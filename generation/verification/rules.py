@@ -32,9 +32,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..contract import (
+    DraftTree,
+    VerificationResult,
+    descend,
+    elder_siblings,
+    follow,
+    path_columns,
+)
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw, draw_checked, pick
-from ..trees.contract import DraftTree, VerificationResult, descend, elder_siblings, follow, path_columns
 
 TRACE = 1e-30
 """Share of the target that decides where rounding left no residual; far below the precision of what it is added to."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..call.sequences import Sequences
+from ..contract import DraftTree, VerificationResult, follow
 from ..tensors.sampling import draw, pick, stream_uniforms
-from ..trees.contract import DraftTree, VerificationResult, follow
 from .races import is_raced, race
 from .rules import verify_sampled
 

@@ -12,8 +12,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ...generation.call.outputs import Speculation
+from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter
-from ...generation.protocols import DraftSession, Recorder
 from ...generation.tensors.wrapped_models import is_unit, readable
 from .learning import OnlineMixin, collate
 from .loss_options import check_values

@@ -16,12 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...generation.backbone.target import TargetOutput
 from ...generation.call.outputs import Speculation
 from ...generation.call.sequences import NewTokens, Sequences
-from ...generation.protocols import CacheView, DraftSession, joined_layers
+from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult, joined_layers
 from ...generation.tensors.masks import cached_range, to_device
-from ...generation.trees.contract import DraftTree, VerificationResult
 from ..heads.losses import IGNORE
 from .learning import STATES
 

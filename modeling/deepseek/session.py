@@ -32,12 +32,11 @@ from ...configuration.fields import chooses_blocks, masks_padding_alone
 from ...generation.backbone.cache import CacheLayout
 from ...generation.backbone.convolved import module_layers, own_columns
 from ...generation.backbone.indexed import real_tokens
-from ...generation.backbone.target import TargetOutput, note_positions
+from ...generation.backbone.target import note_positions
 from ...generation.call.options import DraftOptions
 from ...generation.call.sequences import Sequences
-from ...generation.protocols import CacheView, DraftSession
+from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult, taken
 from ...generation.tensors.masks import cached_range
-from ...generation.trees.contract import DraftTree, VerificationResult, taken
 from ...generation.trees.growth import Ancestry, chain_of, grow, most_nodes
 
 _LAG = 64

@@ -20,13 +20,19 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ...generation.backbone.cache import CacheLayout
-from ...generation.backbone.target import HiddenLayers, TargetOutput
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.sequences import NewTokens, Sequences
-from ...generation.protocols import CacheView, DraftSession
+from ...generation.contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    HiddenLayers,
+    TargetOutput,
+    VerificationResult,
+    taken,
+)
 from ...generation.tensors.masks import cached_range
-from ...generation.trees.contract import DraftTree, VerificationResult, taken
 from ...generation.trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
 
 

@@ -34,7 +34,7 @@ from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths, States
 from .geometry import EvaBlock, SequenceMap
 
 if TYPE_CHECKING:
-    from ...generation.trees.contract import DraftTree
+    from ...generation.contract import DraftTree
 
 Layer = Callable[..., Tensor]
 """Called as `EvaByteDecoderLayer` is."""

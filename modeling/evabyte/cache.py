@@ -20,7 +20,7 @@ from ...generation.call.sequences import NewTokens
 from .geometry import EvaBlock
 
 if TYPE_CHECKING:
-    from ...generation.trees.contract import DraftTree
+    from ...generation.contract import DraftTree
 
 States = tuple[Tensor, Tensor]
 """Keys and values, or what else comes in pairs."""

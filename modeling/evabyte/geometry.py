@@ -25,7 +25,7 @@ from torch import Tensor
 from ...generation.tensors.masks import cached_arange, cached_range
 
 if TYPE_CHECKING:
-    from ...generation.trees.contract import DraftTree
+    from ...generation.contract import DraftTree
 
 
 @dataclass

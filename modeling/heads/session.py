@@ -17,14 +17,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ...generation.backbone.cache import CacheLayout, block_mask
-from ...generation.backbone.target import HiddenLayers, TargetOutput
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, chosen, warped
 from ...generation.call.sequences import Sequences
-from ...generation.protocols import CacheView, DraftSession
+from ...generation.contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    HiddenLayers,
+    TargetOutput,
+    VerificationResult,
+    taken,
+)
 from ...generation.tensors.masks import cached_arange, cached_range, to_device
 from ...generation.tensors.sampling import draw
-from ...generation.trees.contract import DraftTree, VerificationResult, taken
 from ...generation.trees.growth import grow
 from ..common.draft_vocabulary import DraftVocabulary
 from .window_distribution import PartialDistribution, WindowDistribution

@@ -13,14 +13,13 @@ from ...configuration.fields import requested_states
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.assistant.session import AssistantSession, SharedVocabulary
 from ...generation.backbone.cache import block_mask
-from ...generation.backbone.target import RaggedBackbone, TargetOutput
+from ...generation.backbone.target import RaggedBackbone
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.call.processing import Processing
 from ...generation.call.sequences import Sequences
-from ...generation.protocols import CacheView
+from ...generation.contract import CacheView, DraftTree, TargetOutput, VerificationResult
 from ...generation.tensors.masks import cached_arange, cached_range
-from ...generation.trees.contract import DraftTree, VerificationResult
 from ...generation.verification.verifiers import Uniforms
 from ..heads.window_distribution import WindowDistribution
 from .generation import ParallelDrafter, make_uniforms

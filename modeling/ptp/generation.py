@@ -13,8 +13,8 @@ from transformers.utils import logging
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions, first_set
+from ...generation.contract import DraftSession
 from ...generation.drafter import BaseDrafter
-from ...generation.protocols import DraftSession
 from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 from ..heads.window_distribution import WindowDistribution
 from .session import BestOfSession, CentralVerifier, ParallelSession

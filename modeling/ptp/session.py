@@ -26,17 +26,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
-from ...generation.backbone.target import TargetOutput
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.processing import Processing
 from ...generation.call.schedule import AcceptanceRates
 from ...generation.call.sequences import Sequences
-from ...generation.protocols import CacheView, DraftSession
+from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ...generation.tensors.masks import cached_arange, to_device
 from ...generation.tensors.sampling import interval, pick
 from ...generation.tensors.uniforms import best_of
-from ...generation.trees.contract import DraftTree, VerificationResult
 from ...generation.verification.verifiers import CoupledVerifier, Uniforms, distribution_of
 from ..heads.window_distribution import WindowDistribution
 from .embedding import GREEDY

@@ -1,7 +1,15 @@
-r"""The contract between drafters, the backbone and verification: a tree of drafted tokens, and its verification result.
+r"""What drafters, the backbone, verification and the loop share: trees of drafts, their results, sessions and caches.
 
-The backbone reads a block: b, the token that the last verification added, and then the m nodes of a tree. Node i has
-index i + 1 in the block; parents come before their children, so that indices rise along a path:
+    DraftTree            drafted tokens, and the distributions that they were drawn from
+    VerificationResult   which of them are accepted, and the token that verification adds
+    TargetOutput         what the backbone computed for a block
+    DraftSession         the drafts of one call of `generate`
+    Recorder             reads what is verified
+    CacheView            the part of the backbone's cache that a session may read
+    SpeculativeCache     a cache that knows a length per sequence
+
+The backbone reads a block: the bonus token b, which the last verification added, and then the m nodes of a tree. Node i
+has index i + 1 in the block; parents come before their children, so that indices rise along a path:
 
                   b             index 0                           tokens      the  a cat dog man
                 /   \                                             parents      -1 -1   0   0   1
@@ -9,20 +17,28 @@ index i + 1 in the block; parents come before their children, so that indices ri
             /   \     \
           cat   dog   man       indices 3, 4, 5 (nodes 2, 3, 4)
 
-A chain is the tree whose nodes have one child each. Nothing here makes the host wait for an accelerator.
+A chain is the tree whose nodes have one child each. No tree and no result makes the host wait for an accelerator.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..tensors.masks import cached_arange
+from .call.outputs import Speculation
+from .call.sequences import NewTokens, Sequences
+from .tensors.masks import cached_arange
+
+HiddenLayers = int | list[int] | bool | None
+"""The hidden states of the backbone that a session reads: of one layer, of several, or of none."""
+States = tuple[Tensor | None, ...]
+"""Hidden states per layer [B, F, D]; None for layers that were not requested."""
 
 
 @dataclass(eq=False)
@@ -151,6 +167,155 @@ class VerificationResult:
         index = torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), accepted[:, None])
         path = None if self.tree_path is None else self.tree_path.gather(1, index)
         return VerificationResult(accepted, self.tokens, path, self.invalid)
+
+
+@dataclass
+class TargetOutput:
+    """The output of one backbone call for a block.
+
+    Attributes:
+        logits: [B, F, v] of b and the nodes.
+        hidden_states: Per layer [B, F, D] or None; those that were requested.
+        auxiliary: [B, A, v] logits of the auxiliary positions.
+        auxiliary_states: Their `hidden_states`.
+    """
+
+    logits: Tensor
+    hidden_states: tuple[Tensor | None, ...] | None = None
+    auxiliary: Tensor | None = None
+    auxiliary_states: tuple[Tensor | None, ...] | None = None
+
+    def state(self, layer: int = -1) -> Tensor:
+        """Return the hidden states [B, F, D] of a layer that the session reads."""
+        state = None if self.hidden_states is None else self.hidden_states[layer]
+        if state is None:
+            raise ValueError(f"hidden_layers: the states of layer {layer} were not requested")
+        return state
+
+    def first(self, count: int) -> States:
+        """Return the hidden states of the first `count` positions; None for layers that were not requested."""
+        return each_state(self.hidden_states, lambda state: state[:, :count]) or ()
+
+    def along(self, result: VerificationResult, tree: DraftTree) -> TargetOutput:
+        """Return the output along the accepted path only, [B, k + 1, ...]; a chain's path is its beginning."""
+        if tree.is_chain:
+            return self
+
+        def along_path(values: Tensor) -> Tensor:
+            return taken(values, result.path.to(values.device))
+
+        states = each_state(self.hidden_states, along_path)
+        return TargetOutput(along_path(self.logits), states, self.auxiliary, self.auxiliary_states)
+
+
+class CacheView(Protocol):
+    """The part of the backbone's cache that sessions may read: its prompt, and after each cycle the new tokens.
+
+    Attributes:
+        has_columns: Whether all sequences have the prompt in the same columns, as in transformers' own caches;
+            elsewhere there is a mask of the prompt, or None, and no counts.
+        mask: [B, L] bool, the real tokens among the columns that the cache had after the prefill.
+        is_padded: Whether any of them is padding.
+        counts: [B] int64, real tokens per sequence now.
+        new_tokens: How many tokens each sequence got in the last cycle, known to the host.
+    """
+
+    has_columns: bool
+    mask: Tensor
+    is_padded: bool
+    counts: Tensor
+    new_tokens: NewTokens
+
+
+class DraftSession(Protocol):
+    """Proposes tokens after every sequence of one call, with the distributions that they were drawn from.
+
+    Attributes:
+        num_tokens: The longest path of a draft.
+        hidden_layers: Which hidden states of the backbone the session reads: an index, a list of them, or None.
+        supports_confidence_threshold: Whether chains end by `CallOptions.threshold`.
+        lookahead: 1 where the forward of one cycle makes the draft of the next, else 0.
+        is_deterministic: Whether the output of a sequence depends on its seed and its prompt alone, so that neither
+            the length limit nor other sequences may shorten a draft.
+        reads_cache: Whether drafting reads the backbone's own cache.
+        expected: Of look-ups: how many tokens of the newest draft they expect to be accepted, per open sequence; None
+            for sessions that cannot tell before they draw.
+    """
+
+    num_tokens: int
+    hidden_layers: HiddenLayers = None
+    supports_confidence_threshold: bool = False
+    lookahead: int = 0
+    is_deterministic: bool = False
+    reads_cache: bool = False
+    expected: float | None = None
+
+    def begin(self, outputs: Any, view: CacheView) -> None:
+        """Take the backbone's output of the prefill, and a view of its cache."""
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """Draft after every sequence, with paths of at most `length` tokens; 0 requests an empty draft."""
+        raise NotImplementedError
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Take the backbone's outputs along the accepted path of a verified block; the cache is rolled back."""
+
+    def finish(self, statistics: Speculation) -> None:
+        """Take the statistics of the call, once all sequences have ended."""
+
+    def coverage(self, tokens: Tensor) -> float | None:
+        """Return the share of tokens [N] that could be drafted; None: every token could."""
+        return None
+
+
+class Recorder(Protocol):
+    """Records what the calls with a drafter verify."""
+
+    def session(self, session: DraftSession) -> DraftSession:
+        """Return a session that drafts as `session`, and records what is verified."""
+        ...
+
+
+@runtime_checkable
+class SpeculativeCache(Protocol):
+    """A cache that knows the length of every sequence, so that a rollback moves nothing.
+
+    The contract is provisional. One that has `takes_trees = True` belongs to a model whose forward takes a `draft_tree`
+    (`DraftTree`), and its `keep_last` the accepted path.
+    """
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns of the longest sequence."""
+        ...
+
+    def keep_last(self, fed: int, kept: NewTokens, path: Tensor | None = None) -> None:
+        """Keep the first `kept.counts[b]` of the last `fed` tokens of sequence b.
+
+        Args:
+            fed: Tokens of the last forward.
+            kept: Tokens per sequence.
+            path: [B, k + 1] int64, the positions of a tree that come first; None: a chain.
+        """
+        ...
+
+    def drop_padding(self, mask: Tensor) -> None:
+        """Roll back the last tokens that are padding in a mask [B, columns]."""
+        ...
+
+    def activate_past_recording(self) -> None:
+        """Keep the tokens of several forwards until the next rollback."""
+        ...
+
+
+def joined_layers(*wanted: HiddenLayers) -> HiddenLayers:
+    """Return the hidden states that any of several sessions reads; None where none does."""
+    lists = ([each] if isinstance(each, int) else each or [] for each in wanted)
+    return sorted({layer for layers in lists for layer in layers}) or None
+
+
+def each_state(states: States | None, change: Callable[[Tensor], Tensor]) -> States | None:
+    """Return hidden states of layers after a change; None for layers that were not requested, or for all of them."""
+    return states and tuple(None if state is None else change(state) for state in states)
 
 
 def path_columns(members: Tensor, depth: int) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
+from ..generation.tensors.tensor_files import tensor_dtypes
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
-from ..modeling.common.tensor_files import tensor_dtypes
 from .vllm_proposer import OPTION, HeadProposer
 
 PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"

@@ -17,9 +17,9 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import GENERATE_KWARGS
+from ..generation.tensors.tensor_files import tensor_dtypes
 from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForCausalLM, PTPStudent
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
-from ..modeling.common.tensor_files import tensor_dtypes
 from ..modeling.deepseek.main_model import has_towers
 from ..training.utils import replace_file
 from .drafter_folders import (

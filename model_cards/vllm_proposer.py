@@ -22,8 +22,8 @@ from torch import nn
 
 from ..configuration import MTPHeadConfig
 from ..generation.tensors.sampling import draw
+from ..generation.tensors.tensor_files import read_tensors
 from ..modeling.common.backbone_parts import BackboneParts
-from ..modeling.common.tensor_files import read_tensors
 from ..modeling.heads.family import FAMILIES
 from ..modeling.heads.registry import build_head
 from ..modeling.heads.window_distribution import distribution_after

@@ -162,7 +162,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize",),
     "tokenahead.modeling.common.stored_drafters": ("drafter_class", "holds_drafter_alone", "read_drafter"),
-    "tokenahead.modeling.common.tensor_files": ("tensor_dtypes",),
+    "tokenahead.generation.tensors.tensor_files": ("tensor_dtypes",),
     "tokenahead.modeling.deepseek.conversion": ("main_class",),
     "tokenahead.modeling.common.draft_vocabulary": (
         "DraftVocabulary",

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from ..configuration.mtp_families import REFUSED, count_modules
+from ..generation.tensors.tensor_files import HUB_OPTIONS
 from ..generation.tensors.wrapped_models import carries_adapters
 from ..modeling import DeepSeekMTP, EagleHead, MTPHeads, PTPStudent
-from ..modeling.common.loading import HUB_OPTIONS
 from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils import find_adapter_config_file
 
 from ...configuration.fields import field
-from ...modeling.common.loading import HUB_OPTIONS
+from ..tensors.tensor_files import HUB_OPTIONS
 from ..tensors.wrapped_models import carries_adapters, has_own_cache, unwrap
 
 

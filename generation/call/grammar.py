@@ -4,15 +4,33 @@ from __future__ import annotations
 
 import json
 from threading import Lock
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ...modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..tensors.masks import cached_arange
 from .automata import AutomatonProcessor
+
+
+@runtime_checkable
+class ByteTokenizer(Protocol):
+    """A tokenizer that says which bytes its tokens are, and that has a token for every byte.
+
+    Attributes:
+        eos_token_id: As of any tokenizer, like the next two.
+        bos_token_id: None where it has none.
+        all_special_ids: Ids that stand for no text.
+    """
+
+    eos_token_id: int | None
+    bos_token_id: int | None
+    all_special_ids: list[int]
+
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of every token, in the order of ids; those of the 256 bytes follow each other."""
+        ...
 
 
 class GrammarConstraint(AutomatonProcessor):
@@ -22,7 +40,7 @@ class GrammarConstraint(AutomatonProcessor):
     is computed on the host: drafting waits for the device once for every token, and verification once more.
 
     Args:
-        tokenizer: A fast tokenizer of transformers, or an `EvaByteTokenizer`.
+        tokenizer: A fast tokenizer of transformers, or a `ByteTokenizer` such as `EvaByteTokenizer`.
         json_schema: The text is JSON of this schema (a dict, or JSON itself).
         regex: The whole text matches this expression, in the syntax of Rust's `regex`.
         grammar: The text is of this grammar, in llguidance's dialect of Lark.
@@ -94,7 +112,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
-    if not isinstance(tokenizer, EvaByteTokenizer):
+    if not isinstance(tokenizer, ByteTokenizer):
         return from_tokenizer(cast(PreTrainedTokenizerFast, tokenizer))  # it refuses others
     return LLTokenizer(TokenizerWrapper(_Bytes(tokenizer)))
 
@@ -102,10 +120,9 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:
 class _Bytes:
     """What llguidance asks of a tokenizer of bytes."""
 
-    def __init__(self, tokenizer: EvaByteTokenizer) -> None:
+    def __init__(self, tokenizer: ByteTokenizer) -> None:
         self.eos_token_id, self.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
-        names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        self.tokens = [name.encode("latin-1") for name in names]
+        self.tokens = tokenizer.token_bytes()
         self.special_token_ids = tokenizer.all_special_ids
         self.offset = self.tokens.index(b"\x00")
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ...modeling.common.tensor_files import naming
 from ..attach import LookUpDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
+from ..tensors.tensor_files import naming
 from .suffix_counts import Reader, SuffixCounts
 
 _FILE = "suffixes.safetensors"

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ... import __version__
+from ...generation.tensors.tensor_files import HUB_OPTIONS, check_contents, unlisted_file, wrapped_names
 from ...generation.tensors.wrapped_models import fingerprint
 from .remote_code import TRAVELS, RemoteCodeMixin, is_ours, whole_directory
-from .tensor_files import check_contents, unlisted_file, wrapped_names
 
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
@@ -108,10 +108,6 @@ class SavingMixin(RemoteCodeMixin):
             return super().push_to_hub(repo_id, **kwargs)
         push = import_module(f"{__package__.partition('.')[0]}.model_cards.push").push_model
         return push(self, repo_id, remote_code=remote_code, **kwargs)
-
-
-HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
-"""Arguments of `from_pretrained` that locate files."""
 
 
 def check_is_there(name: str | PathLike) -> None:

@@ -10,13 +10,12 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
 from ...configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
+from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, tensor_names
 from ..eagle.conversion import is_foreign_head
 from ..eagle.model import EagleHead
 from ..heads.attached import MTPHeads
 from ..heads.conversion import holds_backbone, published_layout
 from ..ptp.student import PTPStudent
-from .loading import HUB_OPTIONS
-from .tensor_files import Fields, tensor_names
 
 Drafter = MTPHeads | EagleHead | PTPStudent
 _OWN: dict[str | None, type[Drafter]] = {

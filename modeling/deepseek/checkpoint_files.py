@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, announced_modules, family_of, num_layers, set_modules
-from ..common.tensor_files import read_tensors, tensor_dtypes, unlisted_file, wrapped_names
+from ...generation.tensors.tensor_files import read_tensors, tensor_dtypes, unlisted_file, wrapped_names
 
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
 """Suffixes of the tensors that may hold a weight's scales."""

@@ -35,9 +35,9 @@ from ...configuration.mtp_families import (
     num_layers,
     set_modules,
 )
+from ...generation.tensors.tensor_files import weight_files
 from ..common.backbone_parts import final_norm, layer_kind
 from ..common.loading import StrictLoadingMixin
-from ..common.tensor_files import weight_files
 from .checkpoint_files import dequantized_tensors
 from .main_model import last_map
 from .modules import MTPModule, MTPModules, OneStream, StreamHead, StreamProjection

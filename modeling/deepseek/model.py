@@ -15,10 +15,10 @@ from ...configuration.fields import field, requested_states
 from ...configuration.mtp_families import MiMoConfig, family_of
 from ...generation.attach import MTPGenerationMixin
 from ...generation.tensors.masks import selected_positions
+from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
-from ..common.loading import HUB_OPTIONS
 from ..common.loss_options import DepthCountsMixin, ModuleLossOptions
 from ..common.outputs import DeepSeekMTPOutput
 from ..heads.losses import depth_targets

@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from ...configuration import EagleHeadConfig
 from ...configuration.fields import check_options, field
+from ...generation.tensors.tensor_files import Fields
 from ..common.draft_vocabulary import DraftVocabulary
-from ..common.tensor_files import Fields
 
 logger = logging.get_logger(__name__)
 _FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")

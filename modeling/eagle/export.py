@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration import EagleHeadConfig
 from ...configuration.fields import refuse
-from ..common.tensor_files import Fields, write_json
+from ...generation.tensors.tensor_files import Fields, write_json
 from .conversion import AUX_IDS, MASK_TOKENS
 from .modules import EagleNetwork
 

@@ -15,14 +15,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import NoGenerationMixin, adopt_special_ids
+from ...generation.tensors.tensor_files import HUB_OPTIONS, read_tensors, refuse_unknown, weight_files
 from ...generation.tensors.wrapped_models import AttachedMixin, has_own_cache, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.learning import FrozenBackboneMixin, States, counted_positions
-from ..common.loading import HUB_OPTIONS, StrictLoadingMixin, check_is_there
+from ..common.loading import StrictLoadingMixin, check_is_there
 from ..common.loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
 from ..common.outputs import EagleOutput
-from ..common.tensor_files import read_tensors, refuse_unknown, weight_files
 from ..heads.losses import IGNORE, check_targets
 from .conversion import (
     backbone_config,

@@ -140,6 +140,10 @@ class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
         vocabulary = {**_BYTE_TOKENS, **self.added_tokens_encoder}
         return dict(sorted(vocabulary.items(), key=lambda item: item[1]))
 
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of every token, in the order of ids."""
+        return [self._bytes_of[token] for token in self._id_of]
+
     def _update_total_vocab_size(self) -> None:
         # The base class calls this after every change to the added tokens, so the tables below are never stale.
         super()._update_total_vocab_size()

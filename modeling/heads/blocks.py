@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
+from ...generation.tensors.tensor_files import Tensors
 from ..common.backbone_parts import BackboneParts, required
-from ..common.tensor_files import Tensors
 from .ff import FFHead
 
 

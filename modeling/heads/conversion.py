@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import MTPHeadConfig
-from ..common.tensor_files import Fields, read_json, write_json
+from ...generation.tensors.tensor_files import Fields, read_json, write_json
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING
 from .layer import PARAMS, read_backbone

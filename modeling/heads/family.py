@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
-from ..common.tensor_files import Fields, Tensors
+from ...generation.tensors.tensor_files import Fields, Tensors
 
 if TYPE_CHECKING:
     from ..common.backbone_parts import BackboneParts

@@ -13,10 +13,10 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import FF
+from ...generation.tensors.tensor_files import Fields, Tensors
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts, output_embeddings, required
 from ..common.chunks import SummedLinear, SummingModule
-from ..common.tensor_files import Fields, Tensors
 from .family import Circuit, Directory, HeadFamily, HeadLayout, register
 from .window_distribution import FactorisedDistribution, WindowDistribution, exact
 

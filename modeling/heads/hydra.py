@@ -17,8 +17,15 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import field
 from ...configuration.head_families import HYDRA
+from ...generation.tensors.tensor_files import (
+    Fields,
+    Names,
+    Tensors,
+    read_json,
+    read_tensors,
+    renamed,
+)
 from ..common.backbone_parts import BackboneParts, LayerSource, read_config, required
-from ..common.tensor_files import Fields, Names, Tensors, read_json, read_tensors, renamed
 from .blocks import BlockHead, ConcatBlock, ResidualBlock, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
 from .layer import DecoderLayers

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from ...generation.tensors.tensor_files import below, read_tensors
 from ...generation.tensors.wrapped_models import AttachedMixin, WrapperMixin
 from ..common.learning import run_backbone
 from ..common.loss_options import DepthCountsMixin, ModuleLossOptions
 from ..common.outputs import MTPOutput
-from ..common.tensor_files import below, read_tensors
 from ..deepseek.losses import chain_loss
 from ..deepseek.modules import LMHeadView
 from .attached import MTPHeads

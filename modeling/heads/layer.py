@@ -20,6 +20,7 @@ from transformers import initialization as init
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
+from ...generation.tensors.tensor_files import Tensors, read_json, read_tensors, renamed
 from ...generation.tensors.wrapped_models import is_unit
 from ..common.backbone_parts import (
     BackboneParts,
@@ -31,7 +32,6 @@ from ..common.backbone_parts import (
     read_config,
     required,
 )
-from ..common.tensor_files import Tensors, read_json, read_tensors, renamed
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import factorised_distribution
 

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from ...configuration import MTPHeadConfig
 from ...configuration.head_families import MEDUSA
-from ..common.backbone_parts import BackboneParts, required
-from ..common.tensor_files import (
+from ...generation.tensors.tensor_files import (
     Fields,
     Names,
     Tensors,
@@ -28,6 +27,7 @@ from ..common.tensor_files import (
     unlisted_file,
     weight_files,
 )
+from ..common.backbone_parts import BackboneParts, required
 from .blocks import BlockHead, FeedForwardBlock, Repeated, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
 from .ff import check_vllm_unembedding, factorised_distribution, vllm_fields

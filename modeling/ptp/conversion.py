@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from ...configuration.ptp import PTPConfig
-from ..common.tensor_files import Fields, read_json, read_tensors
+from ...generation.tensors.tensor_files import Fields, read_json, read_tensors
 
 _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...generation.tensors.masks import additive_mask
+from ...generation.tensors.tensor_files import below
 from ...generation.tensors.wrapped_models import AttachedMixin, WrapperMixin, unwrap
-from ..common.tensor_files import below
 from ..heads.joint import load_trained
 from .inputs import check_config, check_model, packed_mask, packed_positions
 

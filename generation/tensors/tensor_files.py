@@ -25,6 +25,8 @@ Fields = dict[str, Any]
 Value = TypeVar("Value")
 Names = Sequence[tuple[str, str]]
 """Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
+HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+"""Arguments of `from_pretrained` that locate files."""
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 

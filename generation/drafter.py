@@ -55,7 +55,7 @@ class BaseDrafter:
         """Return how many tokens are drafted where no option sets a number."""
         return self.longest_draft() or 0
 
-    def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
+    def verifier_model(self, backbone: PreTrainedModel) -> PreTrainedModel:
         """Return the model that runs the forwards of a call: on tokens it must compute what the backbone does."""
         return backbone
 

@@ -1,98 +1,60 @@
 """The entry of speculative decoding: transformers' own `generate`, with our loop as its decoding method.
 
     backbone.generate(..., assistant_model=head)        `attach.GeneratePatch`, or a model's own `generate`
-      prepared_call(...)                                options parsed and validated once; plain calls pass unchanged
+      prepared_call(...)                                options parsed once, `SpeculationPlan.of`; plain calls pass
       type(backbone).generate(..., custom_generate=f)   transformers prepares prompt, masks, cache, processors, criteria
-        f = partial(speculative_decoding, call)         carries what transformers drops for a callable
-          SpeculativeLoop.run()                         or the model's own `_sample`, where drafts are not possible
+        f = partial(speculative_decoding, plan)         carries what transformers drops for a callable
+          SpeculativeLoop(plan).run()                   or the model's own `_sample`, where drafts are not possible
 
-For a callable, transformers drops the streamer, the tokenizer and `synced_gpus`. The first and the last travel in
-`Call`; stop strings and token healing, which need the tokenizer, are resolved before the call.
+For a callable, transformers drops the streamer, the tokenizer and `synced_gpus`. The first and the last travel in the
+plan; stop strings and token healing, which need the tokenizer, are resolved before the call, and so is a cache of the
+backbone's own class, which is passed as a user's cache is. transformers would misread these fields beside a callable:
+in a `ResolvedConfig` they read as unset.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    EncoderDecoderCache,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
-    StaticCache,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.generation import GenerationMode
-from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from ..configuration.cache_names import CACHE, renamed
-from ..configuration.fields import field
-from .backbone.backbones import (
-    can_roll_back,
-    check_prompt,
-    check_trees,
-    check_user_cache,
-    is_repackable,
-    last_position_of_trials,
-    obstacle,
-    obstacle_to_blocks,
-    takes_fixed_size,
-    warn_of_unread,
-)
-from .backbone.static import planned_cache
-from .call.keywords import USUAL, Keywords
-from .call.options import GENERATE_KWARGS, CallOptions, DraftOptions
-from .call.processing import counts_calls
-from .call.resolved import NOT_CONFIG, PARAMETERS, add_cache, resolve_tokenizer, with_resolved
+from ..configuration.fields import rotary_border
+from .backbone.backbones import check_prompt, check_user_cache
+from .call.options import GENERATE_KWARGS, CallOptions
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
-from .plan import prepared_options
-from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, is_base, peft_arguments, readable
+from .plan import LONGEST_PATH, Call, SpeculationPlan, refuse_unread
+from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, readable
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
-_DEPTH = 32
-"""Deeper than any tree: drafts of the longest sequences go beyond the end, and slots follow drafts."""
 TRIAL_OVERRIDES = {CACHE, "use_cache", "input_ids"}
 """Keyword arguments of the model that trials on the same prompt make for themselves."""
 _SINGLE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of `generate`, as `speculative_decoding` receives it.
-
-    Attributes:
-        generate: The bound `generate` of the backbone's class, which trials of trees call, too.
-        backbone: The target model.
-        drafter: Makes the drafts.
-        options: Parsed and validated.
-        streamer: As passed to `generate`.
-        synced_gpus: Whether every peer calls the backbone until all of them are done.
-        has_user_cache: Whether the user passed the cache.
-        new_cache: Makes a cache of the backbone's own class, if it has one.
-    """
-
-    generate: Callable[..., Any]
-    backbone: PreTrainedModel
-    drafter: BaseDrafter
-    options: CallOptions
-    streamer: BaseStreamer | None
-    synced_gpus: bool
-    has_user_cache: bool
-    new_cache: Callable[[], SpeculativeCache] | None
+PARAMETERS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]
+NOT_CONFIG = {*PARAMETERS, "tokenizer", "assistant_tokenizer", "trust_remote_code"}
+"""Keyword arguments of `generate` that neither a GenerationConfig nor the model takes."""
 
 
 def prepared_call(
@@ -130,27 +92,27 @@ def prepared_call(
     check_prompt(backbone, call, config, has_own_cache=new_cache is not None)
     resolved = {"use_mtp"} if config.use_mtp else set()
     config.use_mtp = False
-    has_user_cache = call.get(CACHE) is not None
     check_user_cache(call, config)
-    options = None
+    plan = None
     if drafter is None or config.prompt_lookup_num_tokens:
         CallOptions.read(own, sources)
-        _refuse_unread(own, config)
+        refuse_unread(own, config)
     elif call.get("custom_generate") is None:
-        options = prepared_options(drafter, backbone, own, sources, config)
-        options = _decided(options, drafter, backbone, config, model_kwargs, new_cache is not None)
+        # a copy, so that the plan, which `call` gets below, does not hold itself and the cache with it
+        sources = (dict(call), *sources[1:])
+        plan = SpeculationPlan.of(Call(generate, backbone, drafter, own, sources, config, model_kwargs, new_cache))
     if new_cache is not None:
         resolved |= add_cache(call, config, backbone, new_cache)
     is_single = config.get_generation_mode() in _SINGLE
     # a cache of the backbone's own class drops padding in our callable, also where nothing is drafted
-    if options is not None and is_single and (options.is_ours or new_cache is not None):
+    if plan is not None and is_single and (plan.options.is_ours or new_cache is not None):
         if call.get("tokenizer") is not None:  # else transformers raises
             resolved |= resolve_tokenizer(call, config, backbone)
         if (synced := call.get("synced_gpus")) is None:  # as transformers decides for its own loops
             synced = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(backbone)
             synced = synced and torch.distributed.get_world_size() > 1
-        state = Call(generate, backbone, drafter, options, call.get("streamer"), synced, has_user_cache, new_cache)
-        call["custom_generate"] = partial(speculative_decoding, state)
+        plan.streamer, plan.synced_gpus = call.get("streamer"), synced
+        call["custom_generate"] = partial(speculative_decoding, plan)
     return with_resolved(call, resolved) if resolved else call
 
 
@@ -171,7 +133,7 @@ def decoding(*models: nn.Module) -> Iterator[None]:
 
 
 def speculative_decoding(
-    call: Call,
+    plan: SpeculationPlan,
     model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
@@ -184,42 +146,19 @@ def speculative_decoding(
     Raises:
         ValueError: `use_mtp=True`, a seed or uniforms were passed, and are not possible here.
     """
-    options, cache, input_ids = call.options, model_kwargs.get(CACHE), input_ids.long()
-    mask = model_kwargs.get("attention_mask")
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
     if mask is not None and isinstance(cache, SpeculativeCache):
         cache.drop_padding(mask)
-    reason = keywords = None
-    if options.is_ours:
-        reason = _obstacle_in_call(options, model, input_ids, logits_processor, generation_config, model_kwargs)
-        if _has_keywords(model, model_kwargs):
-            keywords = Keywords(model, model_kwargs, input_ids, options.draft_tree is not None)
-            reason = reason or keywords.reason or _obstacle_of_runner(call.drafter.runner, model, keywords)
-            if keywords.is_prepared and _plans_static_cache(call, model, generation_config):
-                reason = reason or "cache_implementation='static' beside prepare_inputs_for_generation"
-    if reason is not None:
-        _refuse_source(reason, options)
-        _warn_or_refuse(reason, options)
-    if reason is not None or not options.is_ours:
-        common = input_ids, logits_processor, stopping_criteria, generation_config, call.synced_gpus, call.streamer
-        return model._sample(*common, **model_kwargs)
-    if options.draft_tree == "auto":
-        options = _with_chosen_tree(call, generation_config, stopping_criteria, input_ids, model_kwargs)
-    if _plans_static_cache(call, model, generation_config):
-        has_singles = options.schedule == "adaptive" or not options.speculates
-        model_kwargs[CACHE] = planned_cache(model, model_kwargs, generation_config, has_singles)
-    made = DraftOptions.of_call(options, model, generation_config, logits_processor, input_ids)
-    session = call.drafter.session(made)
-    made.warn_of_threshold(session, type(call.drafter).__name__)
-    schedule = call.drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
-    loop = SpeculativeLoop(
-        model, call.drafter.runner(model), session, call.drafter.make_verifier(made, session), made, schedule,
-        generation_config, stopping_criteria, model_kwargs, keywords,
-        partial(_warn_or_refuse, options=options), call.streamer, call.has_user_cache,
-    )  # fmt: skip
-    with readable(model), call.drafter.running(model):
-        output = loop.run(call.synced_gpus)
-    if schedule is not None:
-        call.drafter.remember(schedule, session, made)
+    prepared = input_ids.long(), logits_processor, stopping_criteria, generation_config
+    if not plan.admits(*prepared, model_kwargs):
+        return model._sample(*prepared, plan.synced_gpus, plan.streamer, **model_kwargs)
+    if plan.options.draft_tree == "auto":
+        _choose_tree(plan)
+    plan.complete()
+    with readable(model), plan.call.drafter.running(model):
+        output = SpeculativeLoop(plan).run(plan.synced_gpus)
+    if plan.schedule is not None:
+        plan.call.drafter.remember(plan.schedule, plan.session, plan.draft_options)
     return output
 
 
@@ -232,147 +171,117 @@ def _names(generate: Callable[..., Any], count: int) -> tuple[str, ...]:
     return (names if len(names) >= count else PARAMETERS)[:count]
 
 
-def _decided(
-    options: CallOptions,
-    drafter: BaseDrafter,
-    backbone: PreTrainedModel,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    has_own_cache: bool,
-) -> CallOptions:
-    """Return the options with the decisions whether to draft, and how many tokens at most."""
-    speculates = options.use_mtp is not False
-    if speculates and drafter.longest_draft() == 0:
-        speculates = False
-        if options.use_mtp:
-            logger.warning("use_mtp=True: the head has window 1 and drafts nothing; decoding one token at a time.")
-    if speculates:
-        reason = _reason_to_decode_plainly(drafter, backbone, config, model_kwargs, has_own_cache)
-        if reason is None:
-            warn_of_unread(config)
-        else:
-            _warn_or_refuse(reason, options)
-            speculates = False
-    if speculates and options.draft_tree is not None:
-        check_trees(backbone)
-    _refuse_source(obstacle(config, of_drafts=False), options)
-    number = _draft_length(options.num_assistant_tokens, drafter)
-    return replace(options, speculates=speculates, num_assistant_tokens=number)
-
-
-def _reason_to_decode_plainly(
-    drafter: BaseDrafter,
-    backbone: PreTrainedModel,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    has_own_cache: bool,
-) -> str | None:
-    cache = model_kwargs.get(CACHE)
-    if isinstance(cache, StaticCache | EncoderDecoderCache):
-        return f"{CACHE} of class {type(cache).__name__}"
-    if not has_own_cache:
-        if not is_repackable(cache, backbone.config) and not isinstance(cache, SpeculativeCache):
-            return f"{CACHE} with layers that cannot be rolled back ({type(cache).__name__})"
-        if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
-            return f"the recurrent states of {type(backbone).__name__}, which cannot be rolled back after a rejection"
-    crosses = field(backbone.config.get_text_config(), "cross_attention_layers")
-    if crosses and model_kwargs.get("pixel_values") is not None:
-        return "pixel_values, whose states cross attention puts in the cache"
-    if drafter.reads_prompt and model_kwargs.get("inputs_embeds") is not None and model_kwargs.get("input_ids") is None:
-        return "inputs_embeds without the input_ids of the prompt"
-    if config.cache_implementation == "static" and (has_own_cache or not takes_fixed_size(backbone)):
-        return "cache_implementation='static'"
-    return obstacle(config) or drafter.obstacle(config, model_kwargs)
-
-
-def _plans_static_cache(call: Call, model: PreTrainedModel, config: GenerationConfig) -> bool:
-    """Return whether the call asks for a static cache on which drafts can be verified."""
-    is_static = config.cache_implementation == "static" and not call.has_user_cache
-    return is_static and takes_fixed_size(model)
-
-
-def _obstacle_in_call(
-    options: CallOptions,
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> str | None:
-    """Return a reason against our loop that only transformers' preparation shows; None: there is none."""
-    counting = next((processor for processor in processors if counts_calls(processor)), None)
-    if counting is not None:
-        return f"{type(counting).__name__}, which counts its calls"
-    if "alora_offsets" in peft_arguments(model):
-        return "activated adapters of peft, whose alora_offsets count from the end of every forward"
-    embeds = model_kwargs.get("inputs_embeds")
-    unwritten = 0 if embeds is None else embeds.shape[1] - input_ids.shape[1]
-    if unwritten and options.draft_tree == "auto":
-        return "draft_tree='auto' beside inputs_embeds"
-    end = config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, _DEPTH)
-    return obstacle_to_blocks(model, model_kwargs, input_ids, end)
-
-
-def _has_keywords(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
-    """Return whether forwards after the prompt may need other keyword arguments than those of every model."""
-    methods = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
-    is_usual = all(is_base(cast(Callable[..., object], method)) for method in methods)
-    return not is_usual or any(value is not None and name not in USUAL for name, value in model_kwargs.items())
-
-
-def _obstacle_of_runner(runner: Callable[[Any], Any], model: PreTrainedModel, keywords: Keywords) -> str | None:
-    """Return a keyword argument of the model's own forward, where another one runs its layers."""
-    is_empty = not (keywords.constant or keywords.is_prepared)
-    if is_empty or runner(model) is model:
-        return None
-    return f"{next(iter(keywords.constant), 'prepare_inputs_for_generation')}="
-
-
-def _with_chosen_tree(
-    call: Call,
-    config: GenerationConfig,
-    criteria: StoppingCriteriaList,
-    input_ids: Tensor,
-    model_kwargs: dict[str, Any],
-) -> CallOptions:
-    """Return the options with the tree that `draft_tree="auto"` finds by trials on this prompt."""
+def _choose_tree(plan: SpeculationPlan) -> None:
+    """Set the tree that `draft_tree="auto"` finds by trials on this prompt."""
+    call = plan.call
 
     def trial(drafter: BaseDrafter, prompt: Tensor, kwargs: dict[str, Any]) -> Any:
+        if isinstance(config := kwargs["generation_config"], ResolvedConfig):  # the trial resolves it again
+            config.resolved -= {"use_mtp"}
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
 
-    common = {name: model_kwargs[name] for name in model_kwargs.keys() - TRIAL_OVERRIDES}
-    common |= {"synced_gpus": call.synced_gpus}
-    last = last_position_of_trials(call.backbone.config.get_text_config(), input_ids.shape[1], 2 * _DEPTH)
-    has_stop_strings = any(isinstance(one, StopStringCriteria) for one in criteria)
-    return choose_tree(trial, call.drafter, call.options, config, input_ids, last, common, not has_stop_strings)
+    common = {name: plan.model_kwargs[name] for name in plan.model_kwargs.keys() - TRIAL_OVERRIDES}
+    common |= {"synced_gpus": plan.synced_gpus}
+    length = plan.prompt.shape[1]
+    last = _last_position_of_trials(call.backbone.config.get_text_config(), length, 2 * LONGEST_PATH)
+    has_stop_strings = any(isinstance(one, StopStringCriteria) for one in plan.criteria)
+    plan.options = choose_tree(
+        trial, call.drafter, plan.options, plan.config, plan.prompt, last, common, not has_stop_strings
+    )
 
 
-def _warn_or_refuse(reason: str, options: CallOptions) -> None:
-    """Warn why a call decodes without drafts, or raise a ValueError where `use_mtp=True` demands them."""
-    if options.use_mtp:
-        raise ValueError(f"use_mtp=True cannot be combined with {reason}; drop one of them")
-    logger.warning_once(f"Decoding one token at a time, without speculation, because of {reason}.")
+def _last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -> int | None:
+    """Return where trials after a prompt of `length` tokens must end: at the last position, or `reach` below a
+    border."""
+    last, border = getattr(config, "max_position_embeddings", None), rotary_border(config)
+    if border is None or length > border[1]:
+        return last
+    return border[1] - reach if last is None else min(last, border[1] - reach)
 
 
-def _refuse_source(reason: str | None, options: CallOptions) -> None:
-    """Raise a ValueError where uniforms or a seed ask for our loop, and there is a reason against it."""
-    if reason and options.needs_our_loop:
-        name = "seed" if "seed" in options.extra else "uniforms"
-        raise ValueError(f"{name}= cannot be combined with {reason}; drop one of them")
+class _Field:
+    """A field of a `ResolvedConfig`: unset where it was resolved, whatever is written to it."""
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, config: ResolvedConfig | None, kind: type | None = None) -> object:
+        return None if config is None or self.name in config.resolved else vars(config).get(self.name)
+
+    def __set__(self, config: ResolvedConfig, value: object) -> None:
+        vars(config)[self.name] = value
 
 
-def _refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
-    """Raise a ValueError where options of our drafters are passed, and another one drafts."""
-    name = next((name for name, value in own.items() if value is not None), None)
-    if name is not None:
-        other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
-        raise ValueError(f"{name}= is not read by {other}, which drafts here; drop one of them")
+class ResolvedConfig(GenerationConfig):
+    """The generation config of a call, in which the `resolved` fields read as unset.
+
+    A plain copy would not do: transformers fills unset fields from the model's own config.
+    """
+
+    resolved: frozenset[str] = frozenset()
+    use_mtp = _Field()
+    token_healing = _Field()
+    stop_strings = _Field()
+    cache_implementation = _Field()
+
+    @classmethod
+    def of(cls, config: GenerationConfig | None, resolved: Iterable[str]) -> ResolvedConfig:
+        """Return a copy of a config (of None: of an empty one)."""
+        made = cls()
+        vars(made).update(copy.deepcopy(vars(config or GenerationConfig())))
+        made.resolved = frozenset(resolved)
+        return made
 
 
-def _draft_length(number: int | None, drafter: BaseDrafter) -> int:
-    longest = drafter.longest_draft()
-    if number is None:
-        return drafter.default_draft()
-    if longest is not None and number > longest > 0:
-        logger.warning_once(f"num_assistant_tokens={number} exceeds window - 1 = {longest}; drafting {longest} tokens.")
-    return number if longest is None else min(number, longest)
+def add_cache(
+    call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel, new_cache: Callable[[], SpeculativeCache]
+) -> set[str]:
+    """Pass a cache of the backbone's own class, where the call starts with an empty one; return the resolved fields."""
+    if config.use_cache is False or call.get(CACHE) is not None:
+        return set()
+    call[CACHE] = cache = new_cache()
+    if config.is_assistant:
+        cache.activate_past_recording()
+    if config.cache_implementation is None:
+        return set()
+    if config.cache_implementation != "dynamic":
+        logger.warning_once(
+            f"cache_implementation={config.cache_implementation!r} is ignored: {type(backbone).__name__} has a cache "
+            "of its own."
+        )
+    return {"cache_implementation"}
+
+
+def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel) -> set[str]:
+    """Apply the fields that need the tokenizer, which transformers drops for a callable; return the resolved fields."""
+    tokenizer, resolved = call["tokenizer"], set()
+    if config.stop_strings is not None:
+        stop = StopStringCriteria(tokenizer, config.stop_strings)
+        call["stopping_criteria"] = StoppingCriteriaList([stop, *(call.get("stopping_criteria") or ())])
+        resolved.add("stop_strings")
+    name = "inputs" if call.get("inputs") is not None else "input_ids"
+    if config.token_healing and isinstance(ids := call.get(name), Tensor):
+        if call.get("attention_mask") is None:
+            call["attention_mask"] = _mask_of(ids, config)
+        call[name] = backbone.heal_tokens(ids, tokenizer)
+        resolved.add("token_healing")
+    return resolved
+
+
+def _mask_of(ids: Tensor, config: GenerationConfig) -> Tensor:
+    """Return the mask that transformers infers from padding ids; healing replaces bos by padding."""
+    pad, eos = config.pad_token_id, config.eos_token_id
+    is_eos = pad in (eos if isinstance(eos, (list, tuple)) else [eos])
+    return torch.ones_like(ids) if pad is None or is_eos else ids.ne(pad).long()
+
+
+def with_resolved(call: dict[str, Any], resolved: set[str]) -> dict[str, Any]:
+    """Return a call whose config shows these fields as unset."""
+    passed = call.get("generation_config")
+    config = ResolvedConfig.of(passed, resolved)
+    fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
+    if passed is None:  # beside a config, transformers warns of fields in keyword arguments
+        unset = {name for name, value in fields.items() if value is None}  # only a keyword argument keeps a field so
+        fields = unset | config.update(**{name: fields[name] for name in fields.keys() - unset}).keys()
+    others = {name: value for name, value in call.items() if name in NOT_CONFIG or name in fields}
+    return others | {"generation_config": config}

@@ -15,30 +15,26 @@ stop strings, at the length limit) goes back in one copy, and only where sequenc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import EncoderDecoderCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import EncoderDecoderCache
 from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.cache_names import CACHE, cache_of
 from ..configuration.fields import learned_positions, requested_states
 from .backbone.backbones import target_of
 from .backbone.target import OwnCacheBackbone, RaggedBackbone, Target
-from .call.keywords import Keywords
-from .call.options import DraftOptions
 from .call.outputs import GenerateSpeculativeOutput, Speculation
 from .call.records import Records
-from .call.schedule import AdaptiveSchedule
 from .call.sequences import NewTokens, Sequences
 from .call.stopping import Stopping
-from .contract import DraftSession, DraftTree, SpeculativeCache, TargetOutput, VerificationResult
+from .contract import DraftTree, SpeculativeCache, TargetOutput, VerificationResult
+from .plan import SpeculationPlan, decode_plainly
 from .tensors.masks import to_device
 from .tensors.wrapped_models import has_foreign_hooks
 from .trees.growth import most_nodes
-from .verification.verifiers import Verifier
 
 
 class SpeculativeLoop:
@@ -47,61 +43,34 @@ class SpeculativeLoop:
     State between cycles: the tokens of every sequence, of which all but the last are in the cache, and the session's.
 
     Args:
-        backbone: The target model; its own prefill reads the prompt.
-        runner: Runs the other forwards; on tokens it computes what the backbone does.
-        session: Proposes tokens.
-        verifier: Verifies them.
-        options: Of the call.
-        schedule: Chooses the draft length; None: always as long as the session can.
-        config: Prepared by transformers, as the next two.
-        criteria: Stopping criteria.
-        model_kwargs: Keyword arguments of the model, the cache among them.
-        keywords: Further keyword arguments of forwards after the prompt; None: there are none.
-        refuse_drafts: Takes the reason why the rest of the call is decoded plainly: it warns, or raises an error.
-        streamer: Receives every column of tokens once all open sequences have it.
-        has_user_cache: Whether the user passed the cache, and may look into it after the call.
+        plan: Complete (`SpeculationPlan.complete`).
     """
 
     target: Target
 
-    def __init__(
-        self,
-        backbone: PreTrainedModel,
-        runner: PreTrainedModel,
-        session: DraftSession,
-        verifier: Verifier,
-        options: DraftOptions,
-        schedule: AdaptiveSchedule | None,
-        config: GenerationConfig,
-        criteria: StoppingCriteriaList,
-        model_kwargs: dict[str, Any],
-        keywords: Keywords | None,
-        refuse_drafts: Callable[[str], object],
-        streamer: BaseStreamer | None = None,
-        has_user_cache: bool = False,
-    ) -> None:
-        prompt = options.prompt
+    def __init__(self, plan: SpeculationPlan) -> None:
+        prompt, options, config, session = plan.prompt, plan.draft_options, plan.config, plan.session
+        self.plan, self.backbone, self.verifier_model = plan, plan.call.backbone, plan.verifier_model
+        self.session, self.verifier, self.schedule, self.keywords = session, plan.verifier, plan.schedule, plan.keywords
+        self.config, self.model_kwargs, self.streamer = config, plan.model_kwargs, plan.streamer
         self.processing = options.processing if options.processors else None
         self.watch = self.processing.watch() if self.processing is not None and options.drafts else None
-        self.is_plain, self.is_trial, self.refuse_drafts = False, False, refuse_drafts
-        self.backbone, self.runner, self.session, self.verifier = backbone, runner, session, verifier
-        self.config, self.schedule, self.model_kwargs, self.streamer = config, schedule, model_kwargs, streamer
-        self.keywords = keywords
-        self.returns_cache = has_user_cache or config.return_dict_in_generate
+        self.is_plain, self.is_trial = False, False
+        self.returns_cache = plan.has_user_cache or config.return_dict_in_generate
         is_read = self.returns_cache or session.reads_cache
-        may_drop_finished = len(prompt) > 1 and keywords is None and not (is_read or session.lookahead)
-        self.may_drop_finished = may_drop_finished and not has_foreign_hooks(runner)
+        may_drop_finished = len(prompt) > 1 and plan.keywords is None and not (is_read or session.lookahead)
+        self.may_drop_finished = may_drop_finished and not has_foreign_hooks(plan.verifier_model)
         self.hidden_layers = requested_states(bool(config.output_hidden_states) or session.hidden_layers)
         self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
         self.done = [False] * len(prompt)
         is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
         self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
-        self.stopping = Stopping(criteria, options.pad, self.records and self.records.scores_of)
+        self.stopping = Stopping(plan.criteria, options.pad, self.records and self.records.scores_of)
         self.pad = options.pad
         self.span = most_nodes(options) if options.draft_tree else 1 + options.num_tokens
         self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
         self.empty = DraftTree.chain(prompt[:, :0])
-        self.table = learned_positions(backbone.config.get_text_config())
+        self.table = learned_positions(self.backbone.config.get_text_config())
         self.starts: list[int] | None = None
         self.unwritten = 0  # columns of the cache without ids: embeddings, or an earlier call's
 
@@ -170,12 +139,14 @@ class SpeculativeLoop:
         if isinstance(cache, EncoderDecoderCache):  # the other half is the encoder's, which every forward reads anew
             cache = cache.self_attention_cache
         if isinstance(cache, SpeculativeCache):
-            self.target = OwnCacheBackbone(self.runner, cache, mask)
+            self.target = OwnCacheBackbone(self.verifier_model, cache, mask)
         else:
             if mask is not None and kwargs.get("position_ids") is None:  # the model counts columns, padding included
                 kwargs = kwargs | {"position_ids": mask.new_full((1, 1), cache.get_seq_length() - 1)}
             limit = self.config.max_length
-            self.target = target = target_of(self.runner, cache, self.tokens.ends, mask, kwargs, limit, self.span)
+            self.target = target = target_of(
+                self.verifier_model, cache, self.tokens.ends, mask, kwargs, limit, self.span
+            )
             self.unwritten = target.mask.shape[1] - self.tokens.prompt_length
             self.starts = None if self.table is None else target.next_positions()
         cannot_cut = self.returns_cache and not self.target.takes_cuts
@@ -216,7 +187,7 @@ class SpeculativeLoop:
             self.is_trial = True
             return scores
         self.is_plain = True
-        self.refuse_drafts(f"{self.watch.name}, whose state moves in its calls")
+        decode_plainly(f"{self.watch.name}, whose state moves in its calls", self.plan.options)
         if is_prefill or was_trial:
             return scores
         self.watch.restore()

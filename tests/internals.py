@@ -34,8 +34,8 @@ _MODULES = {
     "generate_module": "tokenahead.generation.generate",
     "mixins_module": "tokenahead.generation.generate",
     "static_module": "tokenahead.generation.backbone.static",
-    "backbones_module": "tokenahead.generation.backbone.backbones",
     "online_module": "tokenahead.modeling.common.online",
+    "plan_module": "tokenahead.generation.plan",
     "options_module": "tokenahead.generation.call.options",
     "parallel_drafter_module": "tokenahead.modeling.ptp.generation",
     "ptp_completions": "tokenahead.training.ptp.completions",
@@ -135,7 +135,6 @@ _NAMES = {
     ),
     "tokenahead.generation.trees.choice": ("chain_options", "fastest_tree"),
     "tokenahead.generation.trees.growth": ("tree_options",),
-    "tokenahead.generation.verification.races": ("is_raced", "race_block"),
     "tokenahead.generation.verification.rules": (
         "block_acceptance",
         "token_acceptance",
@@ -148,6 +147,8 @@ _NAMES = {
     ),
     "tokenahead.generation.verification.verifiers": (
         "SampledVerifier",
+        "is_raced",
+        "race_block",
         "Uniforms",
         "seed_streams",
     ),

@@ -1,4 +1,4 @@
-"""Obstacles to drafts in calls, backbones, prompts and caches, and the choice of a target."""
+"""What backbones, prompts and caches can do, and the choice of the backbone that the loop calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
     StaticLayer,
 )
-from transformers.utils import logging
 
 from ...configuration.cache_names import CACHE, NAMES
 from ...configuration.fields import (
@@ -33,7 +32,6 @@ from ...configuration.fields import (
     compresses_windows,
     has_short_convolutions,
     learned_positions,
-    rotary_border,
 )
 from ..tensors.masks import check_attention
 from ..tensors.wrapped_models import has_own_cache
@@ -41,9 +39,8 @@ from .compressed import CompressedBackbone
 from .convolved import ConvolvedBackbone
 from .repacking import LockstepBackbone, RealignedBackbone
 from .static import PlannedCache, StaticBackbone
-from .target import DynamicCacheBackbone, RaggedBackbone, is_recurrent, layer_class
+from .target import DynamicCacheBackbone, RaggedBackbone, is_recurrent
 
-logger = logging.get_logger(__name__)
 _EMPTY = getattr(cache_utils, "DummyLayer", DynamicLayer)  # the version that vLLM pins has none
 _KINDS = (
     DynamicLayer,
@@ -271,80 +268,3 @@ def target_of(
         kind = CompressedBackbone if compresses_windows(model.config) else RaggedBackbone
         return kind(model, cache, like, mask, model_kwargs, limit=limit, span=span)
     return RealignedBackbone(model, cache, like, mask, model_kwargs)
-
-
-def obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
-    """Return an obstacle to blocks of tokens in a call up to position `end`, of a backbone's positions or columns.
-
-    Frequencies may depend on the longest position: a token of a block would be rotated as the later ones are, and
-    not as it is alone. That happens at a border alone, and not after one that is crossed once. Where attention
-    chooses blocks of columns, tokens after padding may see nothing, and get the mean of all columns.
-    """
-    mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE), type(model).__name__
-    if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
-        return f"padding in attention_mask of {name}, whose attention chooses blocks of columns"
-    is_offloaded = isinstance(cache, Cache) and cache.offloading
-    is_special = compresses_windows(model.config) or has_short_convolutions(model.config)
-    if is_offloaded and (layer_class(model.config) is not None or is_special):
-        return f"an offloaded cache of {name}, whose attention reads columns in a way of its own"
-    border = rotary_border(model.config.get_text_config())
-    if border is None or end <= border[1]:
-        return None
-    begins = prompt.shape[1] if mask is None else int(mask.sum(1).max())
-    if border[0] == "longrope" and begins > border[1]:
-        return None
-    return f"rope_type={border[0]!r} of {name}, whose frequencies change at position {border[1]}"
-
-
-def last_position_of_trials(config: PreTrainedConfig, length: int, reach: int) -> int | None:
-    """Return where trials after a prompt of `length` tokens must end: at the last position, or `reach` below a
-    border."""
-    last, border = getattr(config, "max_position_embeddings", None), rotary_border(config)
-    if border is None or length > border[1]:
-        return last
-    return border[1] - reach if last is None else min(last, border[1] - reach)
-
-
-def obstacle(config: GenerationConfig, of_drafts: bool = True) -> str | None:
-    """Return an obstacle to our loop in a call on any backbone, in the user's words.
-
-    Caches without rollback hinder drafts alone: without `of_drafts` they are none.
-    """
-    for name, is_plain in _PLAIN.items():
-        value = getattr(config, name, None)
-        if not is_plain(value) and (of_drafts or name != "cache_implementation"):
-            return f"{name}={value!r}"
-    if config.penalty_alpha and (config.top_k or 0) > 1 and not config.do_sample:
-        return "contrastive search (penalty_alpha)"
-    if config.constraints is not None or config.force_words_ids is not None:
-        return "constrained beams"
-    if type(config.watermarking_config).__name__ == "SynthIDTextWatermarkingConfig":
-        return "a SynthID watermark, which counts its calls"
-    return None
-
-
-_PLAIN = {
-    "num_beams": lambda value: (value or 1) == 1,
-    "use_cache": lambda value: value is not False,
-    "cache_implementation": lambda value: value in (None, "dynamic", "offloaded", "static"),
-    "guidance_scale": lambda value: value in (None, 1),
-    "output_attentions": lambda value: not value,
-    "dola_layers": lambda value: value is None,
-}
-"""Fields of a GenerationConfig, and the values that allow speculation."""
-_UNREAD = {
-    "compile_config": "pass cache_implementation='static' beside it, or compile the backbone itself, by "
-    "model.forward = torch.compile(model.forward)",
-    "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
-    "speculation_type": "the drafter that the call was given drafts",
-}
-"""Fields of a GenerationConfig that transformers' own loops read and ours ignores, and the alternative."""
-
-
-def warn_of_unread(config: GenerationConfig) -> None:
-    """Warn of fields that our loop ignores."""
-    for name, instead in _UNREAD.items():
-        value = getattr(config, name, None)
-        is_read = name == "compile_config" and config.cache_implementation == "static"
-        if value is not None and not is_read:
-            logger.warning_once(f"{name}={value!r} is not read where drafts are verified by this library: {instead}.")

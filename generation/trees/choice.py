@@ -21,7 +21,6 @@ from transformers import GenerationConfig
 
 from ..call.options import CallOptions
 from ..call.outputs import Speculation
-from ..call.resolved import ResolvedConfig
 from ..call.schedule import AcceptanceRates, CycleCosts
 from ..drafter import BaseDrafter
 from .growth import DEEPEST
@@ -143,8 +142,6 @@ def _careful_pace(stats: Speculation) -> float:
 def _trial_config(config: GenerationConfig, tokens: int, use_mtp: bool | None) -> GenerationConfig:
     """Return the call's own config for so many tokens of one output per prompt."""
     config = copy.deepcopy(config)
-    if isinstance(config, ResolvedConfig):  # the trial resolves it anew
-        config.resolved -= {"use_mtp"}
     config.update(
         max_new_tokens=tokens, max_length=None, min_length=0, min_new_tokens=None, use_mtp=use_mtp,
         num_return_sequences=1, num_assistant_tokens_schedule="constant", num_assistant_tokens=None,

@@ -112,7 +112,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachedMixin, AttachableD
             self._hooked = [HookedBackbone(self.whole, self.backbone, self.adapters)]
         return self._hooked[0]
 
-    def runner(self, backbone: PreTrainedModel) -> PreTrainedModel:
+    def verifier_model(self, backbone: PreTrainedModel) -> PreTrainedModel:
         """Return the model that runs forwards with slots; on tokens it is the backbone."""
         return self.hooked.model
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import CompileConfig, PreTrainedTokenizerFast
 
 from tests.every_model import llama, moved_heads
-from tests.internals import backbones_module
+from tests.internals import plan_module
 from tests.models import tiny_model
 
 IDS = torch.tensor([[12, 11, 14, 12], [16, 9, 11, 4]])
@@ -57,7 +57,7 @@ UNREAD = [
 @pytest.mark.parametrize(("options", "instead"), UNREAD, ids=lambda value: next(iter(value)))
 def test_what_only_loops_of_transformers_read_is_said(kind, options, instead, monkeypatch):
     said = []
-    monkeypatch.setattr(backbones_module.logger, "warning_once", said.append)
+    monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
     model, extra = speculating(kind)
     want = model.generate(IDS, **GREEDY, **({} if extra else {"use_mtp": False}))
     assert torch.equal(model.generate(IDS, **GREEDY, **extra), want) and not said

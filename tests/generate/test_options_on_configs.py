@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from tests.every_model import llama, moved_heads
 from tests.families import family_model
-from tests.internals import options_module, tree_options
+from tests.internals import plan_module, tree_options
 from tests.models import tiny_model
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter, NgramDrafter
@@ -128,7 +128,7 @@ OTHERS = {
 def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(name, monkeypatch):
     make, tree, why = OTHERS[name]
     said = []
-    monkeypatch.setattr(options_module.logger, "warning_once", said.append)
+    monkeypatch.setattr(plan_module.logger, "warning_once", said.append)
     model = llama()
     want, drafter = model.generate(PROMPT, **PLAIN).sequences, make(model).attach(model)
     model.generation_config.draft_tree, model.generation_config.slot_budget = tree, 4

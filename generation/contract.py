@@ -119,7 +119,7 @@ class DraftTree:
         if self.is_chain:
             return _triangle(size, self.tokens.device).expand(batch, size, size)
         known = torch.eye(size, dtype=torch.bool, device=self.tokens.device).expand(batch, size, size)
-        jump = torch.nn.functional.pad(self.parents + 1, (1, 0))
+        jump = torch.nn.functional.pad(self.parents + 1, (1, 0))  # [B, m + 1], an index's ancestor 2^j levels up
         for _ in range(self.depth.bit_length()):
             known = known | known.gather(1, jump[..., None].expand_as(known))
             jump = jump.gather(1, jump)
@@ -361,10 +361,10 @@ def follow(tree: DraftTree, picks: Tensor) -> VerificationResult:
     if not tree.tokens.shape[1]:
         return VerificationResult(torch.zeros_like(picks[:, 0]), picks)
     if tree.is_chain:
-        agrees = _of_real(tree, tree.tokens == picks[:, :-1])
+        agrees = _of_real(tree, tree.tokens == picks[:, :-1])  # [B, m]
         return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
-    reached = descend(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))
-    columns = path_columns(reached, tree.depth)
+    reached = descend(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))  # [B, m + 1]
+    columns = path_columns(reached, tree.depth)  # [B, k + 1]
     return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
 
 
@@ -382,5 +382,5 @@ def elder_siblings(tree: DraftTree) -> Tensor:
 def descend(tree: DraftTree, wanted: Tensor) -> Tensor:
     """Return the indices [B, m + 1] bool on the way down to the first wanted child of each, b's among them."""
     taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)
-    taken = torch.nn.functional.pad(taken, (1, 0), value=True)
-    return (taken[:, None] | ~tree.mask()).all(-1)
+    taken = torch.nn.functional.pad(taken, (1, 0), value=True)  # [B, m + 1], b is always taken
+    return (taken[:, None] | ~tree.mask()).all(-1)  # an index counts where all its ancestors are taken

@@ -91,19 +91,19 @@ class SpeculativeLoop:
                 length = 0 if self.is_trial else self._length()
                 tree = self.empty if self.is_plain else self.session.propose(self.tokens, length)
                 drafted = time.perf_counter()
-                block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)
+                block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
                 if self.keywords is not None:
                     self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
                 outputs = self.target.forward(block, tree, self.hidden_layers)
                 called = time.perf_counter()
-                outputs.logits = to_device(outputs.logits, block.device, torch.float32)
-                scores = self._scores(outputs.logits, tree)
-                if self.is_plain:
+                outputs.logits = to_device(outputs.logits, block.device, torch.float32)  # [B, m + 1, V]
+                scores = self._scores(outputs.logits, tree)  # [B, m + 1, V]
+                if self.is_plain:  # since this cycle, perhaps: then its drafts were read, and are dropped
                     tree, outputs = self.empty, TargetOutput(outputs.logits[:, :1], outputs.first(1))
                     result = self._picked(scores)
                 else:
                     result = self.verifier.verify(tree, scores)
-                accepted, new_tokens = self._settle(tree, result, outputs, scores)
+                accepted, new_tokens = self._commit(tree, result, outputs, scores)
                 if self.stopping.holds:  # the last token that an open sequence keeps may be a draft
                     result = result.first(new_tokens.on_device)
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
@@ -152,10 +152,10 @@ class SpeculativeLoop:
         cannot_cut = self.returns_cache and not self.target.takes_cuts
         self.stopping.holds = cannot_cut or self._may_leave_table(self.stopping.tokens_left(prompt.shape[1]))
         self.statistics.backbone_calls += 1
-        logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)
+        logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)  # [B, 1, V]
         scores = self._scores(logits, self.empty, is_prefill=True)
         result = self._picked(scores)
-        self._settle(self.empty, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
+        self._commit(self.empty, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
 
     def _picked(self, scores: Tensor) -> VerificationResult:
@@ -221,7 +221,7 @@ class SpeculativeLoop:
         self.target.last_position = self.table - 1 if fewest >= 0 and any(self.done) else None
         return fewest
 
-    def _settle(
+    def _commit(
         self,
         tree: DraftTree,
         result: VerificationResult,
@@ -270,6 +270,7 @@ class SpeculativeLoop:
         """
         faults, real, width = self.verifier.invalid(result), tree.num_nodes, result.tokens.shape[1]
         parts = [part[:, None] for part in (result.num_accepted, real, faults) if part is not None]
+        # one copy for all that the host reads: [B, up to 3 + (k + 1) + m]
         sequences = torch.cat([*parts, result.tokens, tree.tokens], dim=1).tolist()
         accepted = [ids.pop(0) for ids in sequences]
         counts = [tree.tokens.shape[1] if real is None else ids.pop(0) for ids in sequences]
@@ -314,7 +315,7 @@ class SpeculativeLoop:
         if self.stopping.in_step:
             self._drop_what_ran_ahead(self.stopping.ends)
         self.statistics.new_tokens = sum(self.tokens.num_new)
-        sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)
+        sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)  # [B, L + new]
         if self.returns_cache:  # it may cost a forward
             self._align_cache(decoded)
         if not self.config.return_dict_in_generate:

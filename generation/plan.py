@@ -208,6 +208,7 @@ class SpeculationPlan:
         unwritten = 0 if embeds is None else embeds.shape[1] - self.prompt.shape[1]
         if unwritten and options.draft_tree == "auto":
             return "draft_tree='auto' beside inputs_embeds"
+        # a block may reach beyond the length limit, for drafts are cut after verification alone
         end = self.config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, LONGEST_PATH)
         reason = _obstacle_to_blocks(model, model_kwargs, self.prompt, end)
         if reason is not None or not _has_keywords(model, model_kwargs):

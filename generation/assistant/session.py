@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import learned_positions
 from ..backbone.backbones import target_of
-from ..backbone.repacking import hold, release
+from ..backbone.repacking import keep_all_columns, keep_window_columns
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
@@ -93,7 +93,7 @@ class AssistantSession(DraftSession):
         """Read ids [B, L] of the assistant, of which some are padding; `span` columns may be read again."""
         cache, device = DynamicCache(config=self.model.config), self.model.device
         if span:  # layers with a window keep what may be fed again
-            hold(cache)
+            keep_all_columns(cache)
         if 0 < prompt.shape[1] <= self.table:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             self.model(
@@ -104,7 +104,7 @@ class AssistantSession(DraftSession):
                 use_cache=True,
             )
         if span:
-            release(cache, span)
+            keep_window_columns(cache, span)
         room = self.options.max_length, self.num_tokens + 2 + span
         self.target = target_of(self.model, cache, mask.new_empty(len(mask), device=device), mask, None, *room)
         if self.table < _NO_TABLE:

@@ -226,16 +226,16 @@ class DFlashSession(DraftSession):
         layout, config, (batch, size, _), width = self.layout, self.model.config, block.shape, states.shape[1]
         depths, among = cached_arange(size, states.device)[None], states.new_ones(batch, size, size, dtype=torch.bool)
         if new is None:  # the prompt, which ends where the sequences do
-            layout.ahead, begin, positions = 0, -width, cached_range(-width, width, states.device)
+            layout.block_offset, begin, positions = 0, -width, cached_range(-width, width, states.device)
         else:
-            layout.ahead, begin, positions = width, 0, cached_arange(width, states.device)
+            layout.block_offset, begin, positions = width, 0, cached_arange(width, states.device)
             count = to_device(new.on_device, states.device)[:, None]
             among = torch.cat([(positions < count)[:, None].expand(-1, size, -1), among], dim=-1)
             depths = torch.cat([positions.expand(batch, -1), depths + count], dim=1)
         windows = {kind: config.sliding_window + 1 if "sliding" in kind else None for kind in config.layer_types}
         seen = {kind: layout.visible(size, window, new=among, depths=depths) for kind, window in windows.items()}
         depths = torch.cat([positions.expand(batch, -1), depths[:, -size:].expand(batch, -1)], dim=1)
-        layout.ahead = begin
+        layout.block_offset = begin
         outputs = self.model(
             noise_embeds=block,
             context_hidden_states=states,

@@ -316,7 +316,7 @@ class TranslatedSession(AssistantSession):
         self.target.keep(NewTokens([len(ids) - end for ids, end in zip(texts, self.ends)], device))
         self.cached, self.ends = [list(ids) for ids in texts], [len(ids) for ids in texts]
         self.sure = [script.settled for script in self.scripts]
-        self.target.layout.ahead = -count
+        self.target.layout.block_offset = -count
         positions = self.target.layout.counts[:, None] + cached_range(-count, count, device)
         return self._extend(_padded(texts, count, device), position_ids=positions.clamp(min=0))
 

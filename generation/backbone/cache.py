@@ -51,9 +51,9 @@ class CacheLayout:
     Attributes:
         ends: [B] int64; `lengths` are the same on the host.
         is_even: Whether all sequences end in the same column.
-        ahead: Where the next block begins, relative to `ends`: blocks between two rollbacks follow each other. It is
-            negative where columns are read again.
-        is_exact: Whether attention gets no mask, and the columns up to the block's end.
+        block_offset: Where the next block begins, relative to `ends`: blocks between two rollbacks follow each other.
+            It is negative where columns are read again.
+        is_maskless: Whether attention gets no mask, and the columns up to the block's end.
     """
 
     def __init__(self, mask: Tensor, is_padded: bool, limit: int, span: int, counts: Tensor | None = None) -> None:
@@ -66,7 +66,7 @@ class CacheLayout:
         self.is_even = True
         self.capacity = rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
         self.span, self.window, self.written = span, 0, self.prompt
-        self.ahead, self.is_exact = 0, False
+        self.block_offset, self.is_maskless = 0, False
         self._slots: dict[tuple[int, int, int, torch.device], Slots] = {}
 
     @property
@@ -76,7 +76,7 @@ class CacheLayout:
 
     def needs_mask(self, count: int) -> bool:
         """Return whether a chain needs a mask: where the model would make one itself, ours repeats no keys."""
-        begins = max(self.lengths) + self.ahead
+        begins = max(self.lengths) + self.block_offset
         return self.mask is not None or self.window > 0 or not self.is_even or (count > 1 and begins > 0)
 
     def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
@@ -117,7 +117,7 @@ class CacheLayout:
         self.ends = self.ends + (new.longest if new.is_even else new.on_device.to(self.ends.device))
         self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
         self.is_even = len(set(self.lengths)) == 1
-        self.ahead, self._slots = 0, {}
+        self.block_offset, self._slots = 0, {}
 
     def keep_path(self, cache: Cache, path: Tensor) -> None:
         """Put the columns `path` [B, k] of the last block in a row, from `ends` on."""
@@ -132,8 +132,8 @@ class CacheLayout:
 
     def width(self, count: int, size: int) -> int:
         """Return how many columns attention gets in a forward of `count` tokens."""
-        end = max(self.lengths) + self.ahead + count
-        return end if self.is_exact else min(size, -(-end // _ALIGNED) * _ALIGNED)
+        end = max(self.lengths) + self.block_offset + count
+        return end if self.is_maskless else min(size, -(-end // _ALIGNED) * _ALIGNED)
 
     def slots(self, first: int, count: int, size: int, device: torch.device) -> Slots:
         """Return the slots of columns that begin `first` after the ends: an index of sequences and columns, or
@@ -159,7 +159,7 @@ class CacheLayout:
         slots = cached_arange(width, self.ends.device)[None]
         if self.written <= size:
             return slots
-        last = self.ends[:, None] + (self.ahead + count - 1)
+        last = self.ends[:, None] + (self.block_offset + count - 1)  # [B, 1]
         return last - (last - slots) % size
 
     def visible(
@@ -181,17 +181,17 @@ class CacheLayout:
             depths: [1 or B, N] int64, the positions of those columns relative to `ends`; read with `new`, and a window
                 or chunks.
         """
-        self.is_exact = False
+        self.is_maskless = False
         self.reserve(count)
         size = self.size(bool(window or chunk) and self.window > 0)
-        block = cached_range(self.ahead, count, self.ends.device)
+        block = cached_range(self.block_offset, count, self.ends.device)  # [F], columns relative to `ends`
         # of a block that is longer than a ring, attention gets the block
         columns = self.ends[:, None] + block if count > size else self.columns(self.width(count, size), size, count)
         away = columns - self.ends[:, None]
         if new is None:
             seen, depth, own = away[:, None] <= block[:, None], away, block[None]
         else:
-            node = away - (self.ahead + count - new.shape[-1])
+            node = away - (self.block_offset + count - new.shape[-1])
             among = node.clamp(0, new.shape[-1] - 1)
             seen = new.expand(len(node), -1, -1).gather(2, among[:, None].expand(-1, count, -1))
             seen = (seen & (node < new.shape[-1])[:, None]) | (node < 0)[:, None]
@@ -208,18 +208,18 @@ class CacheLayout:
             seen = seen & ((first[:, None] + own) // chunk)[..., None].eq(((first[:, None] + depth) // chunk)[:, None])
         elif window:
             seen = seen & (own[..., None] - depth[:, None] < window)
-        if self.ahead < 0 and self.mask is not None:  # padding sees itself, so that softmax gives numbers
+        if self.block_offset < 0 and self.mask is not None:  # padding sees itself, so that softmax gives numbers
             seen = seen | (away[:, None] == block[:, None])
-        if min(self.lengths) + self.ahead < 0:
+        if min(self.lengths) + self.block_offset < 0:
             seen = seen | (self.ends[:, None] + block < 0)[..., None]
         return seen
 
     def reserve(self, count: int) -> None:
         """Allocate columns for a block; layers grow when they are next written to."""
-        end = max(self.lengths) + self.ahead + count
+        end = max(self.lengths) + self.block_offset + count
         if end > self.capacity:
             self.capacity = rounded(max(end, self.capacity + self.capacity // 2))
-        self.span, self.written = max(self.span, self.ahead + count), max(self.written, end)
+        self.span, self.written = max(self.span, self.block_offset + count), max(self.written, end)
 
 
 def block_mask(
@@ -245,8 +245,8 @@ def block_mask(
     auxiliary = None if tree is None else tree.auxiliary
     new = None if tree is None or tree.is_chain else tree.mask()
     new = new if auxiliary is None else auxiliary.mask[None]
-    layout.is_exact = new is None and not layout.needs_mask(count)
-    if layout.is_exact:
+    layout.is_maskless = new is None and not layout.needs_mask(count)
+    if layout.is_maskless:
         return None
     kinds = mask_kinds(config)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -300,7 +300,7 @@ class RaggedLayer(CacheLayerMixin):
         held = held.to(torch.promote_types(held.dtype, states.dtype))
         setattr(self, name, held)
         stored = min(count, size)  # a ring stores the end of a longer first block, and attention gets the whole block
-        slots = self.layout.slots(self.layout.ahead + count - stored, stored, size, states.device)
+        slots = self.layout.slots(self.layout.block_offset + count - stored, stored, size, states.device)
         new = (states if stored == count else states.narrow(dim, count - stored, stored)).to(held.dtype)
         if isinstance(slots[1], slice):
             held.narrow(dim, slots[1].start, stored).copy_(new)
@@ -313,7 +313,7 @@ class RaggedLayer(CacheLayerMixin):
         layout, old = self.layout, held.shape[dim]
         if not self.is_sliding:
             return laid_out(held, 0, dim, size)
-        last = layout.ends[:, None] + (max(layout.ahead, 0) - 1)
+        last = layout.ends[:, None] + (max(layout.block_offset, 0) - 1)
         slots = cached_arange(old, layout.ends.device)
         columns = last - (last - slots) % old
         columns = torch.where(columns < 0, slots, columns).to(held.device)
@@ -357,7 +357,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Return the columns before the next block of the longest sequence."""
-        return max(self.layout.lengths) + self.layout.ahead
+        return max(self.layout.lengths) + self.layout.block_offset
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many columns attention gets, and the first; read where no mask is given."""
@@ -373,7 +373,7 @@ class RaggedLayer(CacheLayerMixin):
         layout, width = self.layout, max(self.layout.lengths)
         seen = None
         if layout.needs_mask(1) or window is not None:
-            layout.ahead = -1  # what the last token sees
+            layout.block_offset = -1  # what the last token sees
             seen, width = layout.visible(1, window)[:, 0], layout.width(1, layout.size(self.is_sliding))
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         return keys[:, :, :width], values[:, :, :width], seen

@@ -77,7 +77,7 @@ class CompressedLayer(RaggedLayer):
 
     def _full(self, length: int) -> int:
         """Return how many windows of a sequence are full behind the block."""
-        return (length + self.layout.ahead + self.fed) // self.rate
+        return (length + self.layout.block_offset + self.fed) // self.rate
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object

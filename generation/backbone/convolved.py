@@ -62,13 +62,14 @@ class ConvolvedLayer(RaggedLayer):
         layout, name, count = self.layout, self.rings[state_idx], conv_states.shape[2]
         self.kernel = conv_kernel_size
         layout.reserve(count)
-        if layout.ahead < 0 and (layout.mask is not None or min(layout.lengths) + layout.ahead < 0):
+        if layout.block_offset < 0 and (layout.mask is not None or min(layout.lengths) + layout.block_offset < 0):
             conv_states = conv_states * real_tokens(layout, count)[:, None].to(conv_states.device)
         ring, device, before = self._ring(name, conv_states), conv_states.device, conv_kernel_size - 1
         size = ring.shape[2]
-        earlier = _at(ring, layout.slots(layout.ahead - before, before, size, device))
+        earlier = _at(ring, layout.slots(layout.block_offset - before, before, size, device))
         whole, kept = torch.cat([earlier, conv_states], dim=2), min(count, size)
-        _put(ring, layout.slots(layout.ahead + count - kept, kept, size, device), conv_states[..., count - kept :])
+        newest = layout.slots(layout.block_offset + count - kept, kept, size, device)
+        _put(ring, newest, conv_states[..., count - kept :])
         return whole
 
     def _ring(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ class ConvolvedLayer(RaggedLayer):
         room = like.new_zeros(*like.shape[:2], size)
         if ring is not None:  # blocks have become longer
             old = ring.shape[2]
-            first = max(layout.ahead, 0) - old
+            first = max(layout.block_offset, 0) - old
             held = _at(ring, layout.slots(first, old, old, ring.device))
             _put(room, layout.slots(first, old, size, ring.device), held)
         setattr(self, name, room)
@@ -93,7 +94,7 @@ class ConvolvedLayer(RaggedLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """Return how many columns attention gets, and what is to be added to 0, 1, ... for their numbers."""
         columns = self.columns(query_length)
-        if self.layout.is_exact or len(columns) > 1:  # they are 0, 1, ..., or each sequence has its own
+        if self.layout.is_maskless or len(columns) > 1:  # they are 0, 1, ..., or each sequence has its own
             return columns.shape[1], 0
         return columns.shape[1], columns[0] - cached_arange(columns.shape[1], columns.device)
 
@@ -103,7 +104,7 @@ class ConvolvedLayer(RaggedLayer):
         layout.reserve(count)
         size = layout.size(self.is_sliding)
         if count > size:  # attention gets the block
-            columns = layout.ends[:, None] + cached_range(layout.ahead, count, layout.ends.device)
+            columns = layout.ends[:, None] + cached_range(layout.block_offset, count, layout.ends.device)
         else:
             columns = layout.columns(layout.width(count, size), size, count)
         return columns[:1] if layout.is_even else columns
@@ -183,7 +184,7 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch
     is_scaled = not attention.is_sliding and config.log_scaling_n_floor is not None
 
     def columns(count: int) -> torch.Tensor:
-        return layer.layout.ends[:, None] + cached_range(layer.layout.ahead, count, layer.layout.ends.device)
+        return layer.layout.ends[:, None] + cached_range(layer.layout.block_offset, count, layer.layout.ends.device)
 
     def scaled(states: torch.Tensor, token_dim: int) -> torch.Tensor:
         if not is_scaled:

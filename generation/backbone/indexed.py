@@ -26,12 +26,12 @@ class AlignedLayer(RaggedLayer):
     fed = 0
 
     def _written(self, name: str, dim: int, states: torch.Tensor) -> torch.Tensor:
-        self.layout.is_exact, self.fed = True, states.shape[dim]
+        self.layout.is_maskless, self.fed = True, states.shape[dim]
         held = super()._written(name, dim, states)
         if self.layout.is_even:
             return held
         width, ends = held.shape[dim], self.layout.ends.to(held.device)
-        source = cached_arange(width, held.device) - (width - self.layout.ahead - self.fed - ends)[:, None]
+        source = cached_arange(width, held.device) - (width - self.layout.block_offset - self.fed - ends)[:, None]
         shape = [len(source), *[1] * (dim - 1), width, *[1] * (held.dim() - dim - 1)]
         aligned = held.gather(dim, source.clamp(min=0).view(shape).expand(held.shape))
         return aligned.masked_fill((source < 0).view(shape), 0)
@@ -100,7 +100,7 @@ class BlockLayer(RaggedLayer):
 
 def real_tokens(layout: CacheLayout, fed: int) -> torch.Tensor:
     """Return which positions of the next block are tokens, [B, F] bool."""
-    columns = layout.ends[:, None] + cached_range(layout.ahead, fed, layout.ends.device)
+    columns = layout.ends[:, None] + cached_range(layout.block_offset, fed, layout.ends.device)
     if layout.mask is None:
         return columns >= 0
     inside = layout.mask.gather(1, columns.clamp(0, layout.prompt - 1)) & (columns >= 0)

@@ -48,7 +48,7 @@ class RealignedBackbone(DynamicCacheBackbone):
         """See `DynamicCacheBackbone`."""
         numbers = self.counts[:, None] + cached_range(self.count, block.shape[1], block.device)
         self.count += block.shape[1]
-        hold(self.cache)
+        keep_all_columns(self.cache)
         return self.model(
             block,
             **{CACHE: self.cache},
@@ -69,7 +69,7 @@ class RealignedBackbone(DynamicCacheBackbone):
             shifts = new.longest - new.on_device.to(self.counts.device)
             self.moved = shifts if self.moved is None else self.moved + shifts
             self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
-        release(self.cache)
+        keep_window_columns(self.cache)
 
     def align(self, columns: int) -> None:
         """See `Target`; columns after a sequence's end hold arbitrary values, as padding does.
@@ -95,7 +95,7 @@ class LockstepBackbone(RealignedBackbone):
         """See `Target`; all sequences take b."""
         self.new_tokens, self.counts, self.count = new, self.counts + 1, 0
         self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
-        release(self.cache)
+        keep_window_columns(self.cache)
 
     def align(self, columns: int) -> None:
         """Do nothing: nothing was moved."""
@@ -153,14 +153,14 @@ def window_layers(cache: Cache) -> list[DynamicSlidingWindowLayer]:
     return [layer for layer in cache.layers if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized]
 
 
-def hold(cache: Cache) -> None:
-    """Let no layer forget anything, until `release`."""
+def keep_all_columns(cache: Cache) -> None:
+    """Let no layer forget anything, until `keep_window_columns`."""
     for layer in cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
             layer.activate_past_recording()
 
 
-def release(cache: Cache, more: int = 0) -> None:
+def keep_window_columns(cache: Cache, more: int = 0) -> None:
     """Leave the last W - 1 columns, and some more; from now on older ones are forgotten, as in plain decoding."""
     for layer in window_layers(cache):
         if layer.keys is not None and layer.values is not None:

@@ -87,7 +87,7 @@ class FixedLayout(CacheLayout):
         """Note the slots of the next block."""
         self.capacity = max(self.capacity, rounded(self.limit + count))  # where the longest block was not known
         self.reserve(count)
-        columns = (self.ends[:, None] + cached_range(self.ahead, count, self.ends.device))[:, None]
+        columns = (self.ends[:, None] + cached_range(self.block_offset, count, self.ends.device))[:, None]
         self.block_slots = tuple(columns % self.size(is_ring) for is_ring in (False, True))
 
 
@@ -122,7 +122,7 @@ class FixedLayer(RaggedLayer):
 
     def get_seq_length(self) -> Any:
         """Return the columns before the next block of the longest sequence, on the device."""
-        return self.layout.ends.max() + self.layout.ahead
+        return self.layout.ends.max() + self.layout.block_offset
 
 
 class StaticBackbone(RaggedBackbone):

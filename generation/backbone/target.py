@@ -284,7 +284,7 @@ class RaggedBackbone(DynamicCacheBackbone):
         if self.open is not None:
             block = block[self.open]
             tree = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
-        self.layout.ahead, auxiliary = 0, tree.auxiliary
+        self.layout.block_offset, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
             outputs = self._call(block, tree.positions(), tree, self.last_position, options)
             if self.open is None:
@@ -292,7 +292,7 @@ class RaggedBackbone(DynamicCacheBackbone):
             spread = partial(_spread, open_ones=self.open, batch=batch)
             return TargetOutput(spread(outputs.logits), each_state(outputs.hidden_states, spread))
         last = self.last_position if auxiliary.last_position is None else auxiliary.last_position
-        outputs = self._call(block, auxiliary.positions, tree, last, options | auxiliary.inputs)
+        outputs = self._call(block, auxiliary.positions, tree, last, options | auxiliary.inputs)  # [B, F + A, V]
         layers, count = outputs.hidden_states, block.shape[1]
         states = each_state(layers, lambda state: state[:, :count])
         of_slots = each_state(layers, lambda state: state[:, count:])
@@ -300,9 +300,9 @@ class RaggedBackbone(DynamicCacheBackbone):
 
     def extend(self, block: Tensor, **options: Any) -> Any:
         """See `DynamicCacheBackbone`."""
-        depths = cached_range(self.layout.ahead, block.shape[1], block.device)
+        depths = cached_range(self.layout.block_offset, block.shape[1], block.device)
         outputs = self._call(block, depths, None, self.last_position, options)
-        self.layout.ahead += block.shape[1]
+        self.layout.block_offset += block.shape[1]
         return outputs
 
     def _call(

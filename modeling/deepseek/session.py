@@ -126,7 +126,7 @@ class ModuleSession(DraftSession):
 
     def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: dict[str, Any] | None = None) -> Tensor:
         """Run module k over columns that begin `first` after the backbone's, [B, R, H]."""
-        self.layout.ahead = first
+        self.layout.block_offset = first
         embeddings = self.model.module_embeddings()(ids)
         if self.prompt is not None:
             own = cached_range(first, ids.shape[1], self.layout.ends.device)
@@ -137,15 +137,15 @@ class ModuleSession(DraftSession):
             return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
     def _inputs(self, k: int, size: int, seen: Tensor | None = None, depths: Tensor | None = None) -> dict[str, Any]:
-        """Return the inputs of module k for columns, which begin `layout.ahead` after the backbone's."""
+        """Return the inputs of module k for columns, which begin `layout.block_offset` after the backbone's."""
         layout, kind = self.layout, self.model.mtp.kinds[min(k, self.depth) - 1]
         config = self.model.config.get_text_config()
         window = config.sliding_window if "sliding" in kind else None
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
-        layout.is_exact = seen is None and not layout.needs_mask(size)
-        mask = None if layout.is_exact else layout.visible(size, window, chunk, new=seen, depths=depths)[:, None]
+        layout.is_maskless = seen is None and not layout.needs_mask(size)
+        mask = None if layout.is_maskless else layout.visible(size, window, chunk, new=seen, depths=depths)[:, None]
         mask = real_tokens(layout, size) if masks_padding_alone(config) else mask
-        own = cached_range(layout.ahead, size, layout.ends.device) if depths is None else depths[:, -size:]
+        own = cached_range(layout.block_offset, size, layout.ends.device) if depths is None else depths[:, -size:]
         # blocks of columns are chosen by positions, which then begin with the columns of the modules' own cache
         counts = layout.ends if chooses_blocks(config) else layout.counts
         positions = (counts[:, None] + own).clamp(min=0)
@@ -164,7 +164,7 @@ class ModuleSession(DraftSession):
         modules = self.model.mtp
         if self.depth == 1 or len(set(modules.kinds)) > 1:
             return None
-        self.layout.ahead = -hidden.shape[1]
+        self.layout.block_offset = -hidden.shape[1]
         inputs = self._inputs(1, hidden.shape[1])
         return modules.options(0, hidden, **inputs)
 
@@ -175,7 +175,7 @@ class ModuleSession(DraftSession):
         [B, R, n] are the nodes that they see beside settled columns.
         """
         count = ids.shape[1]
-        self.layout.ahead = 1 - k + len(distances) - count
+        self.layout.block_offset = 1 - k + len(distances) - count
         inputs = self._inputs(k, count, seen, distances[None] - 1)
         return self.model.mtp.step(k, states, self.model.module_embeddings()(ids), **inputs)
 

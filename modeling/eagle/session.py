@@ -84,17 +84,17 @@ class EagleSession(DraftSession):
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         for pairs in self.pairs:
-            self._settle(pairs)
-        self.pairs, self.layout.ahead = [], 0
+            self._append_pairs(pairs)
+        self.pairs, self.layout.block_offset = [], 0
         masks = self.options.masks(tokens)
         if self.options.draft_tree is None:
             return self._chain(length, masks)
         return grow(_Growth(self), self.options, length, masks)
 
-    def _settle(self, pairs: _Pairs) -> None:
-        """Run new pairs for good."""
+    def _append_pairs(self, pairs: _Pairs) -> None:
+        """Run the pairs of accepted tokens, whose keys and values stay in the cache."""
         new = pairs.new
-        self.layout.ahead = 0 if new else -pairs.ids.shape[1]
+        self.layout.block_offset = 0 if new else -pairs.ids.shape[1]
         features = self._run(pairs.features, pairs.ids)
         self.features = features[:, -1:]
         if new is not None and not new.is_even:
@@ -107,12 +107,12 @@ class EagleSession(DraftSession):
         """Return features of pairs after those before; or of a level of a tree, which sees the columns `seen` of all
         levels."""
         layout, size = self.layout, ids.shape[1]
-        layout.is_exact = seen is None and not layout.needs_mask(size)
-        mask = None if layout.is_exact else layout.visible(size, new=seen)[:, None]
-        depths = cached_range(layout.ahead, size, ids.device) if seen is None else level
+        layout.is_maskless = seen is None and not layout.needs_mask(size)
+        mask = None if layout.is_maskless else layout.visible(size, new=seen)[:, None]
+        depths = cached_range(layout.block_offset, size, ids.device) if seen is None else level
         positions = (layout.counts[:, None] + depths).clamp(min=0).expand(-1, size)
         features = self.head.rows(features, ids, positions, mask, self.cache)
-        layout.ahead += size
+        layout.block_offset += size
         return features
 
     def _chain(self, length: int, masks: DraftMasks | None) -> DraftTree:

@@ -101,7 +101,7 @@ class EvaAttention(nn.Module):
         windows = self._attend_windows if block.is_long else self._attend_block
         output = windows(query, memory, block, cache)
         if cache is not None:
-            cache.settle(block, self.summarise)
+            cache.summarise_after(block, self.summarise)
         return output
 
     def summarise(self, keys: Tensor, values: Tensor) -> States:

@@ -70,11 +70,11 @@ class SequenceLengths:
         old, self.starts = self.starts, [self._border(n) for n in self._foldable()]
         if self.starts != old:
             self._mirror = None
-        settle = self.starts
+        folds = self.starts
         # a prompt, or a long block without recording, can be rolled back by one window: raw keys would fill the memory
         if length > self.window and not (self.record_past and any(self.lengths)):
             ends = (n + count - self.window for n, count in zip(self.lengths, counts))
-            settle = [max(start, self._border(end)) for start, end in zip(self.starts, ends)]
+            folds = [max(start, self._border(end)) for start, end in zip(self.starts, ends)]
         return EvaBlock(
             length=length,
             window=self.window,
@@ -82,7 +82,7 @@ class SequenceLengths:
             offsets=[n - start for n, start in zip(self.lengths, self.starts)],
             summaries=[start // self.chunk for start in self.starts],
             fold=[(new - start) // self.window for new, start in zip(self.starts, old)],
-            settle=[(new - start) // self.window for new, start in zip(settle, self.starts)],
+            folds=[(new - start) // self.window for new, start in zip(folds, self.starts)],
             device=device,
             on_device=lambda: self._on_device(device),
             tree=tree,
@@ -94,10 +94,10 @@ class SequenceLengths:
             self.tree_slots = block.new_slots
         self.lengths = [n + count for n, count in zip(self.lengths, counts)]
         if self._mirror is not None:
-            even = len(set(counts)) == 1 and not any(block.settle)
+            even = len(set(counts)) == 1 and not any(block.folds)
             self._mirror = (self._mirror[0] + counts[0], self._mirror[1]) if even else None
         self.gaps = [gap + block.length - count for gap, count in zip(self.gaps, counts)]
-        self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.settle)]
+        self.starts = [start + fold * self.window for start, fold in zip(self.starts, block.folds)]
 
     def keep_last(self, fed: int, kept: NewTokens) -> None:
         """Accept the first `kept.counts[r]` of the last `fed` tokens of sequence r, and roll back the others."""
@@ -186,13 +186,13 @@ class EvaCacheLayer(CacheLayerMixin):
         for buffer in (self.keys, self.values):
             buffer.scatter_(2, _for_states(target, buffer), buffer.gather(2, _for_states(source, buffer)))
 
-    def settle(self, block: EvaBlock, summarise: Summarise) -> None:
+    def summarise_after(self, block: EvaBlock, summarise: Summarise) -> None:
         """Fold the windows before the last one of a long forward, and free their memory."""
-        if not any(block.settle):
+        if not any(block.folds):
             return
         raw = [offset + block.length for offset in block.offsets]
-        self._fold(block, block.settle, block.summaries, raw, summarise)
-        saved = [f * (block.window - block.window // block.chunk) for f in block.settle]
+        self._fold(block, block.folds, block.summaries, raw, summarise)
+        saved = [f * (block.window - block.window // block.chunk) for f in block.folds]
         needed = max(n + r - s for n, r, s in zip(block.summaries, raw, saved))
         self.keys, self.values = self.keys[:, :, :needed].clone(), self.values[:, :, :needed].clone()
 

@@ -39,7 +39,7 @@ class EvaBlock:
         offsets: Raw tokens in the cache before the block, per sequence.
         summaries: Chunk summaries in the cache before the raw tokens, per sequence.
         fold: Whole windows that each sequence's cache must summarise before the block is written.
-        settle: Whole windows that each sequence's cache must summarise after the block was attended to.
+        folds: Whole windows that each sequence's cache must summarise after the block was attended to.
         on_device: `offsets` and `summaries` as [R] int64 on the device; computed only where sequences differ.
         tree: Which of the new tokens descend from which; None: each from the one before.
         mask: Additive mask for the attention function, or None where plain causal attention is right.
@@ -51,7 +51,7 @@ class EvaBlock:
     offsets: list[int]
     summaries: list[int]
     fold: list[int]
-    settle: list[int]
+    folds: list[int]
     device: torch.device
     on_device: Callable[[], tuple[Tensor, Tensor]]
     tree: DraftTree | None = None

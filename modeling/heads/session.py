@@ -205,9 +205,9 @@ class AttendingHeadSession(HeadSession):
         self.view, span = view, self.num_tokens + 1
         self.layout = CacheLayout(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
         self.layout.install_layers(self.cache)
-        self.layout.ahead = -size
+        self.layout.block_offset = -size
         self.hidden = self._run(outputs.hidden_states, size)[:, -1]
-        self.layout.ahead = 0
+        self.layout.block_offset = 0
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Run over the new tokens."""
@@ -222,7 +222,7 @@ class AttendingHeadSession(HeadSession):
     def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:
         """Return features [B, T, F] of new columns."""
         layout, config = self.layout, self.options.backbone.config.get_text_config()
-        positions = (layout.counts[:, None] + cached_range(layout.ahead, size, layout.ends.device)).clamp(min=0)
+        positions = (layout.counts[:, None] + cached_range(layout.block_offset, size, layout.ends.device)).clamp(min=0)
         return self.read(states, block_mask(layout, size, config), positions, self.cache)
 
 

@@ -167,8 +167,8 @@ class SeparateSession(ParallelSession):
         slots."""
         model, layout = self.chain.model, cast(RaggedBackbone, self.chain.target).layout
         count, slots, device = max(self.unread), length if self.is_one_hot else length - 1, model.device
-        layout.ahead = 2 - count  # the prompt was read up to its last token
-        depths = layout.counts[:, None] + cached_range(layout.ahead, count + slots, device)
+        layout.block_offset = 2 - count  # the prompt was read up to its last token
+        depths = layout.counts[:, None] + cached_range(layout.block_offset, count + slots, device)
         is_slot = (cached_arange(count + slots, device) >= count).long()
         positions = (depths - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:

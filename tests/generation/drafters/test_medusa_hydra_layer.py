@@ -57,7 +57,7 @@ def test_the_cache_of_heads_that_attend_gives_what_a_whole_pass_gives(kind, fami
             text = tokens.ids[row, : tokens.lengths[row] - 1][-count:]
             features = heads.features(heads._run_backbone(text[None], None, None).hidden_states)[0, -1]
             seen.append((row, float((features - self.hidden[row]).abs().max())))
-        assert torch.equal(self.layout.counts, self.view.counts) and self.layout.ahead == 0
+        assert torch.equal(self.layout.counts, self.view.counts) and self.layout.block_offset == 0
         return propose(self, tokens, length)
 
     monkeypatch.setattr(AttendingHeadSession, "propose", watched)

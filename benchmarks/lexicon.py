@@ -35,8 +35,8 @@ from rich.table import Table
 from tokenahead import MTPHeadConfig
 from tokenahead.generation.verification import token_acceptance, verify
 from tokenahead.modeling.common.teacher import accepted_along, divergence
-from tokenahead.modeling.heads.registry import build_head, init_head
-from tokenahead.modeling.heads.window_distribution import WindowDistribution, distribution_after, window_distribution
+from tokenahead.modeling.heads.registry import build_head, distribution_after, init_head, window_distribution
+from tokenahead.modeling.heads.window_distribution import WindowDistribution
 from tokenahead.training.evaluation.expected import SAMPLED, ExpectedCalls, acceptance_along
 
 BLANK, SYMBOLS = 0, 27

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .heads import MTPHeadConfig
+from transformers import PreTrainedConfig
 
 COMMON_OPTIONS = ("head_type", "window", "rank", "leaf", "gamma")
 """Options that every family writes into a model's `config.json`."""
@@ -24,13 +23,13 @@ SHAPING_OPTIONS = (
 """Options that decide which parameters a head has; a family that lacks one leaves it at its default."""
 
 
-def _never(config: MTPHeadConfig) -> bool:
+def _never(config: PreTrainedConfig) -> bool:
     return False
 
 
 @dataclass(frozen=True)
 class HeadFamilyFacts:
-    """The part of a family's record that needs no code of its network.
+    """The part of a family's record that needs no code of its network; "a config" is a `MTPHeadConfig`.
 
     Args:
         name: The value of `MTPHeadConfig.head_type`.
@@ -56,18 +55,18 @@ class HeadFamilyFacts:
     name: str
     description: str
     citation: str
-    borrows_first: Callable[[MTPHeadConfig], bool]
+    borrows_first: Callable[..., bool]
     paper: str | None = None
     options: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[MTPHeadConfig], None] = lambda config: None
-    attends: Callable[[MTPHeadConfig], bool] = _never
+    check: Callable[..., None] = lambda config: None
+    attends: Callable[..., bool] = _never
     any_window: bool = False
     rows_of_lm_head: bool = False
     apart_only: bool = False
     sequential: bool = False
     loss_weights: Callable[[int], list[float]] | None = None
-    loss_target: Callable[[MTPHeadConfig], str] = lambda config: "labels"
+    loss_target: Callable[..., str] = lambda config: "labels"
 
     def written(self) -> list[str]:
         """Return the names of the options that a model's `config.json` holds."""
@@ -85,15 +84,15 @@ def _discounted(factor: float) -> Callable[[int], list[float]]:
     return lambda window: [0.0, *(factor**k for k in range(1, window))]
 
 
-def _always(config: MTPHeadConfig) -> bool:
+def _always(config: PreTrainedConfig) -> bool:
     return True
 
 
-def _has_prefix_layer(config: MTPHeadConfig) -> bool:
+def _has_prefix_layer(config: PreTrainedConfig) -> bool:
     return config.arch == "prefix-mlp"
 
 
-def _check_hydra(config: MTPHeadConfig) -> None:
+def _check_hydra(config: PreTrainedConfig) -> None:
     if config.draft_layers and config.state_offset:
         raise ValueError(f"draft_layers={config.draft_layers} gives one state: state_offset must be 0")
 

@@ -25,8 +25,7 @@ from ..generation.tensors.sampling import draw
 from ..generation.tensors.tensor_files import read_tensors
 from ..modeling.common.backbone_parts import BackboneParts
 from ..modeling.heads.family import FAMILIES
-from ..modeling.heads.registry import build_head
-from ..modeling.heads.window_distribution import distribution_after
+from ..modeling.heads.registry import build_head, distribution_after
 
 logger = logging.getLogger(__name__)
 

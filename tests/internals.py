@@ -221,13 +221,13 @@ _NAMES = {
     "tokenahead.modeling.heads.registry": (
         "build_head",
         "init_head",
+        "window_distribution",
     ),
     "tokenahead.modeling.heads.balanced_trees": ("TreeDistribution", "balanced"),
     "tokenahead.modeling.heads.window_distribution": (
         "FactorisedDistribution",
         "SequentialDistribution",
         "logsumexp",
-        "window_distribution",
     ),
     "tokenahead.generation.tensors.uniforms": (
         "best_of",
@@ -235,9 +235,9 @@ _NAMES = {
         "beta_shares",
         "uniform_features",
     ),
+    "tokenahead.modeling.ptp.gated_linear": ("gate_linears",),
     "tokenahead.modeling.ptp.gated_lora": (
         "ADAPTER",
-        "gate_linears",
         "Gate",
         "opened",
     ),
@@ -341,13 +341,13 @@ _NAMES = {
     ),
     "tokenahead.training.ptp.losses": (
         "SEQUENCES",
-        "MaskReader",
         "ptp_LOSSES",
         "slot_losses",
         "slot_weights",
         "target_probs",
         "SEQUENCES",
     ),
+    "tokenahead.training.ptp.readers": ("MaskReader",),
     "tokenahead.training.ptp.mutor": ("Registers",),
     "tokenahead.training.ptp.forwards": (
         "student_drafts",

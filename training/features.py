@@ -29,7 +29,7 @@ from transformers.utils import logging
 from ..configuration.fields import requested_states
 from ..modeling import EagleHead, MTPHeads
 from ..modeling.common.backbone_parts import BackboneParts
-from ..modeling.common.learning import STATES, SUMMARIES, collate
+from ..modeling.common.recording import STATES, SUMMARIES, collate
 from ..modeling.common.teacher import logit_summaries
 from .utils import check_same, replace_file
 

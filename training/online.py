@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..modeling.common.learning import OnlineMixin
-from ..modeling.common.online import OnlineLearner
+from ..modeling.common.online import OnlineLearner, OnlineMixin
 
 _DIRECTORY = "online_drafter"
 """Its name in a checkpoint."""

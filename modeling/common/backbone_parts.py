@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import cache, cached_property, partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,7 @@ from ...configuration.fields import field, has_short_convolutions, masks_padding
 from ...configuration.mtp_families import REFUSED
 from ...generation.tensors.masks import model_mask
 from ...generation.tensors.wrapped_models import call_frozen, is_unit, weights_fetched
-
-if TYPE_CHECKING:
-    from .draft_vocabulary import DraftVocabulary
+from .draft_vocabulary import DraftVocabulary
 
 Map = Callable[[Tensor], Tensor]
 
@@ -84,9 +82,20 @@ def output_embeddings(model: PreTrainedModel) -> nn.Linear:
 def _unembed(unembedding: nn.Module, config: PreTrainedConfig, part: DraftVocabulary | None, states: Tensor) -> Tensor:
     states = states.to(dtype_of(unembedding, states))
     if part is not None:
-        return finished_logits(part.logits(unembedding, states), config)
+        return finished_logits(part_logits(part, unembedding, states), config)
     logits = frozen(unembedding, states) if torch.is_grad_enabled() else unembedding(states)
     return finished_logits(logits, config)
+
+
+def part_logits(part: DraftVocabulary, unembedding: nn.Module, states: Tensor) -> Tensor:
+    """Return the logits [..., U] that an unembedding makes of states [..., H]; its parameters get no gradient."""
+    linear = unembedding if type(unembedding) is nn.Linear else None
+    if linear is None or linear.weight.is_meta or is_unit(linear) or "_hf_hook" in vars(linear):
+        # such weights cannot be read outside their module's forward: all logits are computed
+        return frozen(unembedding, states).index_select(-1, part.on(states.device))
+    rows = part.rows(linear.weight)
+    bias = None if linear.bias is None else linear.bias.detach()[part.on(rows.device)]
+    return nn.functional.linear(states.to(rows.device), rows, bias)
 
 
 def frozen(module: nn.Module, *args: object) -> Any:

@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
-
-from ...generation.tensors.wrapped_models import is_unit
-from .backbone_parts import frozen
 
 TokenIds = Sequence[int] | Tensor
 FILE = "draft_vocabulary.json"
@@ -64,21 +61,8 @@ class DraftVocabulary:
             self._on_device[device] = self.ids.to(device)
         return self._on_device[device]
 
-    def logits(self, unembedding: nn.Module, states: Tensor) -> Tensor:
-        """Return the logits [..., U] that an unembedding makes of states [..., H]; its parameters get no gradient.
-
-        Rows of a plain linear map are gathered once (and again after training). The weights of any other cannot be read
-        outside its forward, so that all its logits are computed.
-        """
-        linear = unembedding if type(unembedding) is nn.Linear else None
-        if linear is None or linear.weight.is_meta or is_unit(linear) or "_hf_hook" in vars(linear):
-            return frozen(unembedding, states).index_select(-1, self.on(states.device))
-        rows = self._gathered(linear)
-        bias = None if linear.bias is None else linear.bias.detach()[self.on(rows.device)]
-        return nn.functional.linear(states.to(rows.device), rows, bias)
-
-    def _gathered(self, head: nn.Linear) -> Tensor:
-        weight = head.weight
+    def rows(self, weight: Tensor) -> Tensor:
+        """Return the rows [U, H] of the weight [V, H] of an unembedding, gathered once (and again after training)."""
         key = (weight.data_ptr(), weight._version, weight.device, weight.dtype, torch.is_inference_mode_enabled())
         if self._rows is None or self._rows[0] != key:
             self._rows = (key, weight.detach()[self.on(weight.device)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,66 +14,17 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import requested_states
 from ..heads.draft_layers import DraftLayers
-from ..heads.losses import IGNORE, depth_targets, depth_weights, head_loss
-from ..heads.window_distribution import WindowDistribution, distribution_after, window_distribution
+from ..heads.losses import depth_targets, depth_weights, head_loss
+from ..heads.registry import distribution_after, window_distribution
+from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
 from .draft_vocabulary import DraftVocabulary
 from .loss_options import DepthCountsMixin
+from .online import OnlineMixin
 from .outputs import MTPOutput
 
-if TYPE_CHECKING:
-    from .online import OnlineLearner
-
-STATES = "cached_states"
-"""The states' column in training data, and the keyword of the `forward` of drafters."""
-SUMMARIES = "cached_summaries"
-"""The same of the backbone's logits (`logit_summaries`), for drafters with a draft vocabulary."""
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
-
-
-class OnlineMixin:
-    """A drafter that can learn from what its own calls verified: its forward takes `cached_states`.
-
-    Attributes:
-        learning_layers: The backbone's states that it learns from, as indices of `output_hidden_states`.
-        attends: Whether drafts at a position depend on the states of all positions before it.
-    """
-
-    learning_layers: list[int]
-    attends: bool
-
-    @property
-    def drafting_part(self) -> nn.Module:
-        """The module that learns."""
-        return cast(nn.Module, self)
-
-    @property
-    def policy(self) -> PreTrainedModel:
-        """The model whose states it learns from: itself, or what it is attached to."""
-        return cast(PreTrainedModel, self)
-
-    def check_policy(self) -> None:
-        """Refuse a policy that has other sizes than the drafter."""
-
-    def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the loss on sequences that calls have recorded (`collate`), from which the drafting part learns."""
-        return cast(nn.Module, self)(**batch).loss
-
-    def learn_while_decoding(self, every: int = 4096, budget: float = 0.1, **options: Any) -> OnlineLearner:
-        """Learn from now on from what calls of `generate` with this drafter verify; outputs keep their distribution.
-
-        Args:
-            every: New tokens after which the drafter learns, at the end of a call.
-            budget: The largest share of the time of calls that learning may take.
-            **options: Further arguments of `OnlineLearner`.
-
-        Returns:
-            The learner, with the `curve` of acceptance, `freeze` and `unfreeze`.
-        """
-        from .online import OnlineLearner
-
-        return OnlineLearner(self, every=every, budget=budget, **options)
 
 
 class FrozenBackboneMixin(OnlineMixin):
@@ -307,16 +258,6 @@ def run_backbone(
         output_hidden_states=requested_states(layers),
         return_dict=True,
     )
-
-
-def collate(sequences: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a batch of sequences with stored states, padded on the right; with `attention_mask` if lengths differ."""
-    lengths, fills, pad = [len(each["input_ids"]) for each in sequences], {"labels": IGNORE}, nn.utils.rnn.pad_sequence
-    batch = {name: pad([each[name] for each in sequences], True, fills.get(name, 0)) for name in sequences[0]}
-    if len(set(lengths)) > 1:
-        real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
-        batch["attention_mask"] = real.long()
-    return batch
 
 
 def split_states(cached: Tensor, layers: list[int]) -> dict[int, Tensor]:

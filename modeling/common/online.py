@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -15,11 +16,52 @@ from ...generation.call.outputs import Speculation
 from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.wrapped_models import is_unit, readable
-from .learning import OnlineMixin, collate
 from .loss_options import check_values
-from .recording import OnlineBuffer, RecordingSession
+from .recording import OnlineBuffer, RecordingSession, collate
 
 _MAX_NORM = 1.0
+
+
+class OnlineMixin:
+    """A drafter that can learn from what its own calls verified: its forward takes `cached_states`.
+
+    Attributes:
+        learning_layers: The backbone's states that it learns from, as indices of `output_hidden_states`.
+        attends: Whether drafts at a position depend on the states of all positions before it.
+    """
+
+    learning_layers: list[int]
+    attends: bool
+
+    @property
+    def drafting_part(self) -> nn.Module:
+        """The module that learns."""
+        return cast(nn.Module, self)
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model whose states it learns from: itself, or what it is attached to."""
+        return cast(PreTrainedModel, self)
+
+    def check_policy(self) -> None:
+        """Refuse a policy that has other sizes than the drafter."""
+
+    def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss on sequences that calls have recorded (`collate`), from which the drafting part learns."""
+        return cast(nn.Module, self)(**batch).loss
+
+    def learn_while_decoding(self, every: int = 4096, budget: float = 0.1, **options: Any) -> OnlineLearner:
+        """Learn from now on from what calls of `generate` with this drafter verify; outputs keep their distribution.
+
+        Args:
+            every: New tokens after which the drafter learns, at the end of a call.
+            budget: The largest share of the time of calls that learning may take.
+            **options: Further arguments of `OnlineLearner`.
+
+        Returns:
+            The learner, with the `curve` of acceptance, `freeze` and `unfreeze`.
+        """
+        return OnlineLearner(self, every=every, budget=budget, **options)
 
 
 class OnlineLearner(Recorder):

@@ -14,17 +14,30 @@ from threading import Lock
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...generation.call.outputs import Speculation
 from ...generation.call.sequences import NewTokens, Sequences
 from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult, joined_layers
 from ...generation.tensors.masks import cached_range, to_device
 from ..heads.losses import IGNORE
-from .learning import STATES
 
+STATES = "cached_states"
+"""The states' column in training data, and the keyword of the `forward` of drafters."""
+SUMMARIES = "cached_summaries"
+"""The same of the backbone's logits (`logit_summaries`), for drafters with a draft vocabulary."""
 _PADDING = -1
 """The position of padding."""
+
+
+def collate(sequences: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch of sequences with stored states, padded on the right; with `attention_mask` if lengths differ."""
+    lengths, fills, pad = [len(each["input_ids"]) for each in sequences], {"labels": IGNORE}, nn.utils.rnn.pad_sequence
+    batch = {name: pad([each[name] for each in sequences], True, fills.get(name, 0)) for name in sequences[0]}
+    if len(set(lengths)) > 1:
+        real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+        batch["attention_mask"] = real.long()
+    return batch
 
 
 class OnlineBuffer:

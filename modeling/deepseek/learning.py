@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from ...generation.tensors.wrapped_models import parameters_frozen
 from ..common.draft_vocabulary import DraftVocabulary
-from ..common.learning import STATES, OnlineMixin
 from ..common.loss_options import ModuleLossOptions
+from ..common.online import OnlineMixin
 from ..common.outputs import MTPOutput
+from ..common.recording import STATES
 from ..heads.losses import depth_targets
 from .losses import chain_loss, depth_weights, teacher_forced
 from .main_model import OverMainModel, has_towers, mapped_state

@@ -21,7 +21,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import chooses_blocks, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...generation.tensors.masks import additive_mask
-from ..common.backbone_parts import BackboneParts, text_positions
+from ..common.backbone_parts import BackboneParts, part_logits, text_positions
 from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.loss_options import ModuleLossOptions
@@ -73,7 +73,7 @@ def chain_loss(
     head = heads[0]
 
     def drafted(own: LMHeadView, state: Tensor) -> Tensor:
-        return own.logits(state) if vocabulary is None else own.finish(vocabulary.logits(own.head, state))
+        return own.logits(state) if vocabulary is None else own.finish(part_logits(vocabulary, own.head, state))
 
     def target_probs(state: Tensor) -> Tensor:
         if vocabulary is None or options.divergence not in ACCEPTANCES:

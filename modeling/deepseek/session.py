@@ -38,6 +38,7 @@ from ...generation.call.sequences import Sequences
 from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult, taken
 from ...generation.tensors.masks import cached_range
 from ...generation.trees.growth import Ancestry, chain_of, grow, most_nodes
+from ..common.backbone_parts import part_logits
 
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""
@@ -184,7 +185,7 @@ class ModuleSession(DraftSession):
         readout = self.model.readout_of(k)
         if self.vocabulary is None:
             return readout(hidden)
-        return readout.finish(self.vocabulary.logits(readout.head, readout.normed(hidden)))
+        return readout.finish(part_logits(self.vocabulary, readout.head, readout.normed(hidden)))
 
     def draft_ids(self, device: torch.device) -> Tensor | None:
         """Return the token ids of the columns of logits; None: every token, in order."""

@@ -28,7 +28,7 @@ from ...configuration import EagleHeadConfig
 from ...configuration.cache_names import CACHE
 from ...generation.attach import AttachableDrafter
 from ...generation.tensors.masks import model_mask
-from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings
+from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
 from ..common.draft_vocabulary import DraftIdsMixin
 from ..common.learning import States
 from .conversion import resolved_aux_layers
@@ -223,7 +223,7 @@ class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
         if self.config.version == 1:  # the unembedding alone, without the backbone's further changes to its logits
             unembedding, part = output_embeddings(self.backbone), self.draft_vocabulary
             features = features.to(dtype_of(unembedding, features))
-            return frozen(unembedding, features) if part is None else part.logits(unembedding, features)
+            return frozen(unembedding, features) if part is None else part_logits(part, unembedding, features)
         return self.lm_head(features if self.config.norm_output else self.norm(features))
 
     def backbone_logits(self, states: Tensor, only_drafted: bool = False) -> Tensor:

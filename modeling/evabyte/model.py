@@ -19,8 +19,9 @@ from ...generation.call.options import DraftOptions
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ..common.backbone_parts import BackboneParts
-from ..common.learning import OnlineMixin, WindowHeadMixin, split_states
+from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin
+from ..common.online import OnlineMixin
 from ..common.outputs import MTPOutput
 from ..heads.ff import FFHead
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss

@@ -28,9 +28,9 @@ from ..common.loading import StrictLoadingMixin
 from .conversion import OfficialLayoutsMixin
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import FAMILIES, HeadFamily, last_state
-from .registry import build_head, init_head
+from .registry import build_head, distribution_after, init_head
 from .session import AttendingHeadSession, HeadSession
-from .window_distribution import WindowDistribution, distribution_after
+from .window_distribution import WindowDistribution
 
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,10 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from ...generation.tensors.tensor_files import Fields, Tensors
-
-if TYPE_CHECKING:
-    from ..common.backbone_parts import BackboneParts
-    from .window_distribution import WindowDistribution
+from ..common.backbone_parts import BackboneParts
+from .window_distribution import WindowDistribution
 
 Directory = tuple[Fields, Tensors]
 """Fields and tensors of a directory."""

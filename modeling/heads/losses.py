@@ -14,7 +14,7 @@ from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.outputs import MTPOutput
 from ..common.teacher import BlockTarget, Teacher
-from .window_distribution import window_distribution
+from .registry import window_distribution
 
 IGNORE = -100
 

@@ -1,18 +1,21 @@
-"""Building and initialising a head of any family."""
+"""All built-in families, and what is done with a head of any of them: build, initialise, ask for its distribution."""
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...configuration import MTPHeadConfig
+from ..common.backbone_parts import BackboneParts
+from ..common.draft_vocabulary import DraftVocabulary
 from .circuit_head import CircuitHead as CircuitHead
 from .family import FAMILIES
 from .ff import FFHead as FFHead
 from .hydra import HydraHead as HydraHead
 from .layer import LayerHead as LayerHead
 from .medusa import MedusaHead as MedusaHead
+from .window_distribution import PartialDistribution, WindowDistribution
 
 
 @runtime_checkable
@@ -32,3 +35,48 @@ def init_head(module: nn.Module, std: float = 0.02) -> None:
     """Initialise the parameters that a module of a head holds itself (`Resettable`), for a model's `_init_weights`."""
     if isinstance(module, Resettable):
         module.reset_head(std)
+
+
+def window_distribution(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: Tensor,
+    backbone: BackboneParts | None = None,
+    vocabulary: DraftVocabulary | None = None,
+) -> WindowDistribution:
+    """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
+
+    The head computes in its own dtype, whatever that of the features is. A draft vocabulary is that of its columns.
+    """
+    return _over_ids(
+        FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone), vocabulary
+    )
+
+
+def distribution_after(
+    head: nn.Module,
+    config: MTPHeadConfig,
+    features: Tensor,
+    last: Tensor,
+    length: int,
+    backbone: BackboneParts | None = None,
+    vocabulary: DraftVocabulary | None = None,
+) -> WindowDistribution:
+    """Return `window_distribution` given its first token `last` [...] int64, of which the next `length` are exact.
+
+    Only what these drafts read is computed; `length` is at least 1, at most `config.window` - 1.
+    """
+    family, features = FAMILIES[config.head_type], _in_dtype(features, head)
+    if family.is_independent:
+        return _over_ids(family.distribution(head, config, features, backbone, 1, length + 1), vocabulary)
+    whole = family.distribution(head, config, features, backbone, 0, length + 1)
+    return _over_ids(whole, vocabulary).condition(last)
+
+
+def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | None) -> WindowDistribution:
+    return distribution if vocabulary is None else PartialDistribution(distribution, vocabulary)
+
+
+def _in_dtype(features: Tensor, head: nn.Module) -> Tensor:
+    own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
+    return features.to(next(own, features.dtype))

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...configuration import MTPHeadConfig
 from ...generation.tensors.sampling import draw
-from .family import FAMILIES
-
-if TYPE_CHECKING:
-    from ..common.backbone_parts import BackboneParts
-    from ..common.draft_vocabulary import DraftVocabulary
+from ..common.draft_vocabulary import DraftVocabulary
 
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
@@ -303,48 +297,3 @@ def logsumexp(values: Tensor, dim: int) -> Tensor:
 def exact(logits: Tensor) -> Tensor:
     """Return the logits in float32 (float64 stays)."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def window_distribution(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    features: Tensor,
-    backbone: BackboneParts | None = None,
-    vocabulary: DraftVocabulary | None = None,
-) -> WindowDistribution:
-    """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
-
-    The head computes in its own dtype, whatever that of the features is. A draft vocabulary is that of its columns.
-    """
-    return _over_ids(
-        FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone), vocabulary
-    )
-
-
-def distribution_after(
-    head: nn.Module,
-    config: MTPHeadConfig,
-    features: Tensor,
-    last: Tensor,
-    length: int,
-    backbone: BackboneParts | None = None,
-    vocabulary: DraftVocabulary | None = None,
-) -> WindowDistribution:
-    """Return `window_distribution` given its first token `last` [...] int64, of which the next `length` are exact.
-
-    Only what these drafts read is computed; `length` is at least 1, at most `config.window` - 1.
-    """
-    family, features = FAMILIES[config.head_type], _in_dtype(features, head)
-    if family.is_independent:
-        return _over_ids(family.distribution(head, config, features, backbone, 1, length + 1), vocabulary)
-    whole = family.distribution(head, config, features, backbone, 0, length + 1)
-    return _over_ids(whole, vocabulary).condition(last)
-
-
-def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | None) -> WindowDistribution:
-    return distribution if vocabulary is None else PartialDistribution(distribution, vocabulary)
-
-
-def _in_dtype(features: Tensor, head: nn.Module) -> Tensor:
-    own = (parameter.dtype for parameter in head.parameters() if parameter.is_floating_point())
-    return features.to(next(own, features.dtype))

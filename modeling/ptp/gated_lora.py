@@ -12,15 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
 
 Products = list[tuple[Tensor, Tensor]]
 """A x and s B of each of some adapters."""
@@ -191,26 +186,6 @@ class PackedMixin(nn.Module):
     def _forget(self) -> None:
         if self.siblings is not None:
             self.siblings.forget()
-
-
-def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | None = None) -> None:
-    """Give all linear layers of a model but `skip` gated adapters, float32 (float64 in float64 layers), in place."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    from .gated_linear import GatedLinear
-
-    kinds = (nn.Linear, Conv1D)
-    targets = [name for name, layer in model.named_modules() if isinstance(layer, kinds) and layer is not skip]
-    if not targets:
-        raise ValueError(f"{type(model).__name__} has no linear layers that gated adapters could be added to")
-    config: LoraConfig = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
-    config._register_custom_module(dict.fromkeys(kinds, GatedLinear))
-    inject_adapter_in_model(config, model, ADAPTER)
-    for layer in model.modules():
-        if isinstance(layer, GatedLinear):
-            dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-            layer.lora_A.to(dtype), layer.lora_B.to(dtype)
-    join_siblings(model)
 
 
 def join_siblings(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from ..common.outputs import PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from .embedding import Sampler, UniformEmbedding, slot_parts
-from .gated_lora import ADAPTER, Gate, gate_linears, opened, preserve_gates
+from .gated_lora import ADAPTER, Gate, opened, preserve_gates
 from .generation import ParallelGenerationMixin
 from .inputs import check_config, check_logits, check_model, check_positions, check_uniforms, has_slots
 
@@ -91,6 +91,8 @@ class PTPForCausalLM(
         own = {name for name, part in parts.items() if part is not None}
         self._keep_in_fp32_modules_strict = {"lora_A", "lora_B", *own}  # bfloat16 would round their steps away
         head = self.backbone.get_output_embeddings()
+        from .gated_linear import gate_linears  # with peft
+
         gate_linears(self.backbone, config.lora_rank, config.lora_alpha, skip=head)
         self.post_init()
 

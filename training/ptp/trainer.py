@@ -20,7 +20,8 @@ from ...modeling.heads.losses import IGNORE
 from ..trainer_base import BaseTrainer, Collator, Inputs, at_rest, check_depths, check_ids
 from .completions import Sequences
 from .forwards import Teacher
-from .losses import MaskReader, PTPOptions, SlotReader
+from .losses import PTPOptions
+from .readers import MaskReader, SlotReader
 from .tasks import Task, TaskMaker
 
 TASK = "ptp_task"

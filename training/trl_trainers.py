@@ -148,15 +148,17 @@ class MTPDPOTrainer(DPOTrainer):
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
         self.drafter_weight = drafter_weight
         super().__init__(model, ref_model, args, **kwargs)
-        for each in (self.accelerator.unwrap_model(self.model), self.ref_model):
-            if each is not None:
-                without_peft(each).has_warned = True  # the auxiliary term trains the drafter
 
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return TRL's loss plus the model's own on the chosen half of the batch."""
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        whole = without_peft(self.accelerator.unwrap_model(model))
+        whole.learns_besides = True
+        try:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            del whole.learns_besides
         if not self.drafter_weight:
             return result
         loss, *rest = result if return_outputs else (result,)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import wraps
-from types import MethodType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -20,7 +18,6 @@ logger = logging.get_logger(__name__)
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
 """Objectives of each version of EAGLE, the default first."""
 Options = TypeVar("Options", bound="LossOptions")
-Result = TypeVar("Result")
 _STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
 
 
@@ -190,7 +187,7 @@ class TrainableDrafter(Protocol):
         ...
 
 
-class OwnLossMixin:
+class OwnLossMixin(nn.Module):
     """A drafter that learns from its own loss alone, which trainers of TRL do not ask for.
 
     They pass `fused_lm_head=True`, and compute the loss of the next token from the backbone's states.
@@ -198,43 +195,33 @@ class OwnLossMixin:
     Attributes:
         own_trainer: The trainer that trains it.
         silent_part: Name of the part that such a loss does not change; None: nothing learns from it.
-        has_warned: Whether the warning was logged.
+        learns_besides: Whether the caller adds the drafter's own loss to that one.
     """
 
     own_trainer = "MTPSFTTrainer"
     silent_part: str | None = None
-    has_warned = False
-    training: bool
+    learns_besides = False
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute; a forward with which TRL replaces that of the class is checked, as peft calls it itself."""
-        if name == "forward" and isinstance(value, MethodType) and value.__self__ is self:
-            value = MethodType(_checked(value.__func__), self)
-        super().__setattr__(name, value)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; warn, or refuse where nothing learns, that a trainer computes a loss of its own.
+
+        Raises:
+            RuntimeError: `fused_lm_head=True`, and nothing learns from that loss.
+        """
+        if kwargs.get("fused_lm_head") and not self.learns_besides:
+            self._check_own_loss()
+        return super().__call__(*args, **kwargs)
 
     def _check_own_loss(self) -> None:
-        """Warn, or refuse where nothing learns, that a trainer computes a loss of its own."""
         name = type(self).__name__
         if self.silent_part is None:
             raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
         drafter: nn.Module = getattr(self, self.silent_part)
-        learns = self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters())
-        if learns and not self.has_warned:
-            self.has_warned = True
-            logger.warning(
+        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters()):
+            logger.warning_once(
                 f"the drafter of {name} does not learn from the loss of the next token: train the model with "
                 f"{self.own_trainer}, or freeze the drafter"
             )
-
-
-def _checked(forward: Callable[..., Result]) -> Callable[..., Result]:
-    @wraps(forward)
-    def checked_forward(self: OwnLossMixin, *args: object, **kwargs: object) -> Result:
-        if kwargs.get("fused_lm_head"):
-            self._check_own_loss()
-        return forward(self, *args, **kwargs)
-
-    return checked_forward
 
 
 class DepthCountsMixin(OwnLossMixin):

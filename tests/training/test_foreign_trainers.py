@@ -1,6 +1,7 @@
 """Trainers of TRL on models that draft: what they do not train is said, and what they cannot train is refused."""
 
 import logging
+import traceback
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ def with_adapters(model):
 
 @pytest.mark.parametrize("adapt", [lambda model: model, with_adapters], ids=["plain", "peft"])
 def test_modules_that_do_not_learn_are_said_once(adapt, tmp_path, caplog):
+    logging.Logger.warning_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         logging.getLogger("transformers").propagate = True
         model = train("modules", "sft", tmp_path, adapt)
@@ -70,3 +72,15 @@ def test_modules_that_do_not_learn_are_said_once(adapt, tmp_path, caplog):
     model.train()(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
     model.eval()(torch.tensor([[1, 2, 3]]))
     assert not caplog.records
+
+
+def test_a_trained_model_has_one_frame_of_ours_around_its_forward(tmp_path):
+    model, names = train("modules", "sft", tmp_path), []
+
+    def note(*_):
+        names.extend(frame.name for frame in traceback.extract_stack() if "loss_options" in frame.filename)
+
+    model.main.register_forward_pre_hook(note)
+    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
+    assert set(names) <= {"__call__"} and len(names) == 1
+    assert not {"learns_besides", "has_warned"} & vars(model).keys()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .. import __version__
@@ -106,6 +106,31 @@ class AttachableDrafter(BaseDrafter):
         if (device := getattr(super(), "device", None)) is None:
             raise RuntimeError(f"this {type(self).__name__} cannot assist this model: call attach(backbone) first")
         return device
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The backbone's, which trainers and `generate` of another model read."""
+        return self.backbone.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: GenerationConfig | None) -> None:
+        """Ignore the value."""
+
+    def _supports_logits_to_keep(self) -> bool:
+        """Refuse to be run by transformers itself, with a model that the drafter is not attached to."""
+        raise RuntimeError(f"{type(self).__name__} cannot assist this model: call attach(backbone) first")
+
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
+        """Refuse: a drafter that was made for one vocabulary fits no other."""
+        drafter = f"{type(self).__name__} for vocab_size={field(getattr(self, 'config', None), 'vocab_size')}"
+        raise ValueError(f"a {drafter} cannot be resized: resize its backbone, and make a new one")
+
+    def check_sizes(self, backbone: PreTrainedModel, **made: object) -> None:
+        """Refuse a backbone whose configuration has a field with another value than the drafter was `made` for."""
+        drafter, other = type(self).__name__, type(backbone).__name__
+        for name, wanted in made.items():
+            if (actual := field(backbone.config.get_text_config(), name)) != wanted:
+                raise ValueError(f"{name}: this {drafter} was made for {wanted!r}, but {other} has {actual!r}")
 
     def matches(self, model: object) -> bool:
         """Return whether `generate` may take that model as `assistant_model` for this drafter."""

@@ -13,7 +13,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 from ..configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
 from ..generation.attach import AttachableDrafter
 from ..modeling import DeepSeekMTP
-from ..modeling.common.remote_code import REQUIREMENT, RemoteCodeMixin
+from ..modeling.common.loading import StrictLoadingMixin
+from ..modeling.common.remote_code import REQUIREMENT
 
 _CHAIN = 5  # tokens that an EAGLE head drafts where its config says nothing
 _SLOTS = {
@@ -80,7 +81,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     drafting = _drafting(config, model)
     model_class = _class(config) if model is None else type(model)
     heads_only = issubclass(model_class, AttachableDrafter)
-    if not issubclass(model_class, RemoteCodeMixin):
+    if not issubclass(model_class, StrictLoadingMixin):
         remote_code = None
     elif remote_code == "auto":
         remote_code = "bundle" if model_class.travels_when_pushed else None

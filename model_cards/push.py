@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration import EagleHeadConfig
-from ..modeling.common.remote_code import RemoteCodeMixin
+from ..modeling.common.loading import TRAVELLERS
+from ..modeling.common.remote_code import code_when_pushed
 from ..modeling.eagle.export import layout_config
 from ..training.utils import replace_file
 from .card import check_no_local_path, local_figures, render_card, write_card
@@ -302,7 +303,7 @@ def _upload(
 
 def _code(saved: PreTrainedModel | PreTrainedTokenizerBase, remote_code: str | None) -> dict[str, Any]:
     """Return options of `save_pretrained`; classes of other libraries take none."""
-    return {"remote_code": saved.code_when_pushed(remote_code)} if isinstance(saved, RemoteCodeMixin) else {}
+    return {"remote_code": code_when_pushed(saved, remote_code)} if isinstance(saved, TRAVELLERS) else {}
 
 
 def _card_of_push(

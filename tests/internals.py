@@ -252,10 +252,12 @@ _NAMES = {
         "REGISTER",
         "RegisterModel",
     ),
+    "tokenahead.modeling.common.loading": ("StrictLoadingMixin",),
     "tokenahead.modeling.common.remote_code": (
         "REQUIREMENT",
         "TRANSFORMERS",
-        "RemoteCodeMixin",
+        "add_code",
+        "code_when_pushed",
     ),
     "tokenahead.generation.tensors.sampling": (
         "philox",

@@ -19,7 +19,8 @@ from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..generation.attach import AttachableDrafter
-from ..modeling.common.remote_code import RemoteCodeMixin
+from ..modeling.common.loading import TRAVELLERS
+from ..modeling.common.remote_code import add_code, code_when_pushed
 from ..modeling.heads.joint import JointMTPModel
 from .utils import without_directories
 
@@ -221,8 +222,8 @@ class TrainerPushMixin(_TrainerBase):
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
         release.public_copy(source, Path(copy.name), left_out, also)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
-            if isinstance(saved, RemoteCodeMixin):
-                saved.add_code(Path(copy.name), saved.code_when_pushed())
+            if isinstance(saved, TRAVELLERS):
+                add_code(saved, Path(copy.name), code_when_pushed(saved))
         repo = str(self.hub_model_id)
         options |= {"delete_patterns": release.WEIGHTS}
 

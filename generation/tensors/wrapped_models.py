@@ -13,9 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-
-from ...configuration.fields import field
+from transformers import GenerationMixin, PreTrainedModel
 
 Model = TypeVar("Model")
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
@@ -244,41 +242,6 @@ class PicklableMixin(nn.Module):
         """Return all attributes, after those functions are removed."""
         drop_collectors(self)
         return vars(self)
-
-
-class AttachedMixin:
-    """What drafters and wrappers of a backbone share: its generation config, and no embeddings of their own."""
-
-    backbone: PreTrainedModel
-    config: Any
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The backbone's, which trainers and `generate` of another model read."""
-        return self.backbone.generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: GenerationConfig | None) -> None:
-        """Ignore the value."""
-
-    def check_sizes(self, backbone: PreTrainedModel, **made: object) -> None:
-        """Refuse a backbone whose configuration has a field with another value than the drafter was `made` for."""
-        drafter, other = type(self).__name__, type(backbone).__name__
-        for name, wanted in made.items():
-            if (actual := field(backbone.config.get_text_config(), name)) != wanted:
-                raise ValueError(f"{name}: this {drafter} was made for {wanted!r}, but {other} has {actual!r}")
-
-    def _supports_logits_to_keep(self) -> bool:
-        """Refuse to be run by transformers itself, with a model that the drafter is not attached to."""
-        raise RuntimeError(f"{type(self).__name__} cannot assist this model: call attach(backbone) first")
-
-    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
-        """Refuse: a drafter that was made for one vocabulary fits no other."""
-        drafter = f"{type(self).__name__} for vocab_size={self.config.vocab_size}"
-        raise ValueError(f"a {drafter} cannot be resized: resize its backbone, and make a new one")
 
 
 class WrapperMixin:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -96,63 +96,6 @@ class DraftVocabulary:
     def save(self, directory: str | PathLike) -> None:
         """Write the ids to a checkpoint."""
         (Path(directory) / FILE).write_text(json.dumps(self.ids.tolist()) + "\n", encoding="utf-8")
-
-
-class DraftIdsMixin:
-    """The draft vocabulary of a drafter with tensors of that size, as a buffer `d2t`."""
-
-    draft_size: int
-    config: Any
-    device: torch.device
-    named_buffers: Callable[..., Iterable[tuple[str, Tensor]]]
-    register_buffer: Callable[..., None]
-    _part: tuple[Hashable, DraftVocabulary] | None = None
-
-    def add_draft_ids(self, size: int | None, vocab_size: int | None) -> None:
-        """Set `draft_size`, and register a buffer of the ids where that is not the whole vocabulary."""
-        self.draft_size = size or vocab_size or 0
-        if size is not None and size != vocab_size:  # offsets, as in every layout
-            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
-
-    @property
-    def offsets(self) -> Tensor | None:
-        """`d2t`, [Vd] int64: token id - draft id; None where all tokens are drafted."""
-        return dict(self.named_buffers(recurse=False)).get("d2t")
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """Token ids that are drafted, [Vd] int64, on the drafter's device."""
-        ids = torch.arange(self.draft_size, device=self.device)
-        return ids if self.offsets is None else ids + self.offsets
-
-    @property
-    def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that are drafted; None where all tokens are drafted."""
-        offsets = self.offsets
-        if offsets is None:
-            return None
-        key = (offsets.data_ptr(), offsets._version, offsets.device)
-        if self._part is None or self._part[0] != key:
-            ids = self.draft_ids
-            if bool((ids[1:] <= ids[:-1]).any()):
-                raise ValueError("d2t must name distinct token ids in ascending order")
-            self._part = (key, DraftVocabulary(ids, self.config.vocab_size))
-        return self._part[1]
-
-    def set_draft_ids(self, draft_ids: Tensor) -> None:
-        """Set which tokens are drafted.
-
-        Args:
-            draft_ids: [Vd] int64, distinct.
-
-        Raises:
-            ValueError: Another number of ids, repeated ids, or ids out of range.
-        """
-        size = self.draft_size
-        if len(DraftVocabulary(draft_ids, self.config.vocab_size, "draft_ids")) != size:
-            raise ValueError(f"draft_ids are {len(draft_ids)}; they must be as many as draft_vocab_size={size}")
-        if self.offsets is not None:
-            self.offsets.copy_(draft_ids.to(self.offsets.device) - torch.arange(size, device=self.offsets.device))
 
 
 def stored_ids(name: str | PathLike, **hub: Any) -> list[int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,27 +13,42 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import requested_states
-from ..heads.draft_layers import DraftLayers
-from ..heads.losses import depth_targets, depth_weights, head_loss
+from ...generation.attach import AttachableDrafter, NoGenerationMixin
+from ..heads.losses import IGNORE, counted, depth_targets, depth_weights
 from ..heads.registry import distribution_after, window_distribution
 from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
 from .draft_vocabulary import DraftVocabulary
-from .loss_options import DepthCountsMixin
+from .loading import StrictLoadingMixin
+from .loss_options import refuse_loss_of_others
 from .online import OnlineMixin
-from .outputs import MTPOutput
 
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
 
 
-class FrozenBackboneMixin(OnlineMixin):
-    """The training forward of a drafter that learns on a frozen backbone, or from stored states of it."""
+class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedModel):
+    """A network that drafts for a frozen backbone, and learns on it or from stored states of it.
 
-    training: bool
-    backbone: PreTrainedModel
-    check_backbone: Callable[[PreTrainedModel], None]
+    A class that uses it offers `learn` and `learning_layers`.
+
+    Attributes:
+        draft_size: Number of the tokens that it drafts.
+    """
+
+    supports_gradient_checkpointing = True
+    travels_when_pushed = False
+    draft_size: int
     learn: Callable[..., CausalLMOutputWithPast]
+    _part: tuple[Hashable, DraftVocabulary] | None = None
+    # Auto classes give a class of foreign code GenerationMixin, unless the name of its `generate` has that in it
+    generate = NoGenerationMixin.generate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; refuse a trainer that computes a loss of its own (`fused_lm_head=True`)."""
+        if kwargs.get("fused_lm_head"):
+            refuse_loss_of_others(self)
+        return super().__call__(*args, **kwargs)
 
     @property
     def policy(self) -> PreTrainedModel:
@@ -105,8 +120,54 @@ class FrozenBackboneMixin(OnlineMixin):
         with torch.no_grad():
             return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)
 
+    def add_draft_ids(self, size: int | None, vocab_size: int | None) -> None:
+        """Set `draft_size`, and register a buffer of the ids where that is not the whole vocabulary."""
+        self.draft_size = size or vocab_size or 0
+        if size is not None and size != vocab_size:  # offsets, as in every layout
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
 
-class WindowHeadMixin(DepthCountsMixin):
+    @property
+    def offsets(self) -> Tensor | None:
+        """`d2t`, [Vd] int64: token id - draft id; None where all tokens are drafted."""
+        return dict(self.named_buffers(recurse=False)).get("d2t")
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Token ids that are drafted, [Vd] int64, on the drafter's device."""
+        ids = torch.arange(self.draft_size, device=self.device)
+        return ids if self.offsets is None else ids + self.offsets
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that are drafted; None where all tokens are drafted."""
+        offsets = self.offsets
+        if offsets is None:
+            return None
+        key = (offsets.data_ptr(), offsets._version, offsets.device)
+        if self._part is None or self._part[0] != key:
+            ids = self.draft_ids
+            if bool((ids[1:] <= ids[:-1]).any()):
+                raise ValueError("d2t must name distinct token ids in ascending order")
+            self._part = (key, DraftVocabulary(ids, self.config.vocab_size))
+        return self._part[1]
+
+    def set_draft_ids(self, draft_ids: Tensor) -> None:
+        """Set which tokens are drafted.
+
+        Args:
+            draft_ids: [Vd] int64, distinct.
+
+        Raises:
+            ValueError: Another number of ids, repeated ids, or ids out of range.
+        """
+        size = self.draft_size
+        if len(DraftVocabulary(draft_ids, self.config.vocab_size, "draft_ids")) != size:
+            raise ValueError(f"draft_ids are {len(draft_ids)}; they must be as many as draft_vocab_size={size}")
+        if self.offsets is not None:
+            self.offsets.copy_(draft_ids.to(self.offsets.device) - torch.arange(size, device=self.offsets.device))
+
+
+class WindowHeadMixin:
     """What a model with a window head offers, whether the backbone belongs to it or not.
 
     Attributes:
@@ -115,18 +176,31 @@ class WindowHeadMixin(DepthCountsMixin):
         whole_head: The module that makes the distribution of the whole window.
     """
 
+    loss_unit = "head"
+    window: int
     mtp_loss_weight: float = 1.0
     head_config: MTPHeadConfig
     whole_head: nn.Module
     hidden_layers: list[int]
-    draft_vocabulary: DraftVocabulary | None = None
+    draft_vocabulary: DraftVocabulary | None
     _parts: Callable[[], BackboneParts | None]
     device: torch.device
 
     @property
-    def normalization(self) -> str:
-        """See `DepthCountsMixin`."""
-        return self.head_config.loss_normalization
+    def num_losses(self) -> int:
+        """Depths of the window."""
+        return self.window
+
+    def loss_counts(
+        self,
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the targets per depth of a batch, [n] int64."""
+        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+        return counted(targets != IGNORE, self.head_config.loss_normalization)
 
     def distribution_of_features(self, features: Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given `features` [..., F]."""
@@ -171,73 +245,6 @@ class WindowHeadMixin(DepthCountsMixin):
         """
         scale = self.loss_scale(first).to(sums)
         return (sums * scale * depth_weights(self.head_config, counts.to(sums))).sum()
-
-
-class LearningMixin(FrozenBackboneMixin, WindowHeadMixin):
-    """How `MTPHeads` learn."""
-
-    config: MTPHeadConfig
-    head: nn.Module
-    draft_layers: DraftLayers | None
-    backbone: PreTrainedModel
-    features: Callable[..., Tensor]
-
-    @property
-    def head_config(self) -> MTPHeadConfig:
-        """The whole configuration."""
-        return self.config
-
-    @property
-    def whole_head(self) -> nn.Module:
-        """The head."""
-        return self.head
-
-    @property
-    def learning_layers(self) -> list[int]:
-        """The states of the backbone that training reads, as indices of `output_hidden_states`."""
-        layers = sorted(set(self.hidden_layers), key=self.hidden_layers.index)
-        needs_last = self.draft_layers is None or self.config.loss_target == "teacher"
-        return [index for index in layers if index != -1 or needs_last]
-
-    def learn(
-        self,
-        states: States,
-        logits: Tensor | None,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        labels: Tensor | None,
-        counts: Tensor | int | None,
-        shift_labels: Tensor | None = None,
-        balance: Tensor | None = None,
-        first: float = 1.0,
-        summaries: Tensor | None = None,
-        **kwargs: object,
-    ) -> MTPOutput:
-        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
-
-        `counts` is `num_items_in_batch`, `summaries` is `cached_summaries`; `first` is the weight of depth 1, 0 where
-        the backbone learns it itself.
-        """
-        if labels is None and shift_labels is None:
-            return MTPOutput(logits=logits)
-        targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
-        output = head_loss(
-            self.head,
-            self.config,
-            self.features(states, attention_mask, position_ids),
-            targets,
-            input_ids,
-            counts,
-            self._parts(),
-            states[-1] if self.config.loss_target == "teacher" else None,
-            self.loss_scale(first),
-            balance,
-            self.draft_vocabulary,
-            summaries,
-        )
-        output.logits = logits
-        return output
 
 
 def run_backbone(

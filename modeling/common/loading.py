@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from os import PathLike
@@ -11,103 +11,16 @@ from typing import Any, ClassVar
 
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import CONFIG_NAME, PreTrainedConfig
 
 from ... import __version__
 from ...generation.tensors.tensor_files import HUB_OPTIONS, check_contents, unlisted_file, wrapped_names
 from ...generation.tensors.wrapped_models import fingerprint
-from .remote_code import TRAVELS, RemoteCodeMixin, is_ours, whole_directory
+from .remote_code import TRAVELS, TravellingTokenizerMixin, add_code, code_obstacle, is_ours, whole_directory
 
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
 _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision", "commit_description")
-
-
-class SavingMixin(RemoteCodeMixin):
-    """`save_pretrained` and `push_to_hub` of a model or drafter.
-
-    A subclass that writes its tensors in its own way overrides `_write_directory`.
-    """
-
-    def save_pretrained(
-        self,
-        save_directory: str | PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        push_to_hub: bool = False,
-        *,
-        remote_code: str | None = "auto",
-        **kwargs: Any,
-    ) -> None:
-        """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
-
-        Files are written to a temporary directory and moved when all are complete; weights of an earlier save that are
-        not replaced are removed. config.json also names this library and its version.
-
-        Args:
-            save_directory: The directory, which is created.
-            is_main_process: Whether this process writes.
-            state_dict: The tensors of this model, where they had to be gathered.
-            push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
-            remote_code: What loads the directory where this library is not installed, with `trust_remote_code=True`:
-                `"bundle"`, its code, in a directory of its own; `"package"`, one line that imports the library; None,
-                nothing. `"auto"` is None, but a model that was itself loaded from such code saves it again.
-            **kwargs: As for transformers' `save_pretrained`.
-
-        Raises:
-            ValueError: An unknown `remote_code`, or a class that it cannot be had for.
-            NotADirectoryError: `save_directory` is a file.
-        """
-        target = Path(save_directory)
-        hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
-        config = self.config
-        config.library_name, config.library_version = LIBRARY, __version__
-        # torch's distributed checkpoints are written by all processes into one directory
-        spread = kwargs.get("distributed_checkpoint", False)
-        base = vars(config).get("base_model_name_or_path")
-        if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
-            config.base_model_name_or_path = str(Path(base).absolute())
-        if vars(self).get("_backbones"):  # a drafter with the backbone that it learned from
-            known = vars(config).get("backbone_fingerprint")
-            config.backbone_fingerprint = fingerprint(vars(self)["_backbones"][0]) or known
-        if is_ours(type(config)):  # Auto classes mark a class that came with a directory: its code is added here
-            config._auto_class = None
-        with nullcontext(target) if spread else whole_directory(target, kwargs.get("variant")) as directory:
-            self._write_directory(directory, is_main_process, state_dict, **kwargs)
-            if is_main_process:
-                self.add_code(directory, remote_code)
-        if push_to_hub and is_main_process:
-            hub = {"repo_id": target.absolute().name, "remote_code": remote_code} | hub
-            self.push_to_hub(**hub, **{key: kwargs[key] for key in ("token", "max_shard_size") if key in kwargs})
-
-    def _write_directory(
-        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
-    ) -> None:
-        """Write everything but code into a directory."""
-        super().save_pretrained(directory, is_main_process, state_dict, **kwargs)
-
-    def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
-        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.
-
-        Args:
-            repo_id: `"user/name"`; created if it does not exist.
-            remote_code: As for `save_pretrained`, but `"auto"` is `"bundle"` for models, whose readers may not have
-                this library; heads and other drafters carry no code unless it is requested.
-            **kwargs: As for transformers' `push_to_hub`.
-
-        Returns:
-            The commit.
-
-        Raises:
-            ValueError: No token, or a repository that holds another model: nothing is changed there.
-            ConnectionError: The Hub cannot be reached.
-        """
-        if TRAVELS:  # without the package there is no renderer of cards
-            if remote_code not in ("auto", "bundle"):
-                raise ValueError(f"remote_code={remote_code!r}: needs the package tokenahead; leave it out")
-            return super().push_to_hub(repo_id, **kwargs)
-        push = import_module(f"{__package__.partition('.')[0]}.model_cards.push").push_model
-        return push(self, repo_id, remote_code=remote_code, **kwargs)
 
 
 def check_is_there(name: str | PathLike) -> None:
@@ -118,13 +31,21 @@ def check_is_there(name: str | PathLike) -> None:
         raise FileNotFoundError(f"{path}: no such directory")
 
 
-class StrictLoadingMixin(SavingMixin):
-    """`from_pretrained` that raises where transformers would warn and continue with random weights.
+class StrictLoadingMixin:
+    """`from_pretrained` that raises where transformers would warn, and directories that are saved whole or not at all.
 
-    Directories are saved whole (`SavingMixin`). To be placed before `PreTrainedModel` among the bases.
+    To be placed before `PreTrainedModel` among the bases. A class that writes its tensors in its own way overrides
+    `_write_directory`.
+
+    Attributes:
+        remote_classes: By Auto class, the class of this module that it loads, `{"AutoModel": "MTPHeads"}`.
+        travels_when_pushed: Whether a push carries the code by default.
     """
 
     config_class: ClassVar[type[PreTrainedConfig]]
+    remote_classes: Mapping[str, str] = {}
+    travels_when_pushed: bool = True
+    _config_file: str = CONFIG_NAME
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
@@ -185,6 +106,103 @@ class StrictLoadingMixin(SavingMixin):
                 f"{name}: config.json has model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}"
                 + (makes if hasattr(cls, "from_backbone") else "")
             )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
+        """Register classes of users as transformers does; this library's own save their code without that.
+
+        Auto classes call it on what they load with trust; transformers would then also copy code in its own way.
+        """
+        if not is_ours(cls):
+            super().register_for_auto_class(auto_class)
+
+    def without_code(self) -> str | None:
+        """Return why no code can be saved with this object; None where it can."""
+        return code_obstacle(self)
+
+    def save_pretrained(
+        self,
+        save_directory: str | PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        *,
+        remote_code: str | None = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
+
+        Files are written to a temporary directory and moved when all are complete; weights of an earlier save that are
+        not replaced are removed. config.json also names this library and its version.
+
+        Args:
+            save_directory: The directory, which is created.
+            is_main_process: Whether this process writes.
+            state_dict: The tensors of this model, where they had to be gathered.
+            push_to_hub: Upload afterwards; `repo_id` and so on as for `push_to_hub`.
+            remote_code: What loads the directory where this library is not installed, with `trust_remote_code=True`:
+                `"bundle"`, its code, in a directory of its own; `"package"`, one line that imports the library; None,
+                nothing. `"auto"` is None, but a model that was itself loaded from such code saves it again.
+            **kwargs: As for transformers' `save_pretrained`.
+
+        Raises:
+            ValueError: An unknown `remote_code`, or a class that it cannot be had for.
+            NotADirectoryError: `save_directory` is a file.
+        """
+        target = Path(save_directory)
+        hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
+        config = self.config
+        config.library_name, config.library_version = LIBRARY, __version__
+        # torch's distributed checkpoints are written by all processes into one directory
+        spread = kwargs.get("distributed_checkpoint", False)
+        base = vars(config).get("base_model_name_or_path")
+        if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
+            config.base_model_name_or_path = str(Path(base).absolute())
+        if vars(self).get("_backbones"):  # a drafter with the backbone that it learned from
+            known = vars(config).get("backbone_fingerprint")
+            config.backbone_fingerprint = fingerprint(vars(self)["_backbones"][0]) or known
+        if is_ours(type(config)):  # Auto classes mark a class that came with a directory: its code is added here
+            config._auto_class = None
+        with nullcontext(target) if spread else whole_directory(target, kwargs.get("variant")) as directory:
+            self._write_directory(directory, is_main_process, state_dict, **kwargs)
+            if is_main_process:
+                add_code(self, directory, remote_code)
+        if push_to_hub and is_main_process:
+            hub = {"repo_id": target.absolute().name, "remote_code": remote_code} | hub
+            self.push_to_hub(**hub, **{key: kwargs[key] for key in ("token", "max_shard_size") if key in kwargs})
+
+    def _write_directory(
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+    ) -> None:
+        """Write everything but code into a directory."""
+        super().save_pretrained(directory, is_main_process, state_dict, **kwargs)
+
+    def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
+        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.
+
+        Args:
+            repo_id: `"user/name"`; created if it does not exist.
+            remote_code: As for `save_pretrained`, but `"auto"` is `"bundle"` for models, whose readers may not have
+                this library; heads and other drafters carry no code unless it is requested.
+            **kwargs: As for transformers' `push_to_hub`.
+
+        Returns:
+            The commit.
+
+        Raises:
+            ValueError: No token, or a repository that holds another model: nothing is changed there.
+            ConnectionError: The Hub cannot be reached.
+        """
+        if TRAVELS:  # without the package there is no renderer of cards
+            if remote_code not in ("auto", "bundle"):
+                raise ValueError(f"remote_code={remote_code!r}: needs the package tokenahead; leave it out")
+            return super().push_to_hub(repo_id, **kwargs)
+        push = import_module(f"{__package__.partition('.')[0]}.model_cards.push").push_model
+        return push(self, repo_id, remote_code=remote_code, **kwargs)
+
+
+TRAVELLERS = (StrictLoadingMixin, TravellingTokenizerMixin)
+"""Classes whose code can be saved with them."""
 
 
 def _why_missing(name: str, missing: list[str], unexpected: Iterable[str]) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ..heads.losses import IGNORE, counted, depth_targets
 from .teacher import LOSSES, WEIGHTINGS
 
 logger = logging.get_logger(__name__)
@@ -187,6 +186,11 @@ class TrainableDrafter(Protocol):
         ...
 
 
+def refuse_loss_of_others(model: nn.Module, trainer: str = "MTPSFTTrainer") -> NoReturn:
+    """Refuse to be called with `fused_lm_head=True`: nothing in the model learns from a trainer's own loss."""
+    raise RuntimeError(f"{type(model).__name__} learns from its own loss alone: train it with {trainer}")
+
+
 class OwnLossMixin(nn.Module):
     """A drafter that learns from its own loss alone, which trainers of TRL do not ask for.
 
@@ -215,38 +219,10 @@ class OwnLossMixin(nn.Module):
     def _check_own_loss(self) -> None:
         name = type(self).__name__
         if self.silent_part is None:
-            raise RuntimeError(f"{name} learns from its own loss alone: train it with {self.own_trainer}")
+            refuse_loss_of_others(self, self.own_trainer)
         drafter: nn.Module = getattr(self, self.silent_part)
         if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters()):
             logger.warning_once(
                 f"the drafter of {name} does not learn from the loss of the next token: train the model with "
                 f"{self.own_trainer}, or freeze the drafter"
             )
-
-
-class DepthCountsMixin(OwnLossMixin):
-    """Loss terms per depth of a window, the contract of `TrainableDrafter`."""
-
-    loss_unit = "head"
-    window: int
-
-    @property
-    def normalization(self) -> str:
-        """What terms are divided by, see `counted`."""
-        return "tokens"
-
-    @property
-    def num_losses(self) -> int:
-        """Depths of the window."""
-        return self.window
-
-    def loss_counts(
-        self,
-        labels: Tensor | None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the targets per depth of a batch, [n] int64."""
-        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-        return counted(targets != IGNORE, self.normalization)

@@ -122,82 +122,74 @@ def is_ours(kind: type) -> bool:
     return kind.__module__.startswith(f"{root}.")
 
 
-class RemoteCodeMixin:
-    """A class whose code can be saved with it.
+def code_when_pushed(saved: Any, remote_code: str | None = "auto") -> str | None:
+    """Return what `remote_code` means for a push: `"auto"` is the bundle for models, and no code for drafters."""
+    carries = saved.travels_when_pushed and is_ours(type(saved))
+    return "bundle" if remote_code == "auto" and carries else remote_code
 
-    To be placed before the base class of transformers.
 
-    Attributes:
-        remote_classes: By Auto class, the class of this module that it loads, `{"AutoModel": "MTPHeads"}`.
-        travels_when_pushed: Whether a push carries the code by default.
+def add_code(saved: Any, directory: Path, remote_code: str | None) -> None:
+    """Write the code of a saved directory, and `auto_map` into its config."""
+    auto_map, files = code_for(saved, remote_code)
+    path = directory / saved._config_file
+    if not path.is_file():  # adapters of peft were saved alone, or another process writes
+        return
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    is_stale = is_ours(type(saved)) and fields.pop("auto_map", None) is not None
+    if is_stale or files:
+        if files:  # tokenizers have pairs, of a slow and a fast class
+            is_model = saved._config_file == CONFIG_NAME
+            fields["auto_map"] = auto_map if is_model else {name: (each, None) for name, each in auto_map.items()}
+        files[path.name] = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+    for name, text in files.items():
+        path, data = directory / name, text.encode()
+        if not path.is_file() or path.read_bytes() != data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # it may be a link
+            path.write_bytes(data)
+
+
+def code_obstacle(saved: object) -> str | None:
+    """Return why no code can be saved with an object; None where it can."""
+    return None if is_ours(type(saved)) else f"{type(saved).__module__} is not of tokenahead"
+
+
+def code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
+
+    `"auto"` is no code where this library is installed; what was loaded from such code saves it again.
     """
+    check_choice(remote_code)
+    kind, reason = type(saved), saved.without_code()
+    if remote_code in ("bundle", "package") and reason:
+        raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
+    choice = ("bundle" if TRAVELS else None) if remote_code == "auto" else remote_code
+    if choice is None or reason or not saved.remote_classes:
+        return {}, {}
+    config = type(getattr(saved, "config", None))
+    names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(saved.remote_classes)
+    entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
+    written = {f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()}
+    return {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}, written
+
+
+class TravellingTokenizerMixin:
+    """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere on request."""
 
     remote_classes: Mapping[str, str] = {}
-    travels_when_pushed: bool = True
-    _config_file: str = CONFIG_NAME
+    travels_when_pushed = True
+    _config_file = "tokenizer_config.json"
+    _pushed_code: str | None = "auto"
 
     @classmethod
-    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """Register classes of users as transformers does; this library's own save their code without that.
-
-        Auto classes call it on what they load with trust; transformers would then also copy code in its own way.
-        """
+    def register_for_auto_class(cls, auto_class: str | type = "AutoTokenizer") -> None:
+        """Register classes of users as transformers does; this library's own save their code without that."""
         if not is_ours(cls):
             super().register_for_auto_class(auto_class)
 
-    def code_when_pushed(self, remote_code: str | None = "auto") -> str | None:
-        """Return what `remote_code` means for a push: `"auto"` is the bundle for models, and no code for drafters."""
-        carries = self.travels_when_pushed and is_ours(type(self))
-        return "bundle" if remote_code == "auto" and carries else remote_code
-
-    def add_code(self, directory: Path, remote_code: str | None) -> None:
-        """Write the code of a saved directory, and `auto_map` into its config."""
-        auto_map, files = self.code_for(remote_code)
-        path = directory / self._config_file
-        if not path.is_file():  # adapters of peft were saved alone, or another process writes
-            return
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        is_stale = is_ours(type(self)) and fields.pop("auto_map", None) is not None
-        if is_stale or files:
-            if files:  # tokenizers have pairs, of a slow and a fast class
-                is_model = self._config_file == CONFIG_NAME
-                fields["auto_map"] = auto_map if is_model else {name: (each, None) for name, each in auto_map.items()}
-            files[path.name] = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-        for name, text in files.items():
-            path, data = directory / name, text.encode()
-            if not path.is_file() or path.read_bytes() != data:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.unlink(missing_ok=True)  # it may be a link
-                path.write_bytes(data)
-
     def without_code(self) -> str | None:
-        """Return why no code can be saved with this object; None where it can."""
-        return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
-
-    def code_for(self, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
-        """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
-
-        `"auto"` is no code where this library is installed; what was loaded from such code saves it again.
-        """
-        check_choice(remote_code)
-        kind, reason = type(self), self.without_code()
-        if remote_code in ("bundle", "package") and reason:
-            raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
-        choice = ("bundle" if TRAVELS else None) if remote_code == "auto" else remote_code
-        if choice is None or reason or not self.remote_classes:
-            return {}, {}
-        config = type(getattr(self, "config", None))
-        names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(self.remote_classes)
-        entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
-        written = {f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()}
-        return {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}, written
-
-
-class TravellingTokenizerMixin(RemoteCodeMixin):
-    """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere on request."""
-
-    _config_file = "tokenizer_config.json"
-    _pushed_code: str | None = "auto"
+        """Return why no code can be saved with it; None where it can."""
+        return code_obstacle(self)
 
     def save_pretrained(
         self,
@@ -215,7 +207,7 @@ class TravellingTokenizerMixin(RemoteCodeMixin):
         hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
         with whole_directory(target) as directory:
             names = super().save_pretrained(directory, *args, **kwargs)
-            self.add_code(directory, self._pushed_code if remote_code == "auto" else remote_code)
+            add_code(self, directory, self._pushed_code if remote_code == "auto" else remote_code)
         if push_to_hub:
             name = hub.pop("repo_id", target.absolute().name)
             self.push_to_hub(name, remote_code=remote_code, token=kwargs.get("token"), **hub)
@@ -223,7 +215,7 @@ class TravellingTokenizerMixin(RemoteCodeMixin):
 
     def push_to_hub(self, repo_id: str, *args: Any, remote_code: str | None = "auto", **kwargs: Any) -> Any:
         """Upload as every tokenizer of transformers does, with its code unless `remote_code` says otherwise."""
-        self._pushed_code = self.code_when_pushed(remote_code)
+        self._pushed_code = code_when_pushed(self, remote_code)
         try:
             return super().push_to_hub(repo_id, *args, **kwargs)
         finally:

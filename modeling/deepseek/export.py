@@ -14,7 +14,7 @@ from ...configuration.mtp_families import count_modules, family_of, num_layers, 
 from ...generation.tensors.tensor_files import Names, renamed
 from ...generation.tensors.wrapped_models import whole_state
 from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds
-from ..common.loading import SavingMixin
+from ..common.loading import StrictLoadingMixin
 from ..common.loss_options import ModuleLossOptions
 from .conversion import DeviceMap, load
 from .modules import MTPModules
@@ -25,7 +25,7 @@ _PARTS |= {"{last}.": "norm.", "shared_head.output.": "head.", "embed_tokens.": 
 _OURS = "keys_to_ignore_at_inference"  # describes the outputs of this class, and is not saved
 
 
-class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
+class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
     """A main model and its modules, saved and restored in the official layout. See `DeepSeekMTP` for attributes."""
 
     main: PreTrainedModel
@@ -55,7 +55,7 @@ class OfficialCheckpointModel(SavingMixin, PreTrainedModel):
         state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save as `SavingMixin.save_pretrained` does; the draft vocabulary of an earlier save is removed."""
+        """Save as every model does; the draft vocabulary of an earlier save is removed."""
         super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         if is_main_process and self.draft_vocabulary is None:
             (Path(save_directory) / FILE).unlink(missing_ok=True)

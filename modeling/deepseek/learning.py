@@ -13,7 +13,7 @@ from ..common.loss_options import ModuleLossOptions
 from ..common.online import OnlineMixin
 from ..common.outputs import MTPOutput
 from ..common.recording import STATES
-from ..heads.losses import depth_targets
+from ..heads.losses import IGNORE, counted, depth_targets
 from .losses import chain_loss, depth_weights, teacher_forced
 from .main_model import OverMainModel, has_towers, mapped_state
 
@@ -33,6 +33,23 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
     window: int
     num_modules: int
     attends, learning_layers = True, [-1]
+    loss_unit = "head"
+
+    @property
+    def num_losses(self) -> int:
+        """Depths of the window."""
+        return self.window
+
+    def loss_counts(
+        self,
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the targets per depth of a batch, [n] int64."""
+        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
+        return counted(targets != IGNORE)
 
     @property
     def drafting_part(self) -> nn.Module:

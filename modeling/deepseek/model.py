@@ -19,7 +19,7 @@ from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
-from ..common.loss_options import DepthCountsMixin, ModuleLossOptions
+from ..common.loss_options import ModuleLossOptions, OwnLossMixin
 from ..common.outputs import DeepSeekMTPOutput
 from ..heads.losses import depth_targets
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
@@ -40,8 +40,8 @@ _NO_PREDICTIONS = [
 
 
 class DeepSeekMTP(
+    OwnLossMixin,
     ModuleLearningMixin,
-    DepthCountsMixin,
     WrapperMixin,
     OfficialCheckpointModel,
     PicklableMixin,
@@ -144,10 +144,9 @@ class DeepSeekMTP(
             config = AutoConfig.from_pretrained(cast(Any, config or name), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
         if name is None:
-            model, report = cast(Any, super()).from_pretrained(None, config=config, output_loading_info=True, **kwargs)
-            if (missing := sorted(report["missing_keys"])) or not kwargs.get("state_dict"):
-                raise ValueError(f"state_dict lacks tensors of {cls.__name__}: {missing[:5] or 'all'}")
-            return (model, report) if wants_info else model
+            if not kwargs.get("state_dict"):
+                raise ValueError(f"state_dict lacks all tensors of {cls.__name__}")
+            return super().from_pretrained(None, config=config, output_loading_info=wants_info, **kwargs)
         config, shared = check_checkpoint(name, config, inference_only, kwargs.get("variant"), **hub)
         if isinstance(devices := kwargs.get("device_map"), dict):
             kwargs["device_map"] = official_device_map(devices, config)

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
-from ...generation.attach import NoGenerationMixin, adopt_special_ids
+from ...generation.attach import adopt_special_ids
 from ...generation.tensors.tensor_files import HUB_OPTIONS, read_tensors, refuse_unknown, weight_files
-from ...generation.tensors.wrapped_models import AttachedMixin, has_own_cache, unwrap
+from ...generation.tensors.wrapped_models import has_own_cache, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary
-from ..common.learning import FrozenBackboneMixin, States, counted_positions
-from ..common.loading import StrictLoadingMixin, check_is_there
-from ..common.loss_options import EagleLossOptions, OwnLossMixin, ResolvedEagleOptions
+from ..common.learning import States, counted_positions
+from ..common.loading import check_is_there
+from ..common.loss_options import EagleLossOptions, ResolvedEagleOptions
 from ..common.outputs import EagleOutput
 from ..heads.losses import IGNORE, check_targets
 from .conversion import (
@@ -46,7 +46,7 @@ _CHAIN = 5
 """Default length of a chain, as in the published ones."""
 
 
-class EagleHead(FrozenBackboneMixin, OwnLossMixin, StrictLoadingMixin, NoGenerationMixin, AttachedMixin, EagleNetwork):
+class EagleHead(EagleNetwork):
     """An EAGLE head, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -64,7 +64,6 @@ class EagleHead(FrozenBackboneMixin, OwnLossMixin, StrictLoadingMixin, NoGenerat
     """
 
     remote_classes = {"AutoModel": "EagleHead"}
-    travels_when_pushed = False
     _supports_sdpa = True
     drafts_trees = True
     attends = True

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -26,11 +26,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...configuration import EagleHeadConfig
 from ...configuration.cache_names import CACHE
-from ...generation.attach import AttachableDrafter
 from ...generation.tensors.masks import model_mask
 from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
-from ..common.draft_vocabulary import DraftIdsMixin
-from ..common.learning import States
+from ..common.learning import DraftModel, States
 from .conversion import resolved_aux_layers
 
 
@@ -76,7 +74,7 @@ class FusingLayer(EagleLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class EagleNetwork(DraftIdsMixin, AttachableDrafter, PreTrainedModel):
+class EagleNetwork(DraftModel):
     """The parameters of an EAGLE head, and its forward for rows, which drafting and training share.
 
     The embeddings (and, in version 1, the unembedding) are the backbone's, looked up when needed, and always frozen.

@@ -21,6 +21,7 @@ from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin
+from ..common.loss_options import OwnLossMixin
 from ..common.online import OnlineMixin
 from ..common.outputs import MTPOutput
 from ..heads.ff import FFHead
@@ -35,7 +36,13 @@ _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_p
 
 
 class EvaByteForMTPC(
-    OnlineMixin, WindowHeadMixin, DraftLayersMixin, StrictLoadingMixin, MTPGenerationMixin, EvaBytePreTrainedModel
+    OwnLossMixin,
+    OnlineMixin,
+    WindowHeadMixin,
+    DraftLayersMixin,
+    StrictLoadingMixin,
+    MTPGenerationMixin,
+    EvaBytePreTrainedModel,
 ):
     """EvaByte that predicts several bytes per call and emits exactly what byte-by-byte decoding emits.
 
@@ -48,7 +55,7 @@ class EvaByteForMTPC(
     """
 
     silent_part = "_silent_head"
-    attends, learning_layers = False, [-1]
+    attends, learning_layers, draft_vocabulary = False, [-1], None
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
     drafts_trees, reads_prompt = True, False
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,16 +20,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
-from ...generation.attach import AttachableDrafter, NoGenerationMixin, adopt_special_ids
+from ...generation.attach import adopt_special_ids
 from ...generation.call.options import DraftOptions
-from ...generation.tensors.wrapped_models import AttachedMixin, unwrap
+from ...generation.tensors.wrapped_models import unwrap
 from ..common.backbone_parts import BackboneParts, compute_device
-from ..common.draft_vocabulary import DraftIdsMixin, DraftVocabulary, TokenIds
-from ..common.learning import LearningMixin, counted_positions
-from ..common.loading import StrictLoadingMixin
-from .conversion import OfficialLayoutsMixin
+from ..common.draft_vocabulary import DraftVocabulary, TokenIds
+from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
+from ..common.outputs import MTPOutput
+from .conversion import (
+    backbone_from_official,
+    check_embedding,
+    export_head,
+    load_tensors,
+    read_official,
+    refuse_published,
+)
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
 from .family import FAMILIES, HeadFamily, last_state
+from .losses import depth_targets, head_loss
 from .registry import build_head, distribution_after, init_head
 from .session import AttendingHeadSession, HeadSession
 from .window_distribution import WindowDistribution
@@ -35,16 +45,7 @@ from .window_distribution import WindowDistribution
 _FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
-class MTPHeads(
-    DraftIdsMixin,
-    LearningMixin,
-    OfficialLayoutsMixin,
-    StrictLoadingMixin,
-    NoGenerationMixin,
-    AttachedMixin,
-    AttachableDrafter,
-    PreTrainedModel,
-):
+class MTPHeads(WindowHeadMixin, DraftModel):
     """Multi-token heads for a backbone that is unchanged.
 
     Attached heads pass as `assistant_model`: `backbone.generate(..., assistant_model=heads)` speculates losslessly, any
@@ -67,10 +68,11 @@ class MTPHeads(
         >>> heads = MTPHeads.from_pretrained("heads").attach(backbone)
     """
 
+    config: MTPHeadConfig
     config_class = MTPHeadConfig
     remote_classes = {"AutoModel": "MTPHeads"}
-    travels_when_pushed = False
     drafts_trees, reads_prompt = True, False
+    _expected_embedding: Tensor | None = None  # until heads that came with one are attached
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
@@ -157,12 +159,64 @@ class MTPHeads(
         known = f"head_type={self.config.head_type!r} is not of tokenahead, and its code is not known here"
         return super().without_code() if self.family.is_built_in else known
 
+    @classmethod
+    def from_official(cls, folder: str | PathLike, **options: Any) -> MTPHeads:
+        """Load heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
+
+        Args:
+            folder: A local directory, whose files determine its layout.
+            **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
+                should differ, as `loss_weights`.
+
+        Returns:
+            The heads, in the dtype of their tensors, not attached.
+
+        Raises:
+            ValueError: An unknown layout, unknown or missing tensors, or a pickle of more than tensors.
+        """
+        config, tensors, embedding = read_official(Path(folder), options)
+        heads = cls(config)
+        load_tensors(heads.head, tensors, f"{folder}: its tensors do not make {config.head_type!r} heads")
+        heads = heads.to(dtype=next(iter(tensors.values())).dtype)
+        heads._expected_embedding = embedding
+        return heads.eval()
+
+    @classmethod
+    def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:
+        """Refuse a directory that `from_official` reads, with that name, and others as every class does."""
+        if config is None:
+            refuse_published(name, cls)
+        super().check_model_type(name, config, **hub)
+
+    @classmethod
+    def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:
+        """Return the backbone in a directory that holds it with its heads (merged Medusa-2, Gloeckle et al.).
+
+        Raises:
+            ValueError: A directory of heads alone.
+        """
+        return backbone_from_official(Path(folder))
+
+    def export(self, folder: str | PathLike, layout: str) -> None:
+        """Write the heads as their authors' tools, or an engine, will read them.
+
+        Args:
+            folder: The directory, which is created.
+            layout: `"medusa"` (safetensors), `"vllm"` (Medusa, and independent heads as Medusa without blocks),
+                `"hydra"`, or `"gloeckle"` (with the backbone).
+
+        Raises:
+            ValueError: A layout that cannot hold these heads.
+            RuntimeError: The heads are not attached: some layouts repeat tensors of the backbone.
+        """
+        export_head(self.config, self.head.state_dict(), lambda: self.backbone, Path(folder), layout)
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a backbone with another hidden size or vocabulary."""
         self.check_sizes(backbone, hidden_size=self.config.hidden_size)
         if self.config.vocab_size is not None:
             self.check_sizes(backbone, vocab_size=self.config.vocab_size)
-        self.check_embedding(backbone)
+        check_embedding(self._expected_embedding, backbone)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's dtype and device, and adopt its special ids."""
@@ -202,6 +256,63 @@ class MTPHeads(
         if self.draft_layers is not None:
             return [-1 - self.config.draft_layers, -1]
         return self.family.hidden_layers(self.config)
+
+    @property
+    def head_config(self) -> MTPHeadConfig:
+        """The whole configuration."""
+        return self.config
+
+    @property
+    def whole_head(self) -> nn.Module:
+        """The head."""
+        return self.head
+
+    @property
+    def learning_layers(self) -> list[int]:
+        """The states of the backbone that training reads, as indices of `output_hidden_states`."""
+        layers = sorted(set(self.hidden_layers), key=self.hidden_layers.index)
+        needs_last = self.draft_layers is None or self.config.loss_target == "teacher"
+        return [index for index in layers if index != -1 or needs_last]
+
+    def learn(
+        self,
+        states: States,
+        logits: Tensor | None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        counts: Tensor | int | None,
+        shift_labels: Tensor | None = None,
+        balance: Tensor | None = None,
+        first: float = 1.0,
+        summaries: Tensor | None = None,
+        **kwargs: object,
+    ) -> MTPOutput:
+        """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
+
+        `counts` is `num_items_in_batch`, `summaries` is `cached_summaries`; `first` is the weight of depth 1, 0 where
+        the backbone learns it itself.
+        """
+        if labels is None and shift_labels is None:
+            return MTPOutput(logits=logits)
+        targets = depth_targets(labels, self.config.num_depths, attention_mask, position_ids, shift_labels)
+        output = head_loss(
+            self.head,
+            self.config,
+            self.features(states, attention_mask, position_ids),
+            targets,
+            input_ids,
+            counts,
+            self._parts(),
+            states[-1] if self.config.loss_target == "teacher" else None,
+            self.loss_scale(first),
+            balance,
+            self.draft_vocabulary,
+            summaries,
+        )
+        output.logits = logits
+        return output
 
     def add_draft_layers(self, count: int, rank: int = 8, alpha: float | None = None) -> MTPHeads:
         """Add draft layers below heads that were trained without (MtPC's stage 2); they start as the backbone's.

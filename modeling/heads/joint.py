@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from ...generation.attach import AttachableDrafter
 from ...generation.tensors.tensor_files import below, read_tensors
-from ...generation.tensors.wrapped_models import AttachedMixin, WrapperMixin
+from ...generation.tensors.wrapped_models import WrapperMixin
 from ..common.learning import run_backbone
-from ..common.loss_options import DepthCountsMixin, ModuleLossOptions
+from ..common.loss_options import ModuleLossOptions, OwnLossMixin
 from ..common.outputs import MTPOutput
 from ..deepseek.losses import chain_loss
 from ..deepseek.modules import LMHeadView
@@ -25,7 +26,7 @@ BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
 
 
-class JointMTPModel(DepthCountsMixin, WrapperMixin, AttachedMixin, PreTrainedModel):
+class JointMTPModel(OwnLossMixin, WrapperMixin, PreTrainedModel):
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
@@ -42,7 +43,10 @@ class JointMTPModel(DepthCountsMixin, WrapperMixin, AttachedMixin, PreTrainedMod
         ValueError: Heads with draft layers, which take the backbone as it is.
     """
 
+    loss_unit = "head"
     config_class = None
+    generation_config = AttachableDrafter.generation_config  # the backbone's, too
+    supports_gradient_checkpointing = True
 
     def __init__(self, heads: MTPHeads) -> None:
         super().__init__(heads.config)
@@ -58,6 +62,15 @@ class JointMTPModel(DepthCountsMixin, WrapperMixin, AttachedMixin, PreTrainedMod
     def window(self) -> int:
         """n: tokens that the heads' distribution covers."""
         return self.heads.window
+
+    @property
+    def num_losses(self) -> int:
+        """Depths of the window."""
+        return self.window
+
+    def loss_counts(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `MTPHeads.loss_counts`."""
+        return self.heads.loss_counts(*args, **kwargs)
 
     @property
     def _first(self) -> float:

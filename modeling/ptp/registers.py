@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...generation.attach import AttachableDrafter
 from ...generation.tensors.masks import additive_mask
 from ...generation.tensors.tensor_files import below
-from ...generation.tensors.wrapped_models import AttachedMixin, WrapperMixin, unwrap
+from ...generation.tensors.wrapped_models import WrapperMixin, unwrap
 from ..heads.joint import load_trained
 from .inputs import check_config, check_model, packed_mask, packed_positions
 
@@ -21,7 +22,7 @@ REGISTER = "register.safetensors"
 """File of the register, in the model's directory."""
 
 
-class RegisterModel(WrapperMixin, AttachedMixin, PreTrainedModel):
+class RegisterModel(WrapperMixin, PreTrainedModel):
     """A model and the one embedding that all its registers have; the model itself is unchanged.
 
     A register after token t sees the tokens up to t and itself. Its position, t + d - 1, says that it predicts
@@ -39,6 +40,8 @@ class RegisterModel(WrapperMixin, AttachedMixin, PreTrainedModel):
     """
 
     config_class = None
+    generation_config = AttachableDrafter.generation_config  # the backbone's, too
+    supports_gradient_checkpointing = True
     _supports_sdpa = True
 
     def __init__(self, backbone: PreTrainedModel) -> None:

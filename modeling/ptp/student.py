@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_special_ids
-from ...generation.tensors.wrapped_models import AttachedMixin, adapter_marks, unwrap
+from ...generation.tensors.wrapped_models import adapter_marks, unwrap
 from ..common.loading import StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
@@ -30,7 +30,7 @@ _SAME = (
 """Fields of a backbone that determine the shapes of adapters."""
 
 
-class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachedMixin, AttachableDrafter, PreTrainedModel):
+class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrainedModel):
     """Gated adapters and an embedding of uniforms, or masks, for a backbone that is unchanged.
 
     An attached student passes as `assistant_model`: `backbone.generate(..., assistant_model=student)` produces the
@@ -55,6 +55,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachedMixin, AttachableD
     config_class = PTPStudentConfig
     remote_classes = {"AutoModel": "PTPStudent"}
     travels_when_pushed = False
+    supports_gradient_checkpointing = True
     _supports_sdpa = True
 
     def __init__(self, config: PTPStudentConfig) -> None:

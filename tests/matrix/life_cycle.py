@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from tests.internals import ParallelAssistant, RemoteCodeMixin
+from tests.internals import ParallelAssistant, StrictLoadingMixin
 from tests.matrix.habits import DICT, HABITS, as_plain, habit
 from tests.matrix.models import Entry
 from tests.models import checkpoint_activations
@@ -56,7 +56,7 @@ def remote_code(entry: Entry) -> None:
 
 def by_its_own_code(thing: Any, folder: Path) -> Any:
     """What the Auto classes make of a saved directory where the package is not installed."""
-    if not isinstance(thing, RemoteCodeMixin):
+    if not isinstance(thing, StrictLoadingMixin):
         return reloaded(thing, folder)
     place = folder / str(id(thing))
     thing.save_pretrained(place, remote_code="bundle")

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.every_model import every_model, llama, moved_heads
+from tests.internals import add_code, code_when_pushed
 from tests.models import tiny_model
 from tokenahead import EagleHead, EvaByteForMTPC, EvaByteTokenizer
 
@@ -93,15 +94,15 @@ def test_a_push_carries_the_code_of_models_and_none_of_drafters(tmp_path):
         part.save_pretrained(tmp_path)
     os.link(tmp_path / "config.json", tmp_path / "linked.json")  # as in the copy that a trainer pushes
     for part in (model, tokenizer):
-        part.add_code(tmp_path, part.code_when_pushed())
+        add_code(part, tmp_path, code_when_pushed(part))
     names = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert names["AutoModelForCausalLM"].endswith("EvaByteForMTPC")
     assert "auto_map" not in (tmp_path / "linked.json").read_text()
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["auto_map"]["AutoTokenizer"][1] is None
     assert "generation_loop.py" in contents(tmp_path / "tokenahead_code")
     heads = made("heads")
-    assert heads.code_when_pushed() == "auto" and heads.code_when_pushed("bundle") == "bundle"
-    assert Mine(tiny_model().config).code_when_pushed() == "auto"
+    assert code_when_pushed(heads) == "auto" and code_when_pushed(heads, "bundle") == "bundle"
+    assert code_when_pushed(Mine(tiny_model().config)) == "auto"
 
 
 class Mine(EvaByteForMTPC):

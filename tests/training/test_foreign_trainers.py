@@ -80,7 +80,7 @@ def test_a_trained_model_has_one_frame_of_ours_around_its_forward(tmp_path):
     def note(*_):
         names.extend(frame.name for frame in traceback.extract_stack() if "loss_options" in frame.filename)
 
-    model.main.register_forward_pre_hook(note)
+    model.base_model.register_forward_pre_hook(note)
     model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]]))
     assert set(names) <= {"__call__"} and len(names) == 1
     assert not {"learns_besides", "has_warned"} & vars(model).keys()

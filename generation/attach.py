@@ -71,6 +71,13 @@ class AttachableDrafter(BaseDrafter):
     A class that uses it sets `window`, offers `start`, and may override `check_backbone` and `on_attach`.
     """
 
+    is_apart = True
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """See `BaseDrafter`."""
+        return self.backbone
+
     @property
     def _backbones(self) -> list[PreTrainedModel]:
         """The backbone, in a list, so that it is no submodule and is never saved."""
@@ -343,7 +350,7 @@ class GeneratePatch:
             return generate(*args, **kwargs)
         drafter = cast(AttachableDrafter, assistant)
         kwargs.pop("assistant_model", None)
-        with decoding(backbone, *drafter.networks()):
+        with decoding(backbone, *drafter.parts().values()):
             self._check(drafter)
             return generate(**prepared_call(generate, backbone, drafter, args, kwargs))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -35,6 +35,7 @@ class BaseDrafter:
         window: Tokens that a call may yield: the next one, and one for each drafted token.
         drafts_trees: Whether the drafter takes `draft_tree`.
         reads_prompt: Whether drafts need the ids of the prompt, in whose place a call may pass embeddings.
+        is_apart: Whether it drafts for a backbone of the user's choice, and holds none.
         recorder: Records what its calls verify, so that it can learn; None: nothing does.
     """
 
@@ -42,6 +43,7 @@ class BaseDrafter:
     window: int
     drafts_trees: bool = False
     reads_prompt: bool = True
+    is_apart: bool = False
     recorder: Recorder | None = None
 
     def longest_draft(self) -> int | None:
@@ -63,9 +65,14 @@ class BaseDrafter:
         """Return the context of the forwards of a call."""
         return nullcontext()
 
-    def networks(self) -> list[nn.Module]:
-        """Return the modules that draft; a call pauses their activation checkpointing, as the backbone's."""
-        return [self] if isinstance(self, nn.Module) else []
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the modules that draft and do nothing else, by name; `"draft_layers"` adapt layers of the backbone."""
+        return {"drafter": self} if isinstance(self, nn.Module) else {}
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The model whose text it drafts: itself, or what it is attached to."""
+        return cast(PreTrainedModel, self)
 
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """Return an obstacle to these drafts in a call, in the user's words; None: there is none."""

@@ -12,13 +12,11 @@ from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from ..generation.attach import AttachableDrafter
 from ..modeling.common.loss_options import check_values
-from ..modeling.heads.joint import JointMTPModel
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
 from .evaluation.methods import drafting_method
-from .trainer_base import BaseTrainer, at_rest, draft_layers_of, drafter_of, without_peft
+from .trainer_base import BaseTrainer, at_rest, drafter_of
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")
@@ -92,7 +90,7 @@ class AcceptanceCallback(TrainerCallback):
         counts = range(1, usual_drafts(model) + 1) if has_probs(model) else ()
         expected = ["expected_accepted", *(f"accepted_{count}" for count in counts)] if counts else []
         expected += list(_GENERATED) if self.generate_every == 1 else []
-        if not _backbone_learns(trainer.model):
+        if not has_probs(model) or not _backbone_learns(trainer.model):
             return expected
         if (trainer.args.metric_for_best_model or "").removeprefix("eval_") in expected:
             raise ValueError(
@@ -167,8 +165,7 @@ class AcceptanceCallback(TrainerCallback):
     def _generated(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
         """Generate on every process: each samples the same outputs, so that none waits for another."""
         prompts = [torch.as_tensor(row["input_ids"])[: self.prompt_tokens] for row in _rows(data, self.prompts)]
-        drafter = model if isinstance(model, AttachableDrafter) else None
-        method = drafting_method("own", model if drafter is None else model.backbone, drafter)
+        method = drafting_method("own", model.policy, model if model.is_apart else None)
         mode = sampled(1.0)
         mode = replace(mode, options=mode.options | {"min_new_tokens": self.new_tokens})
         with at_rest(model), at_rest(method.model), torch.no_grad():
@@ -184,15 +181,13 @@ class AcceptanceCallback(TrainerCallback):
 
 def _backbone_learns(model: Any) -> bool:
     """Return whether more than the drafter of a trained model learns."""
-    parts = [part for part in (drafter_of(model), draft_layers_of(model)) if part is not None]
-    drafter = {id(parameter) for part in parts for parameter in part.parameters()}
+    drafter = {id(parameter) for part in drafter_of(model).parts().values() for parameter in part.parameters()}
     return any(each.requires_grad and id(each) not in drafter for each in model.parameters())
 
 
 def _model_of(trainer: Trainer) -> Any:
     """Return the drafter without wrappers of distribution, peft and joint training."""
-    model = without_peft(trainer.accelerator.unwrap_model(trainer.model))
-    return model.heads if isinstance(model, JointMTPModel) else model
+    return drafter_of(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def _first(data: Any, count: int | None) -> Any:

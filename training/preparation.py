@@ -9,13 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..configuration.transformers_names import obstacle_of_peft
-from ..generation.attach import AttachableDrafter
+from ..generation.drafter import BaseDrafter
 from ..generation.tensors.wrapped_models import carries_adapters
-from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
-from ..modeling.common.loss_options import EagleLossOptions, ModuleLossOptions
+from ..modeling.common.loss_options import ModuleLossOptions, TrainableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
-from .trainer_base import draft_layers_of, drafter_of, head_config, without_peft
+from .trainer_base import without_peft
 
 _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 _RANK, _DROPOUT = 8, 0.0
@@ -46,23 +45,23 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
         ValueError: A part of the recipe that this model cannot follow; the message names the field.
     """
     owner = without_peft(model)
-    if not isinstance(owner, (AttachableDrafter, DeepSeekMTP, EvaByteForMTPC)):
+    if not (isinstance(owner, BaseDrafter) and isinstance(owner, TrainableDrafter)):
         raise TypeError(f"strategy= is for heads, modules and EvaByteForMTPC, not for a {type(owner).__name__}")
     _set_losses(owner, strategy)
     _set_draft_layers(owner, strategy)
-    if strategy.head_warmup and strategy.train == "drafter" and draft_layers_of(owner) is None:
+    if strategy.head_warmup and strategy.train == "drafter" and "draft_layers" not in owner.parts():
         raise ValueError(
             f"head_warmup={strategy.head_warmup} trains the head alone at first, and nothing waits for its end with "
             "train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
         )
-    if isinstance(owner, AttachableDrafter):
+    if owner.is_apart:
         return model if strategy.train == "drafter" else _joined(model, strategy)
     if strategy.train != "drafter":
         check_no_adapters(model, type(owner).__name__, strategy)
     if strategy.train != "lora":
         owner.train_only(strategy.train)
         return model
-    drafter = drafter_of(model)
+    [drafter] = owner.parts().values()
     name = next(name for name, module in model.named_modules() if module is drafter)
     return get_peft_model(model, lora_config(model, strategy, name))
 
@@ -80,10 +79,7 @@ def callbacks_of(strategy: TrainingStrategy) -> list[TrainerCallback]:
 def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
     """Set the strategy's options of the loss in the config of heads, or in the `loss_options` of other drafters."""
     chosen = {name: value for name, value in vars(strategy).items() if name in _LOSS_OPTIONS and value is not None}
-    config = head_config(model)
-    options: EagleLossOptions | ModuleLossOptions | None = (
-        model.loss_options if isinstance(model, (DeepSeekMTP, EagleHead)) else None
-    )
+    config, options = model.head_config, model.loss_options
     target = options.target if isinstance(options, ModuleLossOptions) else "teacher"
     for name, value in chosen.items():
         option = _LOSS_OPTIONS[name]
@@ -104,23 +100,23 @@ def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
         if "gamma" in chosen:
             config.loss_weights = None
         config.validate()
-    if strategy.loss_weight is not None and isinstance(model, EagleHead):
+    if strategy.loss_weight is not None and model.mtp_loss_weight is None:
         raise ValueError(
-            f"loss_weight={strategy.loss_weight}: an EagleHead learns on a frozen backbone, and its loss is the only "
-            "one; leave loss_weight out"
+            f"loss_weight={strategy.loss_weight}: a {type(model).__name__} learns on a frozen backbone, and its loss "
+            "is the only one; leave loss_weight out"
         )
 
 
 def _set_draft_layers(model: Any, strategy: TrainingStrategy) -> None:
     count, rank = strategy.draft_layers, strategy.draft_lora_rank
     if count is None:
-        if strategy.train == "lora" and draft_layers_of(model) is not None:
+        if strategy.train == "lora" and "draft_layers" in model.parts():
             raise ValueError(
                 "train='lora' changes the backbone, to which draft layers were adapted; choose train='drafter'"
             )
         return
-    config = head_config(model)
-    if config is None or not isinstance(model, (MTPHeads, EvaByteForMTPC)):
+    config = model.head_config
+    if config is None:
         raise ValueError(f"draft_layers={count} is for heads, not for a {type(model).__name__}; leave it out")
     if count and strategy.train != "drafter":
         raise ValueError(
@@ -134,8 +130,8 @@ def _set_draft_layers(model: Any, strategy: TrainingStrategy) -> None:
         )
 
 
-def _joined(model: nn.Module, strategy: TrainingStrategy) -> JointMTPModel:
-    if not isinstance(model, MTPHeads):
+def _joined(model: Any, strategy: TrainingStrategy) -> JointMTPModel:
+    if model.head_config is None:
         raise ValueError(
             f"train={strategy.train!r}: {type(model).__name__} is trained on a frozen backbone; choose train='drafter'"
         )

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..modeling.common.loss_options import check_values
 from ..modeling.common.teacher import LOSSES, WEIGHTINGS
 from ..modeling.heads.losses import balance_factors
-from .trainer_base import RunningMeans, head_of
+from .trainer_base import RunningMeans, without_peft
 from .utils import replace_file
 
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -177,7 +177,8 @@ class MTPLossWeightSchedule(TrainerCallback):
     ) -> None:
         """Set the weight of the step that begins."""
         model: nn.Module = kwargs["model"]
-        owner: Any = next((each for each in model.modules() if hasattr(type(each), "mtp_loss_weight")), None)
+        weighted = (each for each in model.modules() if getattr(each, "mtp_loss_weight", None) is not None)
+        owner: Any = next(weighted, None)
         if owner is None:
             raise TypeError(f"MTPLossWeightSchedule needs a model with mtp_loss_weight, not a {type(model).__name__}")
         owner.mtp_loss_weight = self.weight(state.global_step, state.max_steps)
@@ -197,7 +198,8 @@ class HeadWarmup(TrainerCallback):
         model = getattr(kwargs["model"], "module", kwargs["model"])
         assert isinstance(model, nn.Module)
         if self.waiting is None:
-            head = {id(p) for p in head_of(model).parameters()}
+            parts = without_peft(model).parts()
+            head = {id(p) for name in parts.keys() - {"draft_layers"} for p in parts[name].parameters()}
             self.waiting = [p for p in model.parameters() if p.requires_grad and id(p) not in head]
         is_over = state.global_step >= self.strategy.warmup_steps(state.max_steps)
         for parameter in self.waiting:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
-from ..modeling import PTPForCausalLM
 from ..modeling.common.loss_options import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
@@ -24,9 +23,6 @@ from .trainer_base import (
     check_depths,
     check_ids,
     check_lengths,
-    draft_layers_of,
-    drafter_of,
-    head_config,
     without_peft,
 )
 
@@ -93,9 +89,10 @@ class MTPTrainer(BaseTrainer):
         self.balance: LossBalance | None = None
         self._unwrapped: tuple[Any, Any] = None, None
         super().__init__(model, *args, **kwargs)
+        _check_model(self.model)  # `model_init` may have made it
         for callback in [] if strategy is None else callbacks_of(strategy):
             self.add_callback(callback)
-        heads = head_config(self._owner)
+        heads = self._drafter.head_config
         if heads is not None and heads.loss_balance == "rms":
             self.balance = LossBalance()
             self.add_callback(self.balance)
@@ -104,7 +101,6 @@ class MTPTrainer(BaseTrainer):
         if config is not None:
             vars(config).pop("use_cache", None)
             vars(config).update(use_cache)
-        _check_model(self.model)  # `model_init` may have made it
         _warn_of_few_bits(self._owner)
         if self.get_cp_size() > 1 or self.get_sp_size() > 1:
             raise ValueError(
@@ -183,8 +179,8 @@ class MTPTrainer(BaseTrainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         factor = 1.0 if self.strategy is None else self.strategy.drafter_lr_multiplier
         if made and factor != 1.0:
-            parts = drafter_of(self._owner), draft_layers_of(self._owner)
-            drafter = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+            parts = self._drafter.parts().values()
+            drafter = {id(parameter) for part in parts for parameter in part.parameters()}
             for group in list(optimizer.param_groups):
                 faster = [p for p in group["params"] if id(p) in drafter]
                 group["params"] = [p for p in group["params"] if id(p) not in drafter]
@@ -264,10 +260,9 @@ def _check_model(model: object) -> None:
     if isinstance(model, (str, PathLike)):
         raise TypeError(f"MTPTrainer needs a model, not the path {str(model)!r}: load it with from_pretrained first")
     owner = without_peft(model)
-    if isinstance(owner, PTPForCausalLM):
-        raise TypeError(f"MTPTrainer does not train a {type(owner).__name__}: use PTPTrainer")
     if not isinstance(owner, TrainableDrafter):
         raise TypeError(
             f"MTPTrainer needs a model that predicts several tokens, not a {type(owner).__name__}: add heads with "
-            "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model)"
+            "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model); for a PTPForCausalLM use "
+            "PTPTrainer"
         )

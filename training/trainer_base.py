@@ -17,9 +17,7 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedToke
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from ..configuration import MTPHeadConfig
 from ..configuration.transformers_names import TRAINER, check_names
-from ..modeling import DeepSeekMTP, EvaByteForMTPC, MTPHeads
 from ..modeling.heads.joint import JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
@@ -276,30 +274,7 @@ def without_peft(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def drafter_of(model: nn.Module) -> nn.Module:
-    """Return the module that drafts within a trained model."""
+def drafter_of(model: Any) -> Any:
+    """Return what drafts of a trained model, without wrappers of peft and of joint training."""
     owner = without_peft(model)
-    if isinstance(owner, JointMTPModel):
-        return owner.heads
-    if isinstance(owner, DeepSeekMTP):
-        return owner.mtp
-    return owner.head if isinstance(owner, EvaByteForMTPC) else owner
-
-
-def head_of(model: nn.Module) -> nn.Module:
-    """Return the part of the drafter that learns in a warm-up: all of it but draft layers."""
-    drafter = drafter_of(model)
-    return drafter.head if isinstance(drafter, MTPHeads) and drafter.draft_layers is not None else drafter
-
-
-def draft_layers_of(model: Any) -> nn.Module | None:
-    """Return the adapted layers of the backbone that draft; None for models without them."""
-    owner = without_peft(model)
-    return owner.draft_layers if isinstance(owner, (MTPHeads, EvaByteForMTPC)) else None
-
-
-def head_config(model: Any) -> MTPHeadConfig | None:
-    """Return the config of a model's heads; None for models without heads."""
-    owner = without_peft(model)
-    config = owner.config.mtp_head if isinstance(owner, EvaByteForMTPC) else owner.config
-    return config if isinstance(config, MTPHeadConfig) else None
+    return owner.heads if isinstance(owner, JointMTPModel) else owner

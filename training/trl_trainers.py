@@ -16,7 +16,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from ..modeling import DeepSeekMTP, EvaByteForMTPC
+from ..generation.attach import MTPGenerationMixin
+from ..modeling.common.loss_options import TrainableDrafter
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import Inputs, without_peft
@@ -139,7 +140,8 @@ class MTPDPOTrainer(DPOTrainer):
         drafter_weight: float = 0.1,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(without_peft(model), (DeepSeekMTP, EvaByteForMTPC)):
+        owner = without_peft(model)
+        if not (isinstance(owner, MTPGenerationMixin) and isinstance(owner, TrainableDrafter)):
             raise TypeError(
                 f"MTPDPOTrainer trains a model that drafts for itself (EvaByteForMTPC, DeepSeekMTP), not a "
                 f"{type(model).__name__}; attached heads are trained after the preferences, with MTPSFTTrainer"

@@ -134,9 +134,9 @@ class AssistantDrafter(AttachableDrafter):
         """Return whether this is the drafting model itself, or what it was passed in."""
         return model is self.model or uncompiled(model) is self.saved
 
-    def networks(self) -> list[nn.Module]:
+    def parts(self) -> dict[str, nn.Module]:
         """Return the drafting model."""
-        return [self.model]
+        return {"model": self.model}
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -95,9 +95,10 @@ class DrafterCascade(AttachableDrafter):
         """Return the most of all."""
         return max(drafter.default_draft() for drafter in self.drafters)
 
-    def networks(self) -> list[nn.Module]:
+    def parts(self) -> dict[str, nn.Module]:
         """Return those of all."""
-        return [network for drafter in self.drafters for network in drafter.networks()]
+        parts = ((index, each) for index, drafter in enumerate(self.drafters) for each in drafter.parts().items())
+        return {f"{index}.{name}": part for index, (name, part) in parts}
 
     def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
         """Return the first of any."""

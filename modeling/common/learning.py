@@ -50,11 +50,6 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
             refuse_loss_of_others(self)
         return super().__call__(*args, **kwargs)
 
-    @property
-    def policy(self) -> PreTrainedModel:
-        """See `OnlineMixin`."""
-        return self.backbone
-
     def check_policy(self) -> None:
         """See `OnlineMixin`."""
         self.check_backbone(self.backbone)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
+from ...configuration import MTPHeadConfig
 from .teacher import LOSSES, WEIGHTINGS
 
 logger = logging.get_logger(__name__)
@@ -161,10 +162,16 @@ class TrainableDrafter(Protocol):
         config: Its configuration.
         loss_unit: Name of an entry of `head_losses` in the log: `loss_head_1`, or `loss_step_1`.
         num_losses: n, the number of entries.
+        head_config: Options of its heads; None: it has none.
     """
 
     config: PreTrainedConfig
     loss_unit: str
+    head_config: MTPHeadConfig | None
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the modules that draft and do nothing else, by name."""
+        ...
 
     @property
     def num_losses(self) -> int:
@@ -200,11 +207,17 @@ class OwnLossMixin(nn.Module):
         own_trainer: The trainer that trains it.
         silent_part: Name of the part that such a loss does not change; None: nothing learns from it.
         learns_besides: Whether the caller adds the drafter's own loss to that one.
+        head_config: Options of its heads; None: it has none.
+        loss_options: Options of its loss, where these are no fields of `head_config`.
+        mtp_loss_weight: lambda, what its loss is multiplied with beside that of a backbone; None: it learns alone.
     """
 
     own_trainer = "MTPSFTTrainer"
     silent_part: str | None = None
     learns_besides = False
+    head_config: MTPHeadConfig | None = None
+    loss_options: LossOptions | None = None
+    mtp_loss_weight: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`; warn, or refuse where nothing learns, that a trainer computes a loss of its own.

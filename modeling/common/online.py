@@ -32,16 +32,12 @@ class OnlineMixin:
 
     learning_layers: list[int]
     attends: bool
+    policy: PreTrainedModel
 
     @property
     def drafting_part(self) -> nn.Module:
         """The module that learns."""
         return cast(nn.Module, self)
-
-    @property
-    def policy(self) -> PreTrainedModel:
-        """The model whose states it learns from: itself, or what it is attached to."""
-        return cast(PreTrainedModel, self)
 
     def check_policy(self) -> None:
         """Refuse a policy that has other sizes than the drafter."""

@@ -213,6 +213,10 @@ class DeepSeekMTP(
         """Tokens that a call yields at most at the trained depth: the next one, and one for each depth."""
         return self.num_depths + 1
 
+    def parts(self) -> dict[str, nn.Module]:
+        """See `BaseDrafter`."""
+        return {"modules": self.mtp}
+
     def longest_draft(self) -> int | None:
         """Return None, any number, because the last module is reused; 0 without modules."""
         return None if self.num_modules else 0

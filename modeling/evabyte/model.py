@@ -123,6 +123,11 @@ class EvaByteForMTPC(
         """The module that drafts: `mtp_head`, or `draft_heads` for FF heads (the own head, if there is no other)."""
         return self.mtp_head or self.draft_heads or self.lm_head
 
+    def parts(self) -> dict[str, nn.Module]:
+        """See `BaseDrafter`."""
+        layers = self.draft_layers
+        return {"head": self.head} if layers is None else {"head": self.head, "draft_layers": layers}
+
     @property
     def _silent_head(self) -> nn.Module:
         """The head; nothing, where the own head is the only one."""

@@ -139,6 +139,11 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         heads.family.start_from(heads.head, BackboneParts(backbone, heads.draft_vocabulary))
         return heads.attach(backbone)
 
+    def parts(self) -> dict[str, nn.Module]:
+        """See `BaseDrafter`."""
+        layers = self.draft_layers
+        return super().parts() if layers is None else {"head": self.head, "draft_layers": layers}
+
     def _parts(self) -> BackboneParts | None:
         """Return what the heads borrow of the backbone for one call."""
         return BackboneParts(self.backbone, self.draft_vocabulary) if self.is_attached else None

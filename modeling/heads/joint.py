@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
+from ...configuration import MTPHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...generation.tensors.tensor_files import below, read_tensors
 from ...generation.tensors.wrapped_models import WrapperMixin
@@ -57,6 +58,15 @@ class JointMTPModel(OwnLossMixin, WrapperMixin, PreTrainedModel):
         self.heads, self.backbone = heads, heads.backbone
         self._no_split_modules = self.backbone._no_split_modules
         self.loss_type = "ForCausalLM"
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return those of the heads."""
+        return {"heads": self.heads}
+
+    @property
+    def head_config(self) -> MTPHeadConfig:
+        """Options of the heads."""
+        return self.heads.config
 
     @property
     def window(self) -> int:

@@ -177,6 +177,10 @@ class PTPForCausalLM(
         for module in self.slot_parts():
             module.requires_grad_(True)
 
+    def parts(self) -> dict[str, nn.Module]:
+        """Return nothing: adapters within layers of the backbone draft, which have float32 whatever its dtype."""
+        return {}
+
     def slot_parts(self) -> list[nn.Module]:
         """Return the modules other than the adapters: the embedding of uniforms; or masks, and their sampler head."""
         parts = (self.uniform_embedding, self.mask_embedding, self.sampler)

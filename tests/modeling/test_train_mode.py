@@ -64,7 +64,7 @@ def test_a_drafter_that_a_trainer_has_left_drafts_as_before(name):
     base, common = llama(), dict(max_new_tokens=20, do_sample=False)
     ids = prompt_for(base)
     expected, drafter = base.generate(ids, **common), LEFT[name](base)
-    [network] = drafter.networks()
+    [network] = drafter.parts().values()
 
     def drafts():
         out = base.generate(ids, **common, assistant_model=drafter, return_dict_in_generate=True)

@@ -21,7 +21,6 @@ from transformers import (
 
 from ...configuration import MTPHeadConfig, PTPConfig
 from ...configuration.eagle import EagleHeadConfig
-from ...generation.attach import AttachableDrafter
 from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
 from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.common.loss_options import EagleLossOptions, ModuleLossOptions
@@ -57,7 +56,7 @@ _CONFIGS = {"own": MTPHeadConfig, "heads": MTPHeadConfig, "eagle": EagleHeadConf
 class Trainee:
     """What a run trains: a model that contains its drafter, or a drafter that is attached to its backbone."""
 
-    model: PreTrainedModel
+    model: Any
     backbone: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -92,7 +91,7 @@ def build(settings: Settings) -> Trainee:
         _upcast_trainable(drafter, settings.training)
     except TypeError as error:  # an option that from_backbone does not know
         raise ValueError(f"drafter_options: {error}") from None
-    return Trainee(drafter, drafter.backbone if isinstance(drafter, AttachableDrafter) else drafter, tokenizer)
+    return Trainee(drafter, drafter.policy, tokenizer)
 
 
 def _upcast_trainable(drafter: PreTrainedModel, training: TrainingArguments) -> None:
@@ -109,14 +108,9 @@ def _upcast_trainable(drafter: PreTrainedModel, training: TrainingArguments) -> 
         part.to(torch.float32)
 
 
-def learning_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
+def learning_parts(model: Any) -> list[torch.nn.Module]:
     """Return what learns in a dtype of its own; nothing where that are adapters of peft, which have float32 anyway."""
-    if isinstance(model, AttachableDrafter):
-        return [model]
-    if isinstance(model, EvaByteForMTPC):
-        parts = model.mtp_head or model.draft_heads, model.draft_layers
-        return [part for part in parts if part is not None]
-    return [model.mtp] if isinstance(model, DeepSeekMTP) else []
+    return [part for part in model.parts().values() if part is not model.get_output_embeddings()]
 
 
 def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -237,7 +231,7 @@ def with_moved_backbone(settings: Settings) -> Settings:
 
 def note_backbone(trainee: Trainee, requested: Settings, settings: Settings) -> None:
     """Record in a drafter that continues which backbone it now has, as in a new one."""
-    if not isinstance(trainee.model, AttachableDrafter) or settings.drafter.drafter_name_or_path is None:
+    if not trainee.model.is_apart or settings.drafter.drafter_name_or_path is None:
         return
     is_frozen = settings.drafter.training_strategy().train == "drafter"
     if is_frozen and settings.adapters is not None:
@@ -262,7 +256,7 @@ def check_features(settings: Settings, model: PreTrainedModel) -> None:
         return
     if Path(directory).is_file():
         raise ValueError(f"features={directory} is a file: choose a directory")
-    if not isinstance(model, AttachableDrafter) or settings.drafter.training_strategy().train != "drafter":
+    if not model.is_apart or settings.drafter.training_strategy().train != "drafter":
         raise ValueError(
             f"features={directory} holds the states of a frozen backbone: leave it out, or train heads or an EAGLE "
             "head apart, with strategy: {train: drafter}"

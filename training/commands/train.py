@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
-from ..trainer_base import BaseTrainer, head_config
+from ..trainer_base import BaseTrainer, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra, replace_file
 from .data import load_data
@@ -181,7 +181,7 @@ def _callbacks(settings: Settings) -> list[TrainerCallback]:
 
 def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
     """Return the facts of a model for `run.json`."""
-    model, head = trainee.model, head_config(trainee.model)
+    model, head = trainee.model, without_peft(trainee.model).head_config
     return {
         "class": type(model).__name__,
         "backbone": type(trainee.backbone).__name__,

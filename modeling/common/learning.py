@@ -22,6 +22,7 @@ from .draft_vocabulary import DraftVocabulary
 from .loading import StrictLoadingMixin
 from .loss_options import refuse_loss_of_others
 from .online import OnlineMixin
+from .outputs import DraftDistributions
 
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
@@ -177,6 +178,8 @@ class WindowHeadMixin:
     head_config: MTPHeadConfig
     whole_head: nn.Module
     hidden_layers: list[int]
+    features: Callable[..., Tensor]
+    policy: PreTrainedModel
     draft_vocabulary: DraftVocabulary | None
     _parts: Callable[[], BackboneParts | None]
     device: torch.device
@@ -212,6 +215,19 @@ class WindowHeadMixin:
         return distribution_after(
             self.whole_head, self.head_config, features, last, length, backbone, self.draft_vocabulary
         )
+
+    def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
+        """Return the distributions of drafts of `length` tokens along `input_ids` of a batch."""
+        padding = batch.get("attention_mask"), batch.get("position_ids")
+        states = run_backbone(self.policy, batch["input_ids"], *padding, self.hidden_layers).hidden_states
+        features = self.features(states, *padding)
+
+        def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
+            after = self.distribution_after(features[rows, columns], tokens[:, 0], length)
+            drafts = nn.functional.pad(tokens[:, 1:], (0, after.window - length))  # trees of circuits: whole windows
+            return after.conditional_log_probs(drafts)[:, :length].float()
+
+        return DraftDistributions(draft, BackboneParts(self.policy).unembed, states[-1])
 
     def window_distribution(self, hidden_states: Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given the backbone's last hidden states [..., D].

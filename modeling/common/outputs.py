@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
@@ -81,3 +83,25 @@ class PTPOutput(CausalLMOutputWithPast):
     """
 
     read: Any = None
+
+
+class DraftDistributions(NamedTuple):
+    """Distributions of drafts of m tokens along known sequences, computed for N positions at a time.
+
+    The first drafted token is two tokens ahead of a position: the next one is the verifier's own.
+
+    Attributes:
+        draft: From rows [N], columns [N] and the tokens that follow [N, m + 1] to log-probabilities [N, m, V] of drafts
+            1 to m, given the true tokens before each.
+        target: From states of the backbone [..., d] to its logits [..., V].
+        states: [B, L, d], the backbone's last states.
+    """
+
+    draft: Callable[[Tensor, Tensor, Tensor], Tensor]
+    target: Callable[[Tensor], Tensor]
+    states: Tensor
+
+
+def stacked_steps(steps: list[Tensor], length: int) -> Tensor:
+    """Return the states [B, R, d] of m steps as one tensor [B, length, m, d], 0 beyond their ends."""
+    return torch.stack([nn.functional.pad(step, (0, 0, 0, length - step.shape[1])) for step in steps], dim=2)

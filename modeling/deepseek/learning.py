@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -11,11 +12,11 @@ from ...generation.tensors.wrapped_models import parameters_frozen
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.loss_options import ModuleLossOptions
 from ..common.online import OnlineMixin
-from ..common.outputs import MTPOutput
+from ..common.outputs import DraftDistributions, MTPOutput, stacked_steps
 from ..common.recording import STATES
 from ..heads.losses import IGNORE, counted, depth_targets
 from .losses import chain_loss, depth_weights, teacher_forced
-from .main_model import OverMainModel, has_towers, mapped_state
+from .main_model import OverMainModel, has_towers, mapped_state, run_main
 
 
 class ModuleLearningMixin(OnlineMixin, OverMainModel):
@@ -105,6 +106,21 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
         learns = not detached and any(parameter.requires_grad for parameter in heads[-1].head.parameters())
         part = None if learns else self.draft_vocabulary
         return chain_loss(heads, states, windows, size, self.loss_options, counts, part)
+
+    def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
+        """Return the distributions of drafts of `length` tokens along `input_ids` of a batch."""
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        options = {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
+        main = run_main(self.main, ids, None, batch.get("position_ids"), options)
+        hidden, embeds = main.outputs.last_hidden_state, self.module_inputs(main, ids)
+        chain = self.chain(main.state, embeds, mask, main.position_ids, length)[1:]
+        states = stacked_steps(chain, hidden.shape[1])
+
+        def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
+            drafted = enumerate(states[rows, columns].unbind(1), start=1)
+            return torch.stack([self.readout_of(depth)(state) for depth, state in drafted], 1).float().log_softmax(-1)
+
+        return DraftDistributions(draft, self.readout, hidden)
 
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data from sums per depth.

@@ -5,13 +5,14 @@ EAGLE: 2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840, HASS: 2408.15766.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import adopt_special_ids
@@ -19,10 +20,10 @@ from ...generation.tensors.tensor_files import HUB_OPTIONS, read_tensors, refuse
 from ...generation.tensors.wrapped_models import has_own_cache, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary
-from ..common.learning import States, counted_positions
+from ..common.learning import States, counted_positions, run_backbone
 from ..common.loading import check_is_there
 from ..common.loss_options import EagleLossOptions, ResolvedEagleOptions
-from ..common.outputs import EagleOutput
+from ..common.outputs import DraftDistributions, EagleOutput, stacked_steps
 from ..heads.losses import IGNORE, check_targets
 from .conversion import (
     backbone_config,
@@ -271,6 +272,38 @@ class EagleHead(EagleNetwork):
         labels = cast(Tensor, _labels(labels, shift_labels))
         batch = TrainingBatch.of(labels, labels, attention_mask, position_ids, labels)
         return counts_per_step(batch, self._loss_options())
+
+    def distributions(self, batch: Mapping[str, Tensor], length: int) -> DraftDistributions:
+        """Return the distributions of drafts of `length` tokens along `input_ids` of a batch.
+
+        Row t of step i - 1 drafts token t + 1 + i, from the head's outputs as in decoding.
+        """
+        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+        hidden = run_backbone(self.backbone, ids, mask, positions, self.learning_layers).hidden_states
+        whole = TrainingBatch.of(ids, ids, mask, positions, hidden[-1])
+        unrolled = stacked_steps(self._unrolled(self.fuse(hidden), whole, length), ids.shape[1])
+
+        def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
+            drafted = self.draft_logits(unrolled[rows, columns]).float().log_softmax(-1)
+            full = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -torch.inf)
+            return full.index_copy_(-1, self.draft_ids, drafted)
+
+        return DraftDistributions(draft, self.backbone_logits, hidden[-1])
+
+    def _unrolled(self, features: Tensor, batch: TrainingBatch, steps: int) -> list[Tensor]:
+        """Return the outputs of steps 0, 1, ..., [B, R, d] each; a row sees step 0 up to its column, and itself."""
+        rows, cache, states = batch.num_rows, DynamicCache(), []
+        if not rows:
+            return [features[:, :0]] * steps
+        mask = batch.visible(0, rows)
+        own = torch.eye(rows, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
+        features = features[:, :rows]
+        for step in range(steps):
+            ids = batch.ahead(batch.input_ids, 0, rows, 1 + step)
+            features = self.rows(features, ids, batch.positions[:, :rows] + step, mask, cache)
+            states.append(features)
+            mask = torch.cat([mask, own], dim=-1)
+        return states
 
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the loss of data from sums per step, [steps] each."""

@@ -7,29 +7,19 @@ of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate.utils import gather_object
-from torch import nn
-from transformers import DynamicCache
 
-from ...configuration.fields import requested_states
-from ...modeling.common.backbone_parts import BackboneParts
 from ...modeling.common.chunks import LOGITS_PER_CHUNK
-from ...modeling.deepseek.main_model import run_main
-from ...modeling.deepseek.model import DeepSeekMTP
-from ...modeling.eagle.losses import TrainingBatch
-from ...modeling.eagle.model import EagleHead
-from ...modeling.evabyte.model import EvaByteForMTPC
-from ...modeling.heads.attached import MTPHeads
+from ...modeling.common.outputs import DraftDistributions
 from ...modeling.heads.losses import IGNORE, depth_targets, tokens_ahead
 from .expected import GREEDY_RULE, SAMPLED, ExpectedCalls, acceptance_along
 
 Batch = Mapping[str, torch.Tensor]
-_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -53,20 +43,27 @@ class DraftedProbs:
     scored: torch.Tensor
 
 
+@runtime_checkable
+class HasDistributions(Protocol):
+    """A drafter whose drafts have distributions before they are drawn; PTP's slots have none without uniforms."""
+
+    def distributions(self, batch: Batch, length: int) -> DraftDistributions:
+        """Return the distributions of drafts of `length` tokens along a batch of sequences."""
+        ...
+
+
 def has_probs(model: object) -> bool:
-    """Return whether `drafted_probs` supports a model; PTP's slots have no distribution without their uniforms."""
-    return isinstance(model, (EvaByteForMTPC, MTPHeads, DeepSeekMTP, EagleHead))
+    """Return whether `drafted_probs` supports a model."""
+    return isinstance(model, HasDistributions)
 
 
 def usual_drafts(model: Any) -> int:
-    """Return the default length of a model's drafts; 1 for modules that draft none."""
-    return model.window - 1 if isinstance(model, EvaByteForMTPC) else max(1, model.default_draft())
+    """Return the default length of a model's drafts; 1 where it drafts none."""
+    return max(1, model.default_draft())
 
 
 def drafted_probs(model: Any, batch: Batch, length: int | None = None) -> Iterator[DraftedProbs]:
-    """Yield the distributions of all drafts along a batch of sequences, some positions at a time.
-
-    The first drafted token is two tokens ahead of a position: the next one is the verifier's own.
+    """Yield the distributions of all drafts along a batch of sequences, positions with small logits [N, m, V] at once.
 
     Args:
         model: An `EvaByteForMTPC`, `MTPHeads`, `EagleHead` (attached) or `DeepSeekMTP`, not wrapped.
@@ -80,131 +77,30 @@ def drafted_probs(model: Any, batch: Batch, length: int | None = None) -> Iterat
         raise TypeError(
             f"a {type(model).__name__} has no distributions of drafts before they are drawn; measure what it generates"
         )
-    length = length or usual_drafts(model)
-    if isinstance(model, EagleHead):
-        return _of_eagle(model, batch, length)
-    return (_of_modules if isinstance(model, DeepSeekMTP) else _of_heads)(model, batch, length)
+    return _positions(model, batch, length or usual_drafts(model))
 
 
-def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
-    return {name: batch[name] for name in _INPUTS if batch.get(name) is not None}
-
-
-def _targets(batch: Batch, window: int) -> torch.Tensor:
-    return depth_targets(batch["labels"], window, batch.get("attention_mask"), batch.get("position_ids"))
-
-
-def _of_heads(model: Any, batch: Batch, length: int) -> Iterator[DraftedProbs]:
-    inputs, backbone = _inputs(batch), model.backbone if isinstance(model, MTPHeads) else model
-    padding = inputs.get("attention_mask"), inputs.get("position_ids")
-    if backbone is model:
-        options = {"output_hidden_states": requested_states(model.hidden_layers), "logits_to_keep": 1}
-        states = model(**inputs, use_cache=False, **options).hidden_states
-    else:
-        states = model._run_backbone(inputs["input_ids"], *padding).hidden_states
-    features, unembed = model.features(states, *padding), BackboneParts(backbone).unembed
-    targets = _targets(batch, length + 1)
-    tokens = torch.where(targets == IGNORE, tokens_ahead(batch["input_ids"], length + 1, 0), targets)
-
-    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        window = tokens[rows, columns]
-        after = model.distribution_after(features[rows, columns], window[:, 0], length)
-        drafts = nn.functional.pad(window[:, 1:], (0, after.window - length))  # trees of circuits keep whole windows
-        return after.conditional_log_probs(drafts)[:, :length].float()
-
-    yield from _chunks(probs, unembed, states[-1], targets, tokens, model.config.vocab_size)
-
-
-def _chunks(
-    probs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    unembed: Callable[[torch.Tensor], torch.Tensor],
-    states: torch.Tensor,
-    targets: torch.Tensor,
-    tokens: torch.Tensor,
-    vocab_size: int,
-) -> Iterator[DraftedProbs]:
-    """Yield the positions with a target at depth 2, in chunks whose logits [N, m, vocab_size] are small.
-
-    `probs` maps indices of rows and columns [N] to the drafter's log-probabilities [N, m, v]; `unembed` the backbone's
-    last states [B, L, d] to its logits. Targets (-100 where nothing is scored) and tokens have shape [B, L, m + 1].
-    """
-    drafts, last = targets.shape[-1] - 1, states.shape[1] - 1
-    scored = (targets != IGNORE).long().cumprod(-1).bool()[..., 1:]
-    if drafts < 1 or not scored.any():
+def _positions(model: Any, batch: Batch, length: int) -> Iterator[DraftedProbs]:
+    ids = batch["input_ids"]
+    targets = depth_targets(batch["labels"], length + 1, batch.get("attention_mask"), batch.get("position_ids"))
+    scored = (targets != IGNORE).long().cumprod(-1).bool()[..., 1:]  # [B, L, m]
+    if not scored.any():
         return
+    tokens = torch.where(targets == IGNORE, tokens_ahead(ids, length + 1, 0), targets)  # [B, L, m + 1]
+    known = model.distributions(batch, length)
     rows, columns = scored[..., 0].nonzero(as_tuple=True)
-    size = max(1, LOGITS_PER_CHUNK // (drafts * vocab_size))
-    ahead = torch.arange(1, drafts + 1, device=columns.device)
+    size = max(1, LOGITS_PER_CHUNK // (length * model.policy.config.get_text_config().vocab_size))
+    ahead = torch.arange(1, length + 1, device=columns.device)
     for row, column in zip(rows.split(size), columns.split(size)):
-        seen = (column[:, None] + ahead).clamp(max=last)
+        seen = (column[:, None] + ahead).clamp(max=ids.shape[1] - 1)
         yield DraftedProbs(
             row,
             column,
-            probs(row, column),
-            unembed(states[row[:, None], seen]).float(),
+            known.draft(row, column, tokens[row, column]),
+            known.target(known.states[row[:, None], seen]).float(),
             tokens[row, column, 1:],
             scored[row, column],
         )
-
-
-def _of_modules(model: DeepSeekMTP, batch: Batch, length: int) -> Iterator[DraftedProbs]:
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    options = {"use_cache": False} | ({} if mask is None else {"attention_mask": mask})
-    main = run_main(model.main, batch["input_ids"], None, positions, options)
-    hidden = main.outputs.last_hidden_state
-    embeds = model.module_inputs(main, batch["input_ids"])
-    chain = model.chain(main.state, embeds, mask, main.position_ids, length)[1:]
-    states = _stacked(chain, hidden.shape[1])
-    targets = _targets(batch, length + 1)
-
-    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        drafted = states[rows, columns].unbind(1)
-        logits = [model.readout_of(depth)(state) for depth, state in enumerate(drafted, start=1)]
-        return torch.stack(logits, 1).float().log_softmax(-1)
-
-    size = model.config.get_text_config().vocab_size
-    yield from _chunks(probs, model.readout, hidden, targets, targets.clamp(min=0), size)
-
-
-def _stacked(steps: list[torch.Tensor], length: int) -> torch.Tensor:
-    """Return the states [B, R, d] of several steps as one tensor [B, length, m, d], 0 beyond their ends."""
-    return torch.stack([nn.functional.pad(step, (0, 0, 0, length - step.shape[1])) for step in steps], dim=2)
-
-
-def _of_eagle(head: EagleHead, batch: Batch, length: int) -> Iterator[DraftedProbs]:
-    """Yield for an EAGLE head: row t of step i - 1 drafts token t + 1 + i, from the head's outputs as in decoding."""
-    inputs = _inputs(batch)
-    wanted = requested_states(head.learning_layers)
-    outputs = head.backbone(**inputs, use_cache=False, logits_to_keep=1, output_hidden_states=wanted, return_dict=True)
-    states, features = outputs.hidden_states[-1], head.fuse(outputs.hidden_states)
-    mask = inputs.get("attention_mask")
-    whole = TrainingBatch.of(inputs["input_ids"], batch["labels"], mask, inputs.get("position_ids"), states)
-    targets = _targets(batch, length + 1)
-    unrolled = _stacked(_unrolled(head, features, whole, length), states.shape[1])
-    ids = head.draft_ids
-
-    def probs(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        drafted = head.draft_logits(unrolled[rows, columns]).float().log_softmax(-1)
-        full = drafted.new_full((*drafted.shape[:-1], head.config.vocab_size), -torch.inf)
-        return full.index_copy_(-1, ids, drafted)
-
-    yield from _chunks(probs, head.backbone_logits, states, targets, targets.clamp(min=0), head.config.vocab_size)
-
-
-def _unrolled(head: EagleHead, features: torch.Tensor, batch: TrainingBatch, steps: int) -> list[torch.Tensor]:
-    """Return the outputs of steps 0, 1, ..., [B, R, d] each; a row attends to step 0 up to its column, and itself."""
-    rows, cache, states = batch.num_rows, DynamicCache(), []
-    if not rows:
-        return [features[:, :0]] * steps
-    mask = batch.visible(0, rows)
-    own = torch.eye(rows, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
-    features = features[:, :rows]
-    for step in range(steps):
-        ids = batch.ahead(batch.input_ids, 0, rows, 1 + step)
-        features = head.rows(features, ids, batch.positions[:, :rows] + step, mask, cache)
-        states.append(features)
-        mask = torch.cat([mask, own], dim=-1)
-    return states
 
 
 TOP_K = (1, 5)

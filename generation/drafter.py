@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
@@ -23,6 +23,22 @@ _SCHEDULES: WeakKeyDictionary[BaseDrafter, dict[Hashable, AdaptiveSchedule]] = W
 """By drafter, and by what the cost of a cycle depends on: what adaptive calls have learned."""
 _KINDS = {"draft_vocabulary": "sequential modules", "assistant_tokenizer": "AssistantDrafter"}
 """The drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction."""
+
+
+class DrafterFacts(NamedTuple):
+    """What a card says of a drafter.
+
+    Attributes:
+        kind: `"heads"`, `"modules"`, `"uniforms"` or `"eagle"`.
+        window: The longest usual draft and one.
+        rows: (label, value) of a table.
+        papers: Keys of entries in `citations.bib`, or entries.
+    """
+
+    kind: str
+    window: int
+    rows: list[tuple[str, str]]
+    papers: tuple[str, ...]
 
 
 class BaseDrafter:
@@ -68,6 +84,15 @@ class BaseDrafter:
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules that draft and do nothing else, by name; `"draft_layers"` adapt layers of the backbone."""
         return {"drafter": self} if isinstance(self, nn.Module) else {}
+
+    @classmethod
+    def facts(cls, config: PreTrainedConfig, drafter: Any = None) -> DrafterFacts:
+        """Return what a card says of drafters with a configuration, or of the very drafter where it is known.
+
+        Raises:
+            TypeError: Cards do not describe this kind, or not with this configuration.
+        """
+        raise TypeError(f"a {cls.__name__} has no card of its own")
 
     @property
     def policy(self) -> PreTrainedModel:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig
-from ..generation.attach import AttachableDrafter
-from ..modeling import DeepSeekMTP
+from ..generation.drafter import BaseDrafter
 from ..modeling.common.loading import StrictLoadingMixin
 from ..modeling.common.remote_code import REQUIREMENT
-
-_CHAIN = 5  # tokens that an EAGLE head drafts where its config says nothing
-_SLOTS = {
-    "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
-    "categorical": "parallel token prediction; a slot predicts the distribution of the token after its own",
-    "mask": "masked prediction; a slot, made of a mask token, predicts the distribution of the token after its own",
-}
 
 _SIZES = {
     "hidden_size": "Width",
@@ -78,90 +69,30 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel, remote_code: s
     config = config_or_model if model is None else model.config
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
-    drafting = _drafting(config, model)
     model_class = _class(config) if model is None else type(model)
-    heads_only = issubclass(model_class, AttachableDrafter)
+    if not issubclass(model_class, BaseDrafter):
+        raise TypeError(
+            f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"
+        )
+    facts, heads_only = model_class.facts(config, model), model_class.is_apart
     if not issubclass(model_class, StrictLoadingMixin):
         remote_code = None
     elif remote_code == "auto":
         remote_code = "bundle" if model_class.travels_when_pushed else None
-    needs = [f"'{REQUIREMENT}'", *(["peft"] if drafting.kind == "uniforms" else [])]
+    needs = [f"'{REQUIREMENT}'", *(["peft"] if facts.kind == "uniforms" else [])]
     return ModelFacts(
         class_name=model_class.__name__,
         model_type=config.model_type,
-        drafting=drafting.drafting,
-        window=drafting.window,
-        kind=drafting.kind,
+        drafting=facts.rows,
+        window=facts.window,
+        kind=facts.kind,
         sizes=_sizes(config.get_text_config(), model),
         heads_only=heads_only,
         remote_code=remote_code,
         requires=("torch", *needs),
         backbone=backbone_id(vars(config).get("base_model_name_or_path")) if heads_only else None,
-        citations=_citations(drafting.papers),
+        citations=_citations(facts.papers),
     )
-
-
-class _Drafting(NamedTuple):
-    """Fields of `ModelFacts` on the drafter, and the keys of its papers in `citations.bib`."""
-
-    kind: str
-    window: int
-    drafting: list[tuple[str, str]]
-    papers: tuple[str, ...]
-
-
-def _drafting(config: PreTrainedConfig, model: PreTrainedModel | None) -> _Drafting:
-    if isinstance(config, PTPConfig):
-        return _slots(config)
-    if isinstance(config, EagleHeadConfig):
-        return _eagle(config)
-    if isinstance(model, DeepSeekMTP) and model.num_modules:
-        row = ("Modules", f"{model.num_modules}, sequential; the last one is used again in longer drafts")
-        return _Drafting("modules", model.num_modules + 1, [row], ("deepseekai2024v3",))
-    head = config.mtp_head if isinstance(config, EvaByteConfig) else config
-    if not isinstance(head, MTPHeadConfig):
-        raise TypeError(
-            f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"
-        )
-    return _head(head, type(config).__name__)
-
-
-def _slots(config: PTPConfig) -> _Drafting:
-    window = config.num_slots + (not config.predicts_first)
-    reads = ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
-    rows = [
-        ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
-        ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
-        reads if config.reads_uniforms else ("Sampler head", f"`{config.sampler}`"),
-        ("Learned for", ", ".join(f"{name} {value}" for name, value in (config.sampling or {}).items())),
-    ]
-    paper = "samragh2025future" if config.variant == "mask" else "draxler2025ptp"
-    return _Drafting("uniforms", window, rows, (paper,))
-
-
-def _eagle(config: EagleHeadConfig) -> _Drafting:
-    states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
-    rows = [("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}")]
-    length = config.draft_length or _CHAIN
-    rows += [("Draft length", f"{length} tokens, where a call does not say"), *_drafted(config)]
-    papers = ("li2024eagle", "li2025eagle3")
-    return _Drafting("eagle", length + 1, rows, papers[: 1 if config.version == 1 else 2])
-
-
-def _drafted(config: EagleHeadConfig | MTPHeadConfig) -> list[tuple[str, str]]:
-    size, whole = config.draft_vocab_size, config.vocab_size
-    return [("Drafts", f"{size:,} of {whole:,} token ids")] if size is not None and size != whole else []
-
-
-def _head(head: MTPHeadConfig, name: str) -> _Drafting:
-    if head.window is None:
-        raise TypeError(f"{name} leaves the head's `window` open; set it before rendering a card")
-    rows = [
-        ("Head", f"`{head.head_type}`: {head.describe()} ({head.family.citation})"),
-        ("Window", f"{head.window}: the next token and {head.window - 1} drafted"),
-        *_drafted(head),
-    ]
-    return _Drafting("heads", head.window, rows, (head.family.paper,) if head.family.paper else ())
 
 
 def _citations(papers: tuple[str, ...]) -> list[str]:

@@ -131,3 +131,9 @@ def frequent_tokens(
         raise ValueError(f"size={size} must be at least {max(len(included), 1)}, the number of tokens always included")
     frequent = [token for token, _ in counts.most_common() if token not in included]
     return torch.tensor(sorted(included | set(frequent[: size - len(included)])))
+
+
+def drafted_tokens(config: Any) -> list[tuple[str, str]]:
+    """Return the row of a card on a part of the vocabulary that is drafted; nothing where all of it is."""
+    size, whole = config.draft_vocab_size, config.vocab_size
+    return [("Drafts", f"{size:,} of {whole:,} token ids")] if size is not None and size != whole else []

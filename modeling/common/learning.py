@@ -14,11 +14,12 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration import MTPHeadConfig
 from ...configuration.fields import requested_states
 from ...generation.attach import AttachableDrafter, NoGenerationMixin
+from ...generation.drafter import DrafterFacts
 from ..heads.losses import IGNORE, counted, depth_targets, depth_weights
 from ..heads.registry import distribution_after, window_distribution
 from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
-from .draft_vocabulary import DraftVocabulary
+from .draft_vocabulary import DraftVocabulary, drafted_tokens
 from .loading import StrictLoadingMixin
 from .loss_options import refuse_loss_of_others
 from .online import OnlineMixin
@@ -183,6 +184,18 @@ class WindowHeadMixin:
     draft_vocabulary: DraftVocabulary | None
     _parts: Callable[[], BackboneParts | None]
     device: torch.device
+
+    @classmethod
+    def facts(cls, config: MTPHeadConfig, drafter: Any = None) -> DrafterFacts:
+        """See `BaseDrafter`."""
+        if config.window is None:
+            raise TypeError("the config leaves the head's `window` open; set it before rendering a card")
+        rows = [
+            ("Head", f"`{config.head_type}`: {config.describe()} ({config.family.citation})"),
+            ("Window", f"{config.window}: the next token and {config.window - 1} drafted"),
+            *drafted_tokens(config),
+        ]
+        return DrafterFacts("heads", config.window, rows, (config.family.paper,) if config.family.paper else ())
 
     @property
     def num_losses(self) -> int:

@@ -12,8 +12,9 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field, requested_states
-from ...configuration.mtp_families import MiMoConfig, family_of
+from ...configuration.mtp_families import MiMoConfig, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
+from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
@@ -216,6 +217,18 @@ class DeepSeekMTP(
     def parts(self) -> dict[str, nn.Module]:
         """See `BaseDrafter`."""
         return {"modules": self.mtp}
+
+    @classmethod
+    def facts(cls, config: PreTrainedConfig, drafter: Any = None) -> DrafterFacts:
+        """See `BaseDrafter`."""
+        count = count_modules(config) if drafter is None else drafter.num_modules
+        if not count:
+            raise TypeError(f"this {cls.__name__} has no modules: cards are for models that draft")
+        options = ModuleLossOptions.from_dict(field(config, "mtp_loss")) if drafter is None else drafter.loss_options
+        depths = options.unroll_steps or count
+        rows = [("Modules", f"{count}, sequential; the last one is used again in longer drafts")]
+        rows += [("Draft length", f"{depths} tokens, where a call does not say")] if depths != count else []
+        return DrafterFacts("modules", depths + 1, rows, ("deepseekai2024v3",))
 
     def longest_draft(self) -> int | None:
         """Return None, any number, because the last module is reused; 0 without modules."""

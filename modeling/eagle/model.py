@@ -16,10 +16,11 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import adopt_special_ids
+from ...generation.drafter import DrafterFacts
 from ...generation.tensors.tensor_files import HUB_OPTIONS, read_tensors, refuse_unknown, weight_files
 from ...generation.tensors.wrapped_models import has_own_cache, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
-from ..common.draft_vocabulary import DraftVocabulary
+from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.learning import States, counted_positions, run_backbone
 from ..common.loading import check_is_there
 from ..common.loss_options import EagleLossOptions, ResolvedEagleOptions
@@ -143,6 +144,19 @@ class EagleHead(EagleNetwork):
     def default_draft(self) -> int:
         """Return the config's `draft_length`, or the length of published chains."""
         return self.config.draft_length or _CHAIN
+
+    @classmethod
+    def facts(cls, config: EagleHeadConfig, drafter: Any = None) -> DrafterFacts:
+        """See `BaseDrafter`."""
+        states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
+        length = config.draft_length or _CHAIN
+        rows = [
+            ("Head", f"EAGLE, version {config.version}: {config.num_hidden_layers} decoder layer(s) on {states}"),
+            ("Draft length", f"{length} tokens, where a call does not say"),
+            *drafted_tokens(config),
+        ]
+        papers = ("li2024eagle",) if config.version == 1 else ("li2024eagle", "li2025eagle3")
+        return DrafterFacts("eagle", length + 1, rows, papers)
 
     def start(self, options: DraftOptions) -> EagleSession:
         """Return the draft session of one call of `generate`."""

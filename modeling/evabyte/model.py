@@ -16,6 +16,7 @@ from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import check_options
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
+from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ..common.backbone_parts import BackboneParts
@@ -122,6 +123,11 @@ class EvaByteForMTPC(
     def head(self) -> nn.Module:
         """The module that drafts: `mtp_head`, or `draft_heads` for FF heads (the own head, if there is no other)."""
         return self.mtp_head or self.draft_heads or self.lm_head
+
+    @classmethod
+    def facts(cls, config: Any, drafter: Any = None) -> DrafterFacts:
+        """See `BaseDrafter`."""
+        return super().facts(config.mtp_head)
 
     def parts(self) -> dict[str, nn.Module]:
         """See `BaseDrafter`."""

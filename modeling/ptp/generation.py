@@ -14,7 +14,7 @@ from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions, first_set
 from ...generation.contract import DraftSession
-from ...generation.drafter import BaseDrafter
+from ...generation.drafter import BaseDrafter, DrafterFacts
 from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 from ..heads.window_distribution import WindowDistribution
 from .session import BestOfSession, CentralVerifier, ParallelSession
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 _LAYOUTS = ("quadratic", "linear")
+_SLOTS = {
+    "one_hot": "parallel token prediction; a slot predicts the token that its own uniform picks",
+    "categorical": "parallel token prediction; a slot predicts the distribution of the token after its own",
+    "mask": "masked prediction; a slot, made of a mask token, predicts the distribution of the token after its own",
+}
 
 
 class ParallelDrafter(BaseDrafter):
@@ -41,6 +46,20 @@ class ParallelDrafter(BaseDrafter):
     def window(self) -> int:
         """The longest draft and one: N slots draft N - 1 tokens (one-hot, slot 0 repeats the target's pick) or N."""
         return self.config.num_slots + (not self.config.predicts_first)
+
+    @classmethod
+    def facts(cls, config: Any, drafter: Any = None) -> DrafterFacts:
+        """See `BaseDrafter`."""
+        window = config.num_slots + (not config.predicts_first)
+        reads = ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
+        rows = [
+            ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
+            ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
+            reads if config.reads_uniforms else ("Sampler head", f"`{config.sampler}`"),
+            ("Learned for", ", ".join(f"{name} {value}" for name, value in (config.sampling or {}).items())),
+        ]
+        paper = "samragh2025future" if config.variant == "mask" else "draxler2025ptp"
+        return DrafterFacts("uniforms", window, rows, (paper,))
 
     def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
         """Return the temperature, top-k and top-p that the drafts were learned for, where a call samples and sets

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -52,6 +53,7 @@ class BaseDrafter:
         drafts_trees: Whether the drafter takes `draft_tree`.
         reads_prompt: Whether drafts need the ids of the prompt, in whose place a call may pass embeddings.
         is_apart: Whether it drafts for a backbone of the user's choice, and holds none.
+        not_served: Why no engine runs it; None: one may.
         recorder: Records what its calls verify, so that it can learn; None: nothing does.
     """
 
@@ -60,6 +62,7 @@ class BaseDrafter:
     drafts_trees: bool = False
     reads_prompt: bool = True
     is_apart: bool = False
+    not_served: str | None = "it is no DeepSeekMTP, MTPHeads or EagleHead, which can be exported"
     recorder: Recorder | None = None
 
     def longest_draft(self) -> int | None:
@@ -93,6 +96,17 @@ class BaseDrafter:
             TypeError: Cards do not describe this kind, or not with this configuration.
         """
         raise TypeError(f"a {cls.__name__} has no card of its own")
+
+    def export_to(self, engine: str, folder: Path) -> dict[str, Any]:
+        """Write a drafter that stands apart for an engine, and return how that drafts with it.
+
+        Returns:
+            `method` and `num_speculative_tokens` of vLLM's `--speculative-config`.
+
+        Raises:
+            ValueError: An engine that cannot run it.
+        """
+        raise ValueError(f"engine={engine!r} has no code for a {type(self).__name__}: {self.not_served}")
 
     @property
     def policy(self) -> PreTrainedModel:

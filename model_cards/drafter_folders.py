@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 from ..generation.tensors.tensor_files import tensor_dtypes
-from ..modeling import DeepSeekMTP, EagleHead, MTPHeads
+from ..modeling import DeepSeekMTP, MTPHeads
 from .vllm_proposer import OPTION, HeadProposer
 
 PROPOSER = f"tokenahead.model_cards.{HeadProposer.__module__.rpartition('.')[2]}.{HeadProposer.__name__}"
@@ -74,72 +74,41 @@ def sampling_on_cpus(engine: str) -> list[str]:
     ]
 
 
-def write_drafter(drafter: MTPHeads | EagleHead, folder: Path, engine: str) -> ExportReport:
+def write_drafter(drafter: Any, folder: Path, engine: str) -> ExportReport:
     """Write a drafter for an engine; refuse heads that it cannot run."""
-    if isinstance(drafter, EagleHead):
-        return _write_eagle(drafter, folder, engine)
-    if engine != "vllm":
-        raise ValueError(f"engine={engine!r} runs no heads of this kind; choose 'vllm'")
-    config, family = drafter.config, drafter.family
-    if more := family.reads_besides(config):
-        raise ValueError(
-            f"vllm cannot run heads of head_type={config.head_type!r}: they read {more}, and it passes the last "
-            "hidden state alone"
+    speculative = drafter.export_to(engine, folder)
+    backbone = drafter.config.base_model_name_or_path or "BACKBONE"
+    num_tensors, method = len(tensor_dtypes(folder)), speculative["method"]
+    if engine == "sglang":
+        command = (
+            f"python -m sglang.launch_server --model-path {shlex.quote(backbone)} --speculative-algorithm "
+            f"{method.upper()} --speculative-draft-model-path {shlex.quote(str(folder))} "
+            "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
         )
-    if config.draft_vocab_size is not None:
-        raise ValueError(f"vllm cannot run heads of draft_vocab_size={config.draft_vocab_size}: it drafts every token")
-    if any(layout.name == engine and layout.refusal(config) is None for layout in family.layouts):
-        drafter.export(folder, "vllm")
-        speculative = {"method": "medusa", "model": str(folder), "num_speculative_tokens": drafter.window - 1}
-        return _report(drafter, folder, speculative, [_RUN])
-    return _write_for_proposer(drafter, folder)
+        return ExportReport(folder, engine, num_tensors, command, checked=[_READ])
+    model = PROPOSER if method == "custom_class" else str(folder)
+    speculative = {"method": method, "model": model} | speculative
+    command = shlex.join(["vllm", "serve", backbone, "--speculative-config", json.dumps(speculative)])
+    report = ExportReport(folder, engine, num_tensors, command, sampling_on_cpus(engine), [_RUN])
+    if method == "custom_class":
+        _add_proposer(report, drafter)
+    return report
 
 
-def _write_for_proposer(heads: MTPHeads, folder: Path) -> ExportReport:
-    heads.save_pretrained(folder)
-    speculative = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": heads.window - 1}
-    was_run = heads.family.is_built_in and heads.family.circuit is not None
-    checked = [_RUN if was_run else "directories of this kind were not run in vLLM"]
-    warnings = [
+def _add_proposer(report: ExportReport, heads: MTPHeads) -> None:
+    """Add to the report of heads with which `HeadProposer` drafts in vLLM how it finds them, and what to know."""
+    report.command += f" --additional-config {shlex.quote(json.dumps({OPTION: str(report.folder)}))}"
+    if not heads.family.is_built_in or heads.family.circuit is None:
+        report.checked = ["directories of this kind were not run in vLLM"]
+    report.warnings = [
         f"install this library in vLLM's environment, whose pin of transformers is older: {INSTALL}",
         "tensor parallelism was read in vLLM's source, and not run; vLLM calls custom_class experimental",
     ]
     if not heads.family.is_built_in:
-        warnings.append(
+        report.warnings.append(
             f"vLLM's processes must import the module that registers head_type={heads.config.head_type!r}: by a plugin "
             "(entry points of the group vllm.general_plugins)"
         )
-    report = _report(heads, folder, speculative, checked)
-    report.command += f" --additional-config {shlex.quote(json.dumps({OPTION: str(folder)}))}"
-    report.warnings = warnings
-    return report
-
-
-def _write_eagle(head: EagleHead, folder: Path, engine: str) -> ExportReport:
-    head.export(folder, layout=engine)
-    version = head.config.version
-    if engine == "vllm":
-        method = "eagle" if version == 1 else "eagle3"
-        return _report(head, folder, {"method": method, "model": str(folder), "num_speculative_tokens": 3}, [_RUN])
-    command = (
-        f"python -m sglang.launch_server --model-path {shlex.quote(_backbone(head))} --speculative-algorithm "
-        f"EAGLE{'' if version == 1 else '3'} --speculative-draft-model-path {shlex.quote(str(folder))} "
-        "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-    )
-    return ExportReport(folder, engine, len(tensor_dtypes(folder)), command, checked=[_READ])
-
-
-def _report(
-    drafter: MTPHeads | EagleHead, folder: Path, speculative: dict[str, object], checked: list[str]
-) -> ExportReport:
-    command = shlex.join(["vllm", "serve", _backbone(drafter), "--speculative-config", json.dumps(speculative)])
-    warnings = sampling_on_cpus("vllm")
-    return ExportReport(folder, "vllm", len(tensor_dtypes(folder)), command, warnings, checked)
-
-
-def _backbone(drafter: MTPHeads | EagleHead) -> str:
-    """Return the backbone's name, or a placeholder for its directory."""
-    return drafter.config.base_model_name_or_path or "BACKBONE"
 
 
 def check_retrofit(model: DeepSeekMTP) -> None:

@@ -17,8 +17,9 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrain
 
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import GENERATE_KWARGS
+from ..generation.drafter import BaseDrafter
 from ..generation.tensors.tensor_files import tensor_dtypes
-from ..modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForCausalLM, PTPStudent
+from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.deepseek.main_model import has_towers
 from ..training.utils import replace_file
@@ -107,7 +108,7 @@ _NOT_RUN = {
 
 
 def export(
-    model: DeepSeekMTP | MTPHeads | EagleHead,
+    model: Any,
     folder: str | PathLike,
     engine: str = "vllm",
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -151,10 +152,10 @@ def export(
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
     options = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
-    if isinstance(model, (MTPHeads, EagleHead)):
+    _check_class(model)
+    if model.is_apart:
         _refuse_options(options, f"{type(model).__name__} is served beside its backbone's own directory")
         return write_drafter(model, Path(folder), engine)
-    _check_class(model)
     warnings, folder = _check_model(model, engine), Path(folder)
     family = family_of(model.config)
     if not family.copies:
@@ -179,20 +180,17 @@ def _refuse_options(options: dict[str, object], reason: str) -> None:
 
 
 def _check_class(model: object) -> None:
-    """Refuse a model that is no backbone with modules."""
-    if isinstance(model, DeepSeekMTP):
-        return
-    reason = "it is no model with modules and no heads: DeepSeekMTP, MTPHeads and EagleHead can be exported"
-    if isinstance(model, (PTPForCausalLM, PTPStudent)):
-        reason = "it drafts inside the call that verifies, for which no engine has code"
-    elif isinstance(model, EvaByteForMTPC):
-        reason = "it needs a kind of cache that no engine has"
+    """Refuse what no engine runs, and models that do not draft."""
+    reason = BaseDrafter.not_served
+    if isinstance(model, BaseDrafter):
+        reason = model.not_served
     elif isinstance(model, PreTrainedModel):
         reason = (
             "a plain model is written by its own save_pretrained; to draft for it, use DeepSeekMTP.from_backbone, "
             "MTPHeads.from_backbone or EagleHead.from_backbone"
         )
-    raise TypeError(f"export takes no {type(model).__name__}: {reason}")
+    if reason is not None:
+        raise TypeError(f"export takes no {type(model).__name__}: {reason}")
 
 
 def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> None:

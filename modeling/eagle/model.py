@@ -67,7 +67,7 @@ class EagleHead(EagleNetwork):
 
     remote_classes = {"AutoModel": "EagleHead"}
     _supports_sdpa = True
-    drafts_trees = True
+    drafts_trees, not_served = True, None
     attends = True
     loss_unit = "step"
 
@@ -256,6 +256,11 @@ class EagleHead(EagleNetwork):
         """
         check_layout(self.config, layout)
         write_layout(self, Path(folder), layout)
+
+    def export_to(self, engine: str, folder: Path) -> dict[str, Any]:
+        """See `BaseDrafter`."""
+        self.export(folder, layout=engine)
+        return {"method": "eagle" if self.config.version == 1 else "eagle3", "num_speculative_tokens": 3}
 
     def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False) -> Any:
         """Load tensors under this head's names, or those of a saved checkpoint, which a resuming Trainer reads."""

@@ -59,6 +59,7 @@ class EvaByteForMTPC(
     attends, learning_layers, draft_vocabulary = False, [-1], None
     remote_classes = {"AutoModel": "EvaByteModel", "AutoModelForCausalLM": "EvaByteForMTPC"}
     drafts_trees, reads_prompt = True, False
+    not_served = "it needs a kind of cache that no engine has"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: EvaByteConfig) -> None:

@@ -30,6 +30,7 @@ from ..common.outputs import MTPOutput
 from .conversion import (
     backbone_from_official,
     check_embedding,
+    engine_layout,
     export_head,
     load_tensors,
     read_official,
@@ -71,7 +72,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     config: MTPHeadConfig
     config_class = MTPHeadConfig
     remote_classes = {"AutoModel": "MTPHeads"}
-    drafts_trees, reads_prompt = True, False
+    drafts_trees, reads_prompt, not_served = True, False, None
     _expected_embedding: Tensor | None = None  # until heads that came with one are attached
 
     def __init__(self, config: MTPHeadConfig) -> None:
@@ -215,6 +216,16 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             RuntimeError: The heads are not attached: some layouts repeat tensors of the backbone.
         """
         export_head(self.config, self.head.state_dict(), lambda: self.backbone, Path(folder), layout)
+
+    def export_to(self, engine: str, folder: Path) -> dict[str, Any]:
+        """See `BaseDrafter`: in vLLM's Medusa layout, or as they are saved, for a class of vLLM's user to read."""
+        is_held = engine_layout(self.config, engine) is not None
+        if is_held:
+            self.export(folder, engine)
+        else:
+            self.save_pretrained(folder)
+        method = "medusa" if is_held else "custom_class"
+        return {"method": method, "num_speculative_tokens": self.config.num_depths - 1}
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a backbone with another hidden size or vocabulary."""

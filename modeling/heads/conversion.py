@@ -95,6 +95,25 @@ def export_head(
         torch.save(named, folder / chosen.tensors_file)
 
 
+def engine_layout(config: MTPHeadConfig, engine: str) -> HeadLayout | None:
+    """Return the layout in which an engine runs heads; None: as they are saved, by a class of its user's.
+
+    Raises:
+        ValueError: An engine that cannot run them.
+    """
+    if engine != "vllm":
+        raise ValueError(f"engine={engine!r} runs no heads of this kind; choose 'vllm'")
+    family = FAMILIES[config.head_type]
+    if more := family.reads_besides(config):
+        raise ValueError(
+            f"vllm cannot run heads of head_type={config.head_type!r}: they read {more}, and it passes the last "
+            "hidden state alone"
+        )
+    if config.draft_vocab_size is not None:
+        raise ValueError(f"vllm cannot run heads of draft_vocab_size={config.draft_vocab_size}: it drafts every token")
+    return next((layout for layout in family.layouts if layout.name == engine and layout.refusal(config) is None), None)
+
+
 def check_embedding(expected: Tensor | None, backbone: PreTrainedModel) -> None:
     """Refuse a backbone with other embeddings than the expected ones."""
     weight = cast(Tensor, backbone.get_input_embeddings().weight)

@@ -41,6 +41,7 @@ class ParallelDrafter(BaseDrafter):
     slot_distribution: Callable[[Tensor, Tensor], WindowDistribution]
     rules = ("coupled", "block", "token")
     reads_prompt = False
+    not_served = "it drafts inside the call that verifies, for which no engine has code"
 
     @property
     def window(self) -> int:

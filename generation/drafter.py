@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from ..configuration import MTPHeadConfig
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, Recorder
@@ -24,6 +25,10 @@ _SCHEDULES: WeakKeyDictionary[BaseDrafter, dict[Hashable, AdaptiveSchedule]] = W
 """By drafter, and by what the cost of a cycle depends on: what adaptive calls have learned."""
 _KINDS = {"draft_vocabulary": "sequential modules", "assistant_tokenizer": "AssistantDrafter"}
 """The drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction."""
+
+
+DRAFTERS: dict[str, Any] = {}
+"""The classes of drafters by name; each enters at the end of its file."""
 
 
 class DrafterFacts(NamedTuple):
@@ -53,6 +58,9 @@ class BaseDrafter:
         drafts_trees: Whether the drafter takes `draft_tree`.
         reads_prompt: Whether drafts need the ids of the prompt, in whose place a call may pass embeddings.
         is_apart: Whether it drafts for a backbone of the user's choice, and holds none.
+        head_config: Options of its heads; None: it has none.
+        loss_options: Options of its loss, where these are no fields of `head_config`.
+        mtp_loss_weight: lambda, what its loss is multiplied with beside that of a backbone; None: it learns alone.
         not_served: Why no engine runs it; None: one may.
         recorder: Records what its calls verify, so that it can learn; None: nothing does.
     """
@@ -62,6 +70,9 @@ class BaseDrafter:
     drafts_trees: bool = False
     reads_prompt: bool = True
     is_apart: bool = False
+    head_config: MTPHeadConfig | None = None
+    loss_options: Any = None
+    mtp_loss_weight: float | None = None
     not_served: str | None = "it is no DeepSeekMTP, MTPHeads or EagleHead, which can be exported"
     recorder: Recorder | None = None
 

@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..generation.assistant.drafter import AssistantDrafter
 from ..generation.attach import MTPGenerationMixin
-from ..generation.lookups.cascade import DrafterCascade
-from ..modeling import DeepSeekMTP, EvaByteForMTPC
+from ..generation.drafter import BaseDrafter
+from ..modeling import EvaByteForMTPC
 from .box import Box, excerpt_prompts, load_box
 from .evaluation.decoding import MODES, DecodingMode, Method
 from .evaluation.methods import drafting_method, methods_of, plain_method
@@ -20,7 +18,6 @@ from .evaluation.prompts import Prompt, PromptEncoder, read_prompts
 from .loading import load_model
 from .utils import shown_word
 
-_OWN = (EvaByteForMTPC, DeepSeekMTP)  # models whose parameters hold what drafts
 _PREFIX = 320  # bytes of the held-out prefixes that the model in the box completes
 _PREFIXES = 32
 _REQUESTS = {
@@ -76,7 +73,7 @@ def box_model(directory: str | Path | None = None, prompts: int = _PREFIXES, dty
     box = Box.load(directory, _dtype_of_box(dtype))
     first, *_ = box.models.values()
     names = {head: _name(head, model) for head, model in box.models.items()}
-    sizes = {names[head]: _further_parameters(model) for head, model in box.models.items()}
+    sizes = {names[head]: _further_parameters(model, model) for head, model in box.models.items()}
     packages = sorted({excerpt.package for excerpt in box.excerpts})
 
     def beginnings(seed: int) -> list[Prompt]:
@@ -157,7 +154,7 @@ def load_methods(
 def described(model: PreTrainedModel, name: str | None, method: Method) -> str:
     """Return a model and what drafts for it, in a line, with the parameters of each."""
     about = f"{_backbone_parameters(model):,} parameters, {_shown_dtype(model)}"
-    further = _further_parameters(method.drafter)
+    further = _further_parameters(method.drafter, model)
     drafts = f"{method.name}{f' ({further:,} further parameters)' if further else ''}"
     return f"{name or 'The model in the box'} ({about}), drafts: {drafts}"
 
@@ -172,18 +169,10 @@ def _shown_dtype(model: PreTrainedModel) -> str:
 
 def _backbone_parameters(model: PreTrainedModel) -> int:
     """Return the parameters of plain decoding, its unembedding among them: all but those that only draft."""
-    return model.num_parameters() - _further_parameters(model) if isinstance(model, _OWN) else model.num_parameters()
+    return model.num_parameters() - (_further_parameters(model, model) if isinstance(model, BaseDrafter) else 0)
 
 
-def _further_parameters(drafter: object) -> int:
+def _further_parameters(drafter: BaseDrafter, model: PreTrainedModel) -> int:
     """Return the parameters that a drafter adds to those of plain decoding; of a model, those that only draft."""
-    if isinstance(drafter, DrafterCascade):
-        return _further_parameters(drafter.last)
-    if isinstance(drafter, DeepSeekMTP):
-        return drafter.num_parameters() - drafter.main.num_parameters()
-    if isinstance(drafter, EvaByteForMTPC):
-        return 0 if drafter.head is drafter.lm_head else sum(each.numel() for each in drafter.head.parameters())
-    if isinstance(drafter, AssistantDrafter):
-        return drafter.model.num_parameters()
-    is_apart = isinstance(drafter, nn.Module) and not isinstance(drafter, MTPGenerationMixin)
-    return sum(each.numel() for each in drafter.parameters()) if is_apart else 0
+    parts = (part for part in drafter.parts().values() if part is not model.get_output_embeddings())
+    return sum(each.numel() for part in parts for each in part.parameters())

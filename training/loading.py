@@ -20,15 +20,14 @@ from transformers import (
 )
 
 from ..configuration.mtp_families import REFUSED, count_modules
+from ..generation.drafter import DRAFTERS
 from ..generation.tensors.tensor_files import HUB_OPTIONS
 from ..generation.tensors.wrapped_models import carries_adapters
-from ..modeling import DeepSeekMTP, EagleHead, MTPHeads, PTPStudent
+from ..modeling import DeepSeekMTP
 from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE
 
-DRAFTERS = (MTPHeads, EagleHead, PTPStudent)
-"""Classes of drafters without their backbones."""
 _ADAPTERS = "adapter_config.json"
 _OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
 """The files of a backbone that was trained with heads: its directory, and the tokenizer of the heads."""
@@ -86,7 +85,7 @@ def load_drafter(
     source: str,
     backbone: PreTrainedModel,
     option: str,
-    kind: type[PreTrainedModel] | tuple[type[PreTrainedModel], ...] = DRAFTERS,
+    kind: str | None = None,
     shared: bool = False,
     **options: Any,
 ) -> Any:
@@ -96,7 +95,7 @@ def load_drafter(
         source: Directory, or name on the Hub, in this library's layout or a published one.
         backbone: The model that it drafts for, as `load_model` returns it.
         option: The argument that names the drafter, for messages.
-        kind: Accepted classes.
+        kind: Name of its class in `DRAFTERS`; None: any.
         shared: Refuse to put adapters on the backbone, which others use, too.
         **options: Of `read_drafter`.
 
@@ -106,7 +105,7 @@ def load_drafter(
         ValueError: No such drafter, or one that learned with another backbone.
     """
     found = drafter_class(source) if _may_exist(source) else None
-    if found is None or not issubclass(found, kind):
+    if found is None or not (kind is None or issubclass(found, DRAFTERS[kind])):
         words = found.__name__ if found else f"model of type {load_config(source, option).model_type!r}"
         raise ValueError(f"{option} {source} holds a {words} and no drafter of this kind")
     trained, name = trained_backbone(source), str(backbone.name_or_path)

@@ -207,17 +207,11 @@ class OwnLossMixin(nn.Module):
         own_trainer: The trainer that trains it.
         silent_part: Name of the part that such a loss does not change; None: nothing learns from it.
         learns_besides: Whether the caller adds the drafter's own loss to that one.
-        head_config: Options of its heads; None: it has none.
-        loss_options: Options of its loss, where these are no fields of `head_config`.
-        mtp_loss_weight: lambda, what its loss is multiplied with beside that of a backbone; None: it learns alone.
     """
 
     own_trainer = "MTPSFTTrainer"
     silent_part: str | None = None
     learns_besides = False
-    head_config: MTPHeadConfig | None = None
-    loss_options: LossOptions | None = None
-    mtp_loss_weight: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`; warn, or refuse where nothing learns, that a trainer computes a loss of its own.

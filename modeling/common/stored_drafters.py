@@ -9,24 +9,24 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
-from ...configuration import EagleHeadConfig, MTPHeadConfig, PTPStudentConfig
+from ...generation.drafter import DRAFTERS
 from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, tensor_names
 from ..eagle.conversion import is_foreign_head
 from ..eagle.model import EagleHead
 from ..heads.attached import MTPHeads
 from ..heads.conversion import holds_backbone, published_layout
-from ..ptp.student import PTPStudent
+from .loading import StrictLoadingMixin
 
-Drafter = MTPHeads | EagleHead | PTPStudent
-_OWN: dict[str | None, type[Drafter]] = {
-    MTPHeadConfig.model_type: MTPHeads,
-    EagleHeadConfig.model_type: EagleHead,
-    PTPStudentConfig.model_type: PTPStudent,
-}
 _FILES = ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"]
 
 
-def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Drafter] | None:
+def stored_kinds() -> dict[str | None, Any]:
+    """Return the classes of drafters that are saved without a backbone, by the model_type of their directories."""
+    apart = (kind for kind in DRAFTERS.values() if kind.is_apart and issubclass(kind, StrictLoadingMixin))
+    return {kind.config_class.model_type: kind for kind in apart}
+
+
+def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Any] | None:
     """Return the class of the drafter in a directory or a Hub repository; None where there is none.
 
     Args:
@@ -34,7 +34,7 @@ def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Drafter] | None
         **hub: `revision`, `token`, ...
     """
     fields = _fields(name, **hub)
-    if (own := _OWN.get(fields.get("model_type"))) is not None:
+    if (own := stored_kinds().get(fields.get("model_type"))) is not None:
         return own
     try:
         if published_layout(Path(name), fields) is not None:
@@ -47,11 +47,11 @@ def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Drafter] | None
 def holds_drafter_alone(name: str | PathLike[str], **hub: Any) -> bool:
     """Return whether there is a drafter, and not also the model that it drafts for."""
     kind, fields = drafter_class(name, **hub), _fields(name, **hub)
-    is_own = fields.get("model_type") in _OWN
+    is_own = fields.get("model_type") in stored_kinds()
     return kind is not None and (is_own or kind is EagleHead or not holds_backbone(Path(name), fields))
 
 
-def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -> Drafter:
+def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -> Any:
     """Return the drafter in a directory or a Hub repository, whatever its layout; it is not attached.
 
     Args:
@@ -66,7 +66,7 @@ def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -
     kind = drafter_class(name, **hub)
     if kind is None:
         raise ValueError(f"{name}: no drafter (heads, an EAGLE head or a student) in a layout that is known")
-    if kind is not MTPHeads or _fields(name, **hub).get("model_type") in _OWN:
+    if kind is not MTPHeads or _fields(name, **hub).get("model_type") in stored_kinds():
         return kind.from_pretrained(name, dtype="auto" if dtype is None else dtype, **options)
     directory = name if Path(name).is_dir() else snapshot_download(str(name), allow_patterns=_FILES, **hub)
     heads = MTPHeads.from_official(directory, **{key: value for key, value in options.items() if key not in hub})

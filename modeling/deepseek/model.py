@@ -14,7 +14,7 @@ from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field, requested_states
 from ...configuration.mtp_families import MiMoConfig, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
-from ...generation.drafter import DrafterFacts
+from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
@@ -380,3 +380,6 @@ class MiMoMTP(DeepSeekMTP):
     """`DeepSeekMTP` for MiMo-7B in bundled code: Auto classes accept remote code only if it names the config class."""
 
     config_class = MiMoConfig
+
+
+DRAFTERS["modules"] = DeepSeekMTP

@@ -16,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import adopt_special_ids
-from ...generation.drafter import DrafterFacts
+from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.tensor_files import HUB_OPTIONS, read_tensors, refuse_unknown, weight_files
 from ...generation.tensors.wrapped_models import has_own_cache, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
@@ -70,6 +70,7 @@ class EagleHead(EagleNetwork):
     drafts_trees, not_served = True, None
     attends = True
     loss_unit = "step"
+    loss_options: EagleLossOptions
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
@@ -370,3 +371,6 @@ class EagleHead(EagleNetwork):
 
 def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
     return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)
+
+
+DRAFTERS["eagle"] = EagleHead

@@ -22,6 +22,7 @@ from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...generation.attach import adopt_special_ids
 from ...generation.call.options import DraftOptions
+from ...generation.drafter import DRAFTERS
 from ...generation.tensors.wrapped_models import unwrap
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
@@ -414,3 +415,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         init_head(module, self.config.initializer_range)
+
+
+DRAFTERS["heads"] = MTPHeads

@@ -14,6 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
+from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import additive_mask, selected_positions
 from ...generation.tensors.wrapped_models import (
     PicklableMixin,
@@ -368,3 +369,6 @@ def dense_mask(mask: Tensor | None, embeds: Tensor) -> Tensor | None:
     if mask is None or mask.dim() != 4:
         return mask
     return mask.to(embeds.dtype) if mask.is_floating_point() else additive_mask(mask.bool(), embeds.dtype)
+
+
+DRAFTERS["parallel"] = PTPForCausalLM

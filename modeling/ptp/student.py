@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_special_ids
+from ...generation.drafter import DRAFTERS
 from ...generation.tensors.wrapped_models import adapter_marks, unwrap
 from ..common.loading import StrictLoadingMixin
 from ..common.outputs import PTPOutput
@@ -209,3 +210,6 @@ def _state_of(backbone: PreTrainedModel) -> tuple[Hashable, ...]:
     backbone = unwrap(backbone)
     tensors = tuple((p.data_ptr(), p.dtype) for name, p in backbone.named_parameters() if "lora_" not in name)
     return tensors, backbone.config._attn_implementation, adapter_marks(backbone)
+
+
+DRAFTERS["student"] = PTPStudent

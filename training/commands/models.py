@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from ...configuration import MTPHeadConfig, PTPConfig
-from ...configuration.eagle import EagleHeadConfig
-from ...modeling import DeepSeekMTP, EagleHead, EvaByteForMTPC, EvaByteTokenizer, MTPHeads, PTPForCausalLM
+from ...generation.attach import MTPGenerationMixin
+from ...generation.drafter import DRAFTERS
+from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
-from ...modeling.common.loss_options import EagleLossOptions, ModuleLossOptions
 from ...modeling.heads.losses import IGNORE
 from ..features import STATES, FeatureDataset, cache_features
 from ..loading import (
@@ -48,8 +48,6 @@ with needs_extra("train", "tokenahead train"):
     from trl.data_utils import maybe_convert_to_chatml
 
 _PROMPT_TOKENS = 32
-_NEW = {"heads": MTPHeads, "eagle": EagleHead, "modules": DeepSeekMTP, "parallel": PTPForCausalLM}
-_CONFIGS = {"own": MTPHeadConfig, "heads": MTPHeadConfig, "eagle": EagleHeadConfig, "parallel": PTPConfig}
 
 
 @dataclass(frozen=True)
@@ -137,9 +135,9 @@ def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrain
         return _stored(arguments, backbone)
     if arguments.drafter == "own" or isinstance(backbone, DeepSeekMTP):
         return _own(backbone, options)
-    if isinstance(backbone, PTPForCausalLM):
+    if is_parallel(backbone):
         raise ValueError(f"drafter={arguments.drafter!r}: a PTPForCausalLM is trained as it is; set drafter to 'own'")
-    return _NEW[arguments.drafter].from_backbone(backbone, **options)
+    return DRAFTERS[arguments.drafter].from_backbone(backbone, **options)
 
 
 def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
@@ -148,17 +146,19 @@ def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
     for name in ("draft_ids", "draft_vocabulary"):
         if isinstance(file := options.get(name), str):
             options[name] = json.loads(Path(file).read_text(encoding="utf-8"))
-    configs = [_CONFIGS[arguments.drafter]] if arguments.drafter in _CONFIGS else []
-    makers = [_NEW[arguments.drafter].from_backbone] if arguments.drafter in _NEW else []
-    return typed_options("drafter_options", options, *configs, *makers, closed=False)
+    if arguments.drafter == "own":
+        return typed_options("drafter_options", options, MTPHeadConfig, closed=False)
+    kind = DRAFTERS[arguments.drafter]
+    configs = [] if kind.config_class is None else [kind.config_class]
+    return typed_options("drafter_options", options, *configs, kind.from_backbone, closed=False)
 
 
-def _own(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
-    if not isinstance(model, (EvaByteForMTPC, DeepSeekMTP, PTPForCausalLM)):
+def _own(model: Any, options: dict[str, Any]) -> PreTrainedModel:
+    if not isinstance(model, MTPGenerationMixin):
         raise ValueError(
             f"{type(model).__name__} has no drafter of its own: set drafter: heads, eagle, modules or parallel"
         )
-    if options and isinstance(model, EvaByteForMTPC):
+    if options and model.head_config is not None:
         model.set_head(**options)
     elif options:
         raise ValueError(f"drafter_options={options}: the {type(model).__name__} exists already; leave them out")
@@ -175,19 +175,18 @@ def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTraine
         )
     if arguments.drafter not in ("heads", "eagle"):
         raise ValueError(f"drafter={arguments.drafter!r}: only heads and eagle have directories of their own")
-    return load_drafter(name, backbone, "drafter_name_or_path", _NEW[arguments.drafter], **options)
+    return load_drafter(name, backbone, "drafter_name_or_path", arguments.drafter, **options)
 
 
-def _apply_loss_options(model: PreTrainedModel, arguments: DrafterArguments) -> None:
+def _apply_loss_options(model: Any, arguments: DrafterArguments) -> None:
     """Set the loss options of a drafter; the backbone of a PTP model learns if `base_weight` is above 0."""
     options = arguments.options("loss_options")
-    if isinstance(model, PTPForCausalLM):
+    if is_parallel(model):
         model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
-    elif options and isinstance(model, EagleHead):
-        model.loss_options = EagleLossOptions(**typed_options("loss_options", options, EagleLossOptions))
-        model.loss_options.resolved(model.config.version)
-    elif options and isinstance(model, DeepSeekMTP):
-        model.loss_options = ModuleLossOptions(**typed_options("loss_options", options, ModuleLossOptions))
+    elif options and model.loss_options is not None:
+        kind = type(model.loss_options)
+        model.loss_options = kind(**typed_options("loss_options", options, kind))
+        int(model.num_losses)  # validates them
     elif options:
         raise ValueError(
             f"loss_options={options}: the loss of a {type(model).__name__} follows its drafter_options (gamma, "
@@ -202,7 +201,7 @@ def ptp_options(arguments: DrafterArguments) -> PTPOptions:
 
 def is_parallel(model: PreTrainedModel) -> bool:
     """Return whether `PTPTrainer` trains it."""
-    return isinstance(model, PTPForCausalLM) or isinstance(model.config, PTPConfig)
+    return isinstance(model.config, PTPConfig)
 
 
 def with_moved_backbone(settings: Settings) -> Settings:
@@ -276,7 +275,7 @@ def draft_frequent_tokens(trainer: Trainer, trainee: Trainee, settings: Settings
     """
     options, rows = _drafter_options(settings.drafter), trainer.train_dataset
     size = options.get("draft_vocab_size")
-    if size is None or "draft_ids" in options or not isinstance(trainee.model, MTPHeads | EagleHead):
+    if size is None or "draft_ids" in options or not trainee.model.is_apart:
         return
     if not isinstance(rows, Dataset):
         raise ValueError(f"draft_vocab_size={size}: a stream has no most frequent tokens, name them with draft_ids")
@@ -298,9 +297,9 @@ def store_features(trainer: Trainer, settings: Settings) -> None:
     directory, rows = settings.drafter.features, trainer.train_dataset
     if directory is None or not isinstance(rows, Dataset):
         return
-    drafter = cast(MTPHeads | EagleHead, trainer.model)
     with trainer.args.main_process_first(desc="states of the backbone"):
-        trainer.train_dataset = cache_features(drafter, _Collated(rows, trainer.data_collator), directory)
+        drafter, data = cast(Any, trainer.model), _Collated(rows, trainer.data_collator)
+        trainer.train_dataset = cache_features(drafter, data, directory)
     trainer.data_collator = _Either(trainer.data_collator)
     trainer.args.remove_unused_columns = False  # TRL's list of columns knows no states
 

@@ -18,7 +18,6 @@ from ...generation.lookups.cascade import DrafterCascade
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.wrapped_models import carries_adapters
-from ...modeling import EagleHead, MTPHeads, PTPStudent
 from ..loading import load_drafter
 from ..results import source_mark
 from ..utils import one_line
@@ -112,8 +111,8 @@ def _method(name: str, kind: str, model: Any, source: str, options: dict[str, An
     return Method(name, model, options, is_foreign=True)
 
 
-def _trained(kind: type[MTPHeads | EagleHead | PTPStudent], *own: str) -> Callable[..., AttachableDrafter]:
-    """Return a maker of drafters of a class; `own` are options of its loading, and not of `generate`."""
+def _trained(kind: str, *own: str) -> Callable[..., AttachableDrafter]:
+    """Return a maker of drafters of a kind; `own` are options of its loading, and not of `generate`."""
 
     def load(model: PreTrainedModel, source: str, options: dict[str, Any]) -> AttachableDrafter:
         taken = {name: options.pop(name) for name in own if name in options}
@@ -140,9 +139,9 @@ _DRAFTERS: dict[str, Callable[..., Any]] = {
     "ngram": lambda model, source, options: NgramDrafter(branches=options.pop("branches", 1)).attach(model),
     "suffix": _suffix,
     "assistant": _assistant,
-    "heads": _trained(MTPHeads),
-    "eagle": _trained(EagleHead, "aux_layers"),
-    "student": _trained(PTPStudent),
+    "heads": _trained("heads"),
+    "eagle": _trained("eagle", "aux_layers"),
+    "student": _trained("student"),
     "cascade": _cascade,
 }
 """By kind: from the backbone, a source and options of `generate` to an attached drafter of this library."""

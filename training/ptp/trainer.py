@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ...configuration.ptp import SAMPLING
 from ...generation.tensors.wrapped_models import checkpoints_activations
-from ...modeling import PTPForCausalLM, PTPStudent
+from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
 from ..trainer_base import BaseTrainer, Collator, Inputs, at_rest, check_depths, check_ids
 from .completions import Sequences
@@ -262,8 +262,8 @@ def _with_rate(args: TrainingArguments | None) -> TrainingArguments:
 def _checked(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> PTPForCausalLM:
     """Return the model, or refuse options that it cannot learn."""
     if not isinstance(model, PTPForCausalLM):
-        hint = "give it student.whole" if isinstance(model, PTPStudent) else "see PTPForCausalLM.from_backbone"
-        raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}; {hint}")
+        hint = "see PTPForCausalLM.from_backbone; of a PTPStudent, give it student.whole"
+        raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}: {hint}")
     variant = model.config.variant
     if options.sequences == "student" and not model.config.reads_uniforms:
         raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")

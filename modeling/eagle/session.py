@@ -34,6 +34,7 @@ from ...generation.contract import (
 )
 from ...generation.tensors.masks import cached_range
 from ...generation.trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
+from .modules import EagleNetwork
 
 
 @dataclass
@@ -56,10 +57,11 @@ class EagleSession(DraftSession):
 
     supports_confidence_threshold = True
 
-    def __init__(self, head: Any, options: DraftOptions) -> None:
+    def __init__(self, head: EagleNetwork, options: DraftOptions) -> None:
         self.head, self.options, self.num_tokens = head, options, options.num_tokens
         self.hidden_layers: HiddenLayers = head.hidden_layers
-        self.draft_ids, self.vocab_size = head.draft_ids, head.config.vocab_size
+        self.draft_ids: Tensor | None = head.draft_ids
+        self.vocab_size = head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), list[_Pairs]()
 
     def begin(self, outputs: Any, view: CacheView) -> None:
@@ -117,8 +119,8 @@ class EagleSession(DraftSession):
 
     def _chain(self, length: int, masks: DraftMasks | None) -> DraftTree:
         """Return a chain of up to `length` tokens; it ends with a token of which no sequence is sure."""
-        if self.head.config.mask_token_id is not None:
-            return self._chain_at_once(length, masks)
+        if (mask_token := self.head.config.mask_token_id) is not None:
+            return self._chain_at_once(length, masks, mask_token)
         features = self.features
 
         def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -129,14 +131,14 @@ class EagleSession(DraftSession):
 
         return grow_chain(step, self.options, length)
 
-    def _chain_at_once(self, length: int, masks: DraftMasks | None) -> DraftTree:
+    def _chain_at_once(self, length: int, masks: DraftMasks | None, mask_token: int) -> DraftTree:
         """Return the chain of a P-EAGLE head: a mask token replaces all tokens but the first one."""
         features = self.features
         if length > 1:
-            masked = self.head.masked().expand(len(features), length - 1, -1)
-            ids = torch.full(masked.shape[:2], self.head.config.mask_token_id, device=masked.device)
-            features = torch.cat([features, self._run(masked, ids)], dim=1)
-        logits = self.head.draft_logits(features)
+            masked = self.head.masked().expand(len(features), length - 1, -1)  # [B, m - 1, d]
+            ids = torch.full(masked.shape[:2], mask_token, device=masked.device)
+            features = torch.cat([features, self._run(masked, ids)], dim=1)  # [B, m, d]
+        logits = self.head.draft_logits(features)  # [B, m, v]
         return block_chain(logits, self.options, masks, self.draft_ids, self.vocab_size)
 
 
@@ -145,7 +147,8 @@ class _Growth:
 
     def __init__(self, drafter: EagleSession) -> None:
         self.drafter, self.features = drafter, drafter.features
-        self.draft_ids, self.vocab_size = drafter.draft_ids, drafter.vocab_size
+        self.draft_ids: Tensor | None = drafter.draft_ids
+        self.vocab_size = drafter.vocab_size
         self.ancestry, self.level = Ancestry(), 0
 
     def first(self) -> Tensor:

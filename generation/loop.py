@@ -103,7 +103,7 @@ class SpeculativeLoop:
                     result = self._picked(scores)
                 else:
                     result = self.verifier.verify(tree, scores)
-                accepted, new_tokens = self._commit(tree, result, outputs, scores)
+                accepted, new_tokens = self._settle(tree, result, outputs, scores)
                 if self.stopping.holds:  # the last token that an open sequence keeps may be a draft
                     result = result.first(new_tokens.on_device)
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
@@ -155,7 +155,7 @@ class SpeculativeLoop:
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)  # [B, 1, V]
         scores = self._scores(logits, self.empty, is_prefill=True)
         result = self._picked(scores)
-        self._commit(self.empty, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
+        self._settle(self.empty, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
         self.session.begin(outputs, self.target)
 
     def _picked(self, scores: Tensor) -> VerificationResult:
@@ -221,7 +221,7 @@ class SpeculativeLoop:
         self.target.last_position = self.table - 1 if fewest >= 0 and any(self.done) else None
         return fewest
 
-    def _commit(
+    def _settle(
         self,
         tree: DraftTree,
         result: VerificationResult,

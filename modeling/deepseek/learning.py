@@ -7,6 +7,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ...generation.tensors.wrapped_models import parameters_frozen
 from ..common.draft_vocabulary import DraftVocabulary
@@ -29,6 +30,7 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
         num_modules: D.
     """
 
+    config: PreTrainedConfig
     loss_options: ModuleLossOptions
     draft_vocabulary: DraftVocabulary | None
     window: int

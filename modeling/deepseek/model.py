@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -14,6 +14,7 @@ from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field, requested_states
 from ...configuration.mtp_families import MiMoConfig, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
+from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.tensor_files import HUB_OPTIONS
@@ -30,10 +31,7 @@ from .learning import ModuleLearningMixin
 from .losses import router_loss
 from .main_model import prompt_parts, run_main, with_state
 from .modules import MTPModules
-
-if TYPE_CHECKING:
-    from ...generation.call.options import CallOptions, DraftOptions
-    from .session import ModuleSession
+from .session import ModuleSession
 
 _NO_PREDICTIONS = [
     *("cache", "past_key_values", "head_losses", "mtp_logits", "acceptances", "inputs_embeds", "position_ids"),
@@ -240,8 +238,6 @@ class DeepSeekMTP(
 
     def start(self, options: DraftOptions) -> ModuleSession:
         """Return the draft session of one call of `generate`."""
-        from .session import ModuleSession
-
         return ModuleSession(self, options)
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:

@@ -39,6 +39,7 @@ from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOut
 from ...generation.tensors.masks import cached_range
 from ...generation.trees.growth import Ancestry, chain_of, grow, most_nodes
 from ..common.backbone_parts import part_logits
+from .learning import ModuleLearningMixin
 
 _LAG = 64
 """Columns that may wait for the modules that a short draft did not need."""
@@ -50,7 +51,7 @@ class ModuleSession(DraftSession):
     """Drafts by chaining modules on the backbone's last hidden state.
 
     Args:
-        model: Offers `mtp.step`, `num_modules`, `module_embeddings` and `readout_of`.
+        model: A `DeepSeekMTP`.
         options: Of the call.
 
     Raises:
@@ -60,7 +61,7 @@ class ModuleSession(DraftSession):
     hidden_layers = -1
     supports_confidence_threshold = True
 
-    def __init__(self, model: Any, options: DraftOptions) -> None:
+    def __init__(self, model: ModuleLearningMixin, options: DraftOptions) -> None:
         self.model, self.options, self.depth = model, options, model.num_modules
         self.num_tokens = options.num_tokens
         self.vocabulary = options.extra.get("draft_vocabulary", model.draft_vocabulary)

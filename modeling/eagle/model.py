@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTr
 
 from ...configuration import EagleHeadConfig
 from ...generation.attach import adopt_special_ids
+from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.tensor_files import HUB_OPTIONS, read_tensors, refuse_unknown, weight_files
 from ...generation.tensors.wrapped_models import has_own_cache, unwrap
@@ -39,10 +40,7 @@ from .conversion import (
 from .export import check_layout, write_layout
 from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
-
-if TYPE_CHECKING:
-    from ...generation.call.options import CallOptions, DraftOptions
-    from .session import EagleSession
+from .session import EagleSession
 
 _CHAIN = 5
 """Default length of a chain, as in the published ones."""
@@ -161,8 +159,6 @@ class EagleHead(EagleNetwork):
 
     def start(self, options: DraftOptions) -> EagleSession:
         """Return the draft session of one call of `generate`."""
-        from .session import EagleSession
-
         return EagleSession(self, options)
 
     @classmethod

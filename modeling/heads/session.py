@@ -25,6 +25,7 @@ from ...generation.contract import (
     DraftSession,
     DraftTree,
     HiddenLayers,
+    SpeculativeCache,
     TargetOutput,
     VerificationResult,
     taken,
@@ -33,6 +34,7 @@ from ...generation.tensors.masks import cached_arange, cached_range, to_device
 from ...generation.tensors.sampling import draw
 from ...generation.trees.growth import grow
 from ..common.draft_vocabulary import DraftVocabulary
+from ..common.learning import WindowHeadMixin
 from .window_distribution import PartialDistribution, WindowDistribution
 
 
@@ -186,11 +188,10 @@ def _refuse_nan(*values: Tensor) -> None:
 
 
 class AttendingHeadSession(HeadSession):
-    """The drafts of one call of attached heads, or of features that `read` makes in their place."""
+    """The drafts of one call of attached heads, whose features `read` makes with a cache."""
 
-    def __init__(self, heads: Any, options: DraftOptions, read: Callable[..., Tensor] | None = None) -> None:
-        layers, part = heads.hidden_layers, heads.draft_vocabulary
-        super().__init__(heads.distribution_after, options, layers, read or heads.features, part)
+    def __init__(self, heads: WindowHeadMixin, options: DraftOptions, read: Callable[..., Tensor]) -> None:
+        super().__init__(heads.distribution_after, options, heads.hidden_layers, read, heads.draft_vocabulary)
         self.cache = DynamicCache()
 
     def begin(self, outputs: Any, view: CacheView) -> None:
@@ -243,7 +244,7 @@ class DraftLayersSession(HeadSession):
         options: DraftOptions,
         layer: int,
         run: Callable[..., Tensor],
-        cache: Any,
+        cache: SpeculativeCache,
     ) -> None:
         super().__init__(distribution, options, [layer])
         self.layer, self.run, self.cache = layer, run, cache

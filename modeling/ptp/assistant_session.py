@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import requested_states
+from ...configuration.ptp import PTPConfig
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.assistant.session import AssistantSession, SharedVocabulary
 from ...generation.backbone.cache import block_mask
@@ -47,9 +48,9 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         super().__init__(model, model.config.num_slots, vocab_size)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PTPConfig:
         """The drafting model's."""
-        return self.model.config
+        return cast(PTPConfig, self.model.config)
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
         """Return the drafting model's."""

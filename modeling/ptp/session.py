@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 
+from ...configuration.ptp import PTPConfig
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.processing import Processing
@@ -80,7 +81,7 @@ class ParallelSession(DraftSession):
     """Reads the next drafts off the auxiliary slots of the forward that verified the last ones.
 
     Args:
-        config: A `PTPConfig`.
+        config: Of the student.
         options: Of the call; `extra["slot_budget"]` is the number of slots in every forward.
         uniforms: Of the output positions.
         many: Vectors of uniforms to draft from.
@@ -96,7 +97,7 @@ class ParallelSession(DraftSession):
 
     def __init__(
         self,
-        config: Any,
+        config: PTPConfig,
         options: DraftOptions,
         uniforms: Uniforms,
         many: int = 1,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ...configuration.ptp import SAMPLING, PTPConfig
@@ -18,9 +18,6 @@ from ...generation.drafter import BaseDrafter, DrafterFacts
 from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 from ..heads.window_distribution import WindowDistribution
 from .session import BestOfSession, CentralVerifier, ParallelSession
-
-if TYPE_CHECKING:
-    from .assistant_session import ParallelAssistant
 
 logger = logging.get_logger(__name__)
 _LAYOUTS = ("quadratic", "linear")
@@ -222,24 +219,3 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         if getattr(kwargs.get("generation_config"), "is_assistant", None):
             raise RuntimeError(f"this {type(self).__name__} is no assistant_model yet: call attach(model) on it first")
         return super().generate(*args, **kwargs)
-
-    def attach(
-        self, backbone: PreTrainedModel, default: bool = False, vocab_size: int | None = None
-    ) -> ParallelAssistant:
-        """Let this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
-
-        Args:
-            backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the model
-                within.
-            default: Whether it also drafts where a call names no `assistant_model`.
-            vocab_size: How many ids mean the same token in both, where they are padded otherwise (`AssistantDrafter`).
-
-        Returns:
-            The drafter, which a call may name, too, and whose `detach()` undoes this.
-
-        Raises:
-            ValueError: Another vocabulary, or an encoder-decoder.
-        """
-        from .assistant_session import ParallelAssistant  # it imports the models, which import this
-
-        return ParallelAssistant(self, vocab_size).attach(backbone, default)

@@ -28,6 +28,7 @@ from ..common.loss_options import OwnLossMixin
 from ..common.outputs import PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
+from .assistant_session import ParallelAssistant
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, opened, preserve_gates
 from .generation import ParallelGenerationMixin
@@ -304,6 +305,25 @@ class PTPForCausalLM(
         """Return embeddings [B, T, D] of tokens and, after them, of slots: [B, T + A, D]."""
         slots = self._embedded(uniforms, masks)
         return torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
+
+    def attach(
+        self, backbone: PreTrainedModel, default: bool = False, vocab_size: int | None = None
+    ) -> ParallelAssistant:
+        """Let this model draft for a larger one, whose `generate` then takes it as `assistant_model`.
+
+        Args:
+            backbone: Any causal language model of transformers with the same vocabulary; of a PeftModel, the model
+                within.
+            default: Whether it also drafts where a call names no `assistant_model`.
+            vocab_size: How many ids mean the same token in both, where they are padded otherwise (`AssistantDrafter`).
+
+        Returns:
+            The drafter, which a call may name, too, and whose `detach()` undoes this.
+
+        Raises:
+            ValueError: Another vocabulary, or an encoder-decoder.
+        """
+        return ParallelAssistant(self, vocab_size).attach(backbone, default)
 
     def _embedded(self, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
         """Return the embeddings of the slots, [B or 1, A, D]."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from analysis import layer_divergences, marginal_log_probs, next_token_spread
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -33,7 +34,6 @@ from transformers import PreTrainedModel, PrinterCallback, set_seed
 
 from tokenahead.modeling import EvaByteForMTPC, MTPHeads
 from tokenahead.modeling.heads.losses import IGNORE, depth_targets
-from tokenahead.training.analysis import layer_divergences, marginal_log_probs, next_token_spread
 from tokenahead.training.commands.models import Trainee, build, with_moved_backbone
 from tokenahead.training.commands.settings import Settings, read_settings
 from tokenahead.training.commands.train import make_trainer

@@ -16,11 +16,10 @@ import argparse
 from pathlib import Path
 
 import torch
+from analysis import marginal_log_probs
 from corpus import load_corpus
 from strategies import LENGTH, bits, held_out_rows
 from transformers import LlamaForCausalLM
-
-from tokenahead.training.analysis import marginal_log_probs
 
 PLACES = torch.arange(32, LENGTH - 16, 4)
 """Columns behind which distributions are compared."""

@@ -152,6 +152,10 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_a_push_carries_the_code_of_models_and_none_of_drafters",
     ),
     "tests/modeling/test_train_mode.py": ("test_attached_heads_on_a_backbone_in_train_mode",),
+    "tests/test_cli.py": (
+        "test_a_name_that_the_hub_cannot_give[--model]",
+        "test_wrong_arguments_are_named_in_one_line[arguments0---seconds: '0' must be a number above 0]",
+    ),
     "tests/test_core.py": (
         "test_every_entry_matches_a_fast_test",
         "test_the_list_is_sorted_and_its_files_exist",
@@ -213,10 +217,6 @@ CORE: dict[str, tuple[str, ...]] = {
     "tests/training/test_card.py": (
         "test_data_of_this_machine_are_named_without_their_folder",
         "test_heads_name_their_backbone_and_no_folder",
-    ),
-    "tests/training/test_cli.py": (
-        "test_a_name_that_the_hub_cannot_give[--model]",
-        "test_wrong_arguments_are_named_in_one_line[arguments0---seconds: '0' must be a number above 0]",
     ),
     "tests/training/test_completion.py": ("test_the_prompt_may_come_through_a_pipe[arguments0]",),
     "tests/training/test_data_validation.py": ("test_a_checkpoint_of_another_model_is_refused[another head]",),

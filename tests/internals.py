@@ -10,7 +10,7 @@ _MODULES = {
     "bench_module": "tokenahead.training.evaluation.bench",
     "bundle_module": "tokenahead.model_cards.bundle",
     "card_module": "tokenahead.model_cards.card",
-    "cli_module": "tokenahead.training.cli",
+    "cli_module": "tokenahead.cli",
     "commands_run_directory": "tokenahead.training.commands.run_directory",
     "loading_module": "tokenahead.training.loading",
     "deepseek_readout": "tokenahead.modeling.deepseek.modules",

@@ -29,13 +29,13 @@ def test_a_clone_without_links_imports(tmp_path):
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tokenahead").mkdir()
-    for name in ("__init__.py", "__main__.py", "deprecated.py", "extending.py", "py.typed"):
+    for name in ("__init__.py", "__main__.py", "cli.py", "deprecated.py", "extending.py", "py.typed"):
         shutil.copy(ROOT / "tokenahead" / name, tmp_path / "tokenahead" / name)
     for folder in FOLDERS:
         (tmp_path / "tokenahead" / folder).write_text(f"../{folder}")
-    code = "import tokenahead, tokenahead.training.cli as cli; print(tokenahead.MTPHeads.__module__, cli.__file__)"
+    code = "import tokenahead.cli, tokenahead.training as training; print(tokenahead.cli.__file__, training.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["tokenahead.modeling.heads.attached", str(tmp_path / "training" / "cli.py")]
+    assert done.stdout.split() == [str(tmp_path / "tokenahead" / "cli.py"), str(tmp_path / "training" / "__init__.py")]
 
 
 def test_the_installed_package_is_found_from_beside_its_clone(tmp_path):
@@ -49,8 +49,8 @@ def test_the_installed_package_is_found_from_beside_its_clone(tmp_path):
 WITHOUT_EXTRAS = """
 import sys
 sys.modules.update(dict.fromkeys(["rich", "matplotlib", "trl", "datasets", "evaluate"]))
-import tokenahead
-from tokenahead.training import MTPLossWeightSchedule, MTPTrainer, PTPTrainer, cli
+from tokenahead import cli
+from tokenahead.training import MTPLossWeightSchedule, MTPTrainer, PTPTrainer
 for found in ("rich", "matplotlib"):
     try:
         cli.main(["demo"])

@@ -1,6 +1,6 @@
 """`python -m tokenahead`: the command line."""
 
-from .training.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Trainers, losses, data, evaluation, the demo and the command line. Names are loaded when they are used."""
+"""Trainers, losses, data, evaluation, the demo and what the commands do. Names are loaded when they are used."""
 
 from .utils import lazy_names
 

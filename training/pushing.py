@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +21,7 @@ from ..generation.attach import AttachableDrafter
 from ..modeling.common.loading import TRAVELLERS
 from ..modeling.common.remote_code import add_code, code_when_pushed
 from ..modeling.heads.joint import JointMTPModel
+from .release import release
 from .utils import without_directories
 
 logger = logging.get_logger(__name__)
@@ -39,13 +39,6 @@ _OF_RESUMING = (
 _API = HfApi()
 """One for all: uploads in the background run one after the other."""
 _TrainerBase = Trainer if TYPE_CHECKING else object
-
-
-def _release() -> ModuleType:
-    """Return `model_cards`, which depends on training: imported where a card is made or pushed."""
-    from ..model_cards import push
-
-    return push
 
 
 class TrainerPushMixin(_TrainerBase):
@@ -83,23 +76,22 @@ class TrainerPushMixin(_TrainerBase):
         """
         if not self.is_world_process_zero():
             return
-        release = _release()
         model = self.accelerator.unwrap_model(self.model)
         model = model.heads if isinstance(model, JointMTPModel) else model
         named = [without_directories(name) for name in _listed(dataset) or _listed(dataset_name)]
         described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
         builder = getattr(self.train_dataset, "builder_name", None)  # the name that `datasets` has for the data
         known = [] if builder in _FILE_READERS else _listed(builder)
-        data_ids = [name for name in _listed(dataset_tags) or known if release.hub_id(name)]
+        data_ids = [name for name in _listed(dataset_tags) or known if release().hub_id(name)]
         of_trainer = getattr(self, "_tag_names", None)  # of TRL's trainers
         # a drafter that was read from the Hub derives from its backbone, which its config names
         origin = finetuned_from or (None if isinstance(model, AttachableDrafter) else model.config.name_or_path)
         try:
-            card = release.render_card(
+            card = release().render_card(
                 model,
                 None,
                 license=license,
-                base_model=release.hub_id(origin),
+                base_model=release().hub_id(origin),
                 model_name=model_name,
                 repo_id=vars(self).get("hub_model_id") or self.args.hub_model_id,
                 language=language,
@@ -113,7 +105,7 @@ class TrainerPushMixin(_TrainerBase):
             super().create_model_card(model_name=model_name, tags=_listed(tags) or None)
             return
         try:
-            release.write_card(str(self.args.output_dir), card)
+            release().write_card(str(self.args.output_dir), card)
         except FileExistsError as error:
             logger.warning(str(error))
 
@@ -138,10 +130,9 @@ class TrainerPushMixin(_TrainerBase):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Make the repository, as `Trainer` does before the first step; refuse to without a token or the Hub."""
-        release = _release()
         if self.is_world_process_zero():
-            release.check_token(token if token is not None else self.args.hub_token)
-        with release.reachable(self.args.hub_model_id or self._output().name):
+            release().check_token(token if token is not None else self.args.hub_token)
+        with release().reachable(self.args.hub_model_id or self._output().name):
             super().init_hf_repo(token, private)
 
     def push_to_hub(
@@ -217,18 +208,17 @@ class TrainerPushMixin(_TrainerBase):
         self, source: Path, left_out: Sequence[str], also: Sequence[Path] = (), *, blocking: bool, **options: Any
     ) -> Any:
         """Upload a public copy of a directory, which is made at once: checkpoints are removed while uploads run."""
-        release = _release()
         # on the same disk, where a copy costs nothing
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
-        release.public_copy(source, Path(copy.name), left_out, also)
+        release().public_copy(source, Path(copy.name), left_out, also)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TRAVELLERS):
                 add_code(saved, Path(copy.name), code_when_pushed(saved))
         repo = str(self.hub_model_id)
-        options |= {"delete_patterns": release.WEIGHTS}
+        options |= {"delete_patterns": release().WEIGHTS}
 
         def upload() -> CommitInfo:
-            with copy, release.reachable(repo):
+            with copy, release().reachable(repo):
                 return cast(CommitInfo, _API.upload_folder(repo_id=repo, folder_path=copy.name, **options))
 
         return upload() if blocking else _API.run_as_future(upload)

@@ -7,8 +7,8 @@ from huggingface_hub import ModelCard
 
 from tests.every_model import llama, moved_heads
 from tests.internals import CardRequest, make_card, read_prompts
+from tests.test_cli import error_of, run
 from tests.training.conftest import small_model
-from tests.training.test_cli import error_of, run
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults, render_card, write_card
 

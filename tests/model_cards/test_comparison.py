@@ -11,8 +11,8 @@ from huggingface_hub import ModelCard
 from tests.every_model import llama, moved_heads
 from tests.internals import CardRequest, describe, make_card
 from tests.model_cards.test_card import table_row
+from tests.test_cli import error_of, run
 from tests.training.conftest import ragged_rows, small_model, trainer_for
-from tests.training.test_cli import error_of, run
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults
 

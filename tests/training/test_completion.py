@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from tests.families import family_config, shake
 from tests.internals import GenerateRequest, HeadSession, complete, load_model
 from tests.ptp_models import student
+from tests.test_cli import error_of, run
 from tests.training.conftest import small_model
-from tests.training.test_cli import error_of, run
 from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPForCausalLM
 
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)

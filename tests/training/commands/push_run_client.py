@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from tokenahead.training import cli
+from tokenahead import cli
 
 
 def ended(folder: Path, name: str, **changes: object) -> dict:

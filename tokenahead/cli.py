@@ -18,9 +18,19 @@ from typing import Any, NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 
-from .. import __version__
-from .requests import NAME, OF_WEIGHTS, SECONDS, SEED, BenchRequest, CardRequest, GenerateRequest, add_options, whole
-from .utils import MissingExtraError, needs_extra, one_line
+from . import __version__
+from .training.requests import (
+    NAME,
+    OF_WEIGHTS,
+    SECONDS,
+    SEED,
+    BenchRequest,
+    CardRequest,
+    GenerateRequest,
+    add_options,
+    whole,
+)
+from .training.utils import MissingExtraError, needs_extra, one_line
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -71,7 +81,7 @@ def _with_own_arguments(words: list[str]) -> argparse.Namespace:
     def run(arguments: argparse.Namespace) -> int:
         module, extra, _ = _APART[words[0]]
         with needs_extra(extra, f"tokenahead {words[0]}"):
-            command = import_module(f".commands.{module}", __package__)
+            command = import_module(f".training.commands.{module}", __package__)
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -154,12 +164,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     if arguments.prompts and (arguments.web is not None or not arguments.model):
         raise ValueError("--prompts needs a --model that answers them, in the terminal: leave out --web")
     if arguments.web is not None:
-        from .web import serve
+        from .training.web import serve
 
         return serve(arguments.model, arguments.drafter, arguments.dtype, arguments.web)
     with needs_extra("demo", "the demo"):
-        from .demo import Measurement, run_demo
-        from .demo_subjects import box_model, named_model
+        from .training.demo import Measurement, run_demo
+        from .training.demo_subjects import box_model, named_model
     if not arguments.model:
         import torch
 
@@ -174,7 +184,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     arguments.prompt = _prompt(arguments.prompt)  # before the slow imports, so that a missing one is refused at once
-    from .completion import complete
+    from .training.completion import complete
 
     done = complete(_request(arguments), shows=not arguments.json)
     if arguments.json:
@@ -186,14 +196,14 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     with needs_extra("demo", "tokenahead bench"):
-        from .commands.bench import run_bench
+        from .training.commands.bench import run_bench
 
     arguments.command = "bench"
     return 0 if all(row.is_lossless for row in run_bench(_request(arguments)).results) else 1
 
 
 def _card(arguments: argparse.Namespace) -> int:
-    from ..model_cards.command import make_card
+    from .model_cards.command import make_card
 
     print(f"wrote {make_card(_request(arguments))}")
     return 0

@@ -53,11 +53,6 @@ def test_the_help_of_a_command_has_its_options(capsys, command, named):
     assert named in capsys.readouterr().out
 
 
-def test_a_command_that_is_gone_names_another(capsys):
-    code, line = error_of(capsys, "evaluate", "model", "data")
-    assert code == 2 and "tokenahead bench" in line
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -39,10 +39,6 @@ _APART = {
     "lm-eval": ("harness", "eval", "the tasks of lm-eval (its own arguments), written with drafts"),
 }
 """Commands that read their own arguments: module, extra and help."""
-_NO_EVALUATE = (
-    "tokenahead evaluate is gone: `tokenahead bench` decodes and expects, `Trainer.evaluate()` has losses and "
-    "acceptance\n"
-)
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """The prefix of messages of our configs, which tells a user nothing."""
 _SEED = 13  # of a first text that does not repeat itself, greedily, as the small model's mostly do
@@ -59,8 +55,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         SystemExit: Always: 0, or 1 after an error, 2 after wrong arguments, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["evaluate"]:
-        _Parser(prog="tokenahead").exit(2, _NO_EVALUATE)
     arguments = _with_own_arguments(words) if words and words[0] in _APART else _parse(words)
     try:
         raise SystemExit(arguments.run(arguments))
@@ -103,9 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     names = ",".join((*_COMMANDS, *_APART))
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
     for name, (help_text, run) in _COMMANDS.items():
-        aliases = ["analyze"] if name == "bench" else []
         description = f"{help_text[0].upper()}{help_text[1:]}."
-        command = commands.add_parser(name, help=help_text, description=description, aliases=aliases)
+        command = commands.add_parser(name, help=help_text, description=description)
         command.set_defaults(run=run)
         if name == "demo":
             _add_demo(command)
@@ -198,7 +191,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     with needs_extra("demo", "tokenahead bench"):
         from .training.commands.bench import run_bench
 
-    arguments.command = "bench"
     return 0 if all(row.is_lossless for row in run_bench(_request(arguments)).results) else 1
 
 

@@ -259,7 +259,7 @@ def test_no_drafter_has_read_the_answer_in_another_unit(folders):
 
 
 def test_what_pays_is_recommended(folders, tmp_path, capsys):
-    words = ["analyze", "--recommend", "--model", folders / "base", "--prompts", folders / "prompts.jsonl"]
+    words = ["bench", "--recommend", "--model", folders / "base", "--prompts", folders / "prompts.jsonl"]
     words += ["--methods", "ngram", f"smaller=assistant:{folders / 'base'}", "--new-tokens", "12", "--output", tmp_path]
     with pytest.raises(SystemExit) as ended:
         cli.main(list(map(str, words)))

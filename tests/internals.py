@@ -288,10 +288,7 @@ _NAMES = {
         "ptp_options",
     ),
     "tokenahead.training.commands.run_directory": ("write_run",),
-    "tokenahead.training.commands.settings": (
-        "_CLASSES",
-        "read_settings",
-    ),
+    "tokenahead.training.commands.settings": ("read_settings",),
     "tokenahead.training.commands.train": ("commands_train",),
     "tokenahead.training.completion": ("complete",),
     "tokenahead.training.requests": ("BenchRequest", "CardRequest", "GenerateRequest"),

@@ -19,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ...configuration import MTPHeadConfig, PTPConfig
+from ...configuration import PTPConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafter import DRAFTERS
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
@@ -40,8 +40,7 @@ from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
 from ..utils import needs_extra
 from .data import load_data
-from .settings import DrafterArguments, Settings
-from .typed import typed_options
+from .settings import DrafterArguments, Settings, filled
 
 with needs_extra("train", "tokenahead train"):
     from datasets import Dataset
@@ -141,16 +140,12 @@ def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrain
 
 
 def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
-    """Return the options of a new drafter, by the types of its config and of what makes it."""
+    """Return the options of a new drafter."""
     options = arguments.options("drafter_options")
     for name in ("draft_ids", "draft_vocabulary"):
         if isinstance(file := options.get(name), str):
             options[name] = json.loads(Path(file).read_text(encoding="utf-8"))
-    if arguments.drafter == "own":
-        return typed_options("drafter_options", options, MTPHeadConfig, closed=False)
-    kind = DRAFTERS[arguments.drafter]
-    configs = [] if kind.config_class is None else [kind.config_class]
-    return typed_options("drafter_options", options, *configs, kind.from_backbone, closed=False)
+    return options
 
 
 def _own(model: Any, options: dict[str, Any]) -> PreTrainedModel:
@@ -184,8 +179,7 @@ def _apply_loss_options(model: Any, arguments: DrafterArguments) -> None:
     if is_parallel(model):
         model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
     elif options and model.loss_options is not None:
-        kind = type(model.loss_options)
-        model.loss_options = kind(**typed_options("loss_options", options, kind))
+        model.loss_options = filled("loss_options", options, type(model.loss_options))
         int(model.num_losses)  # validates them
     elif options:
         raise ValueError(
@@ -196,7 +190,7 @@ def _apply_loss_options(model: Any, arguments: DrafterArguments) -> None:
 
 def ptp_options(arguments: DrafterArguments) -> PTPOptions:
     """Return the options of `PTPTrainer`."""
-    return PTPOptions(**typed_options("loss_options", arguments.options("loss_options"), PTPOptions))
+    return filled("loss_options", arguments.options("loss_options"), PTPOptions)
 
 
 def is_parallel(model: PreTrainedModel) -> bool:

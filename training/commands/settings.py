@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from importlib.util import find_spec
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from types import UnionType
+from typing import Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
-from transformers import HfArgumentParser, get_scheduler
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
-from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.hf_argparser import HfArg
 
-from ..requests import option
 from ..strategy import TrainingStrategy
 from ..utils import needs_extra
-from .typed import typed, typed_fields, typed_options
 
 with needs_extra("train", "tokenahead train"):
     import yaml
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
-_SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate")
-_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+_SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "acceptance")
+Options = TypeVar("Options")
 
 
 @dataclass
@@ -36,51 +32,70 @@ class DrafterArguments:
 
     _argument_group_name: ClassVar[str] = _GROUP
 
-    drafter: str = option(
-        "own",
-        "own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any other "
-        "causal language model: heads (MTPHeads), eagle (EagleHead), modules (DeepSeekMTP), parallel (PTP)",
-        choices=["own", "heads", "eagle", "modules", "parallel"],
+    drafter: str = HfArg(
+        default="own",
+        help="own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any "
+        "other causal language model: heads (MTPHeads), eagle (EagleHead), modules (DeepSeekMTP), parallel (PTP)",
+        metadata={"choices": ["own", "heads", "eagle", "modules", "parallel"]},
     )
-    drafter_name_or_path: str | None = option(
-        None, "Directory, or name on the Hub, of heads or an EAGLE head to continue from."
+    drafter_name_or_path: str | None = HfArg(
+        default=None, help="Directory, or name on the Hub, of heads or an EAGLE head to continue from."
     )
-    drafter_options: dict | str | None = option(
-        None,
-        "Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids (of "
+    drafter_options: dict | str | None = HfArg(
+        default=None,
+        help="Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids (of "
         "modules: draft_vocabulary) is a list of the tokens to draft, or a JSON file that holds one.",
     )
-    loss_options: dict | str | None = option(None, "Options of an EAGLE head's, of modules' or of PTP's loss; JSON.")
-    strategy: dict | str | None = option(None, "Fields of TrainingStrategy; JSON.")
-    regenerate: dict | str | None = option(
-        None,
-        "Learn from the backbone's completions of the beginnings of the data: folder, prompt_tokens, and options of "
-        "training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
+    loss_options: dict | str | None = HfArg(
+        default=None, help="Options of an EAGLE head's, of modules' or of PTP's loss; JSON."
     )
-    features: str | None = option(
-        None,
-        "Directory for the frozen backbone's states, for heads or an EAGLE head: every epoch then needs no forward of "
-        "it, and a further run reads them.",
+    strategy: dict | str | None = HfArg(default=None, help="Fields of TrainingStrategy; JSON.")
+    regenerate: dict | str | None = HfArg(
+        default=None,
+        help="Learn from the backbone's completions of the beginnings of the data: folder, prompt_tokens, and options "
+        "of training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
     )
-    acceptance: dict | str | None = option(None, "Options of AcceptanceCallback, JSON; false leaves it out.")
-    early_stopping_patience: int | None = option(
-        None, "Evaluations without a better metric_for_best_model before training ends."
+    features: str | None = HfArg(
+        default=None,
+        help="Directory for the frozen backbone's states, for heads or an EAGLE head: every epoch then needs no "
+        "forward of it, and a further run reads them.",
+    )
+    acceptance: dict | str | None = HfArg(
+        default=None, help="Options of AcceptanceCallback, JSON; false leaves it out."
+    )
+    early_stopping_patience: int | None = HfArg(
+        default=None, help="Evaluations without a better metric_for_best_model before training ends."
     )
 
     def __post_init__(self) -> None:
-        hints = dict.fromkeys(_SECTIONS, dict | None) | {"acceptance": dict | bool | None}
-        for name, hint in hints.items():
-            setattr(self, name, typed(name, vars(self)[name], hint))
-        _check_least(self, 1, "early_stopping_patience")
+        for name in _SECTIONS:
+            setattr(self, name, _section(name, vars(self)[name]))
 
     def options(self, section: str) -> dict[str, Any]:
         """Return a copy of the options of a section; empty where it is not set."""
-        value = vars(self)[section]
-        return dict(value) if isinstance(value, dict) else {}
+        return dict(vars(self)[section] or {})
 
     def training_strategy(self) -> TrainingStrategy:
         """Return the strategy, checked."""
-        return TrainingStrategy(**typed_options("strategy", self.options("strategy"), TrainingStrategy))
+        return filled("strategy", self.options("strategy"), TrainingStrategy)
+
+
+def _section(name: str, value: Any) -> Any:
+    """Return the mapping of a section, from JSON where a flag gave it."""
+    value = _from_json(value)
+    if isinstance(value, dict):
+        return {key: _from_json(each) for key, each in value.items()}
+    if value is None or (value is False and name == "acceptance"):
+        return value
+    raise ValueError(f"{name}={value!r} must be a mapping, or JSON that holds one")
+
+
+def _from_json(value: Any) -> Any:
+    """Return what a text holds as JSON, if it does: YAML 1.1 takes 1e-4 for text."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 @dataclass
@@ -90,32 +105,18 @@ class TrainConfig(SFTConfig):
     Activation checkpointing is off by default: a frozen backbone stores no activations.
     """
 
-    report_to: None | str | list[str] = option("none", "Services to report to.")
-    gradient_checkpointing: bool | None = option(
-        None, "The older name of activation_checkpointing, for backbones that learn."
+    report_to: None | str | list[str] = HfArg(default="none", help="Services to report to.")
+    gradient_checkpointing: bool | None = HfArg(
+        default=None, help="The older name of activation_checkpointing, for backbones that learn."
     )
-    disable_tqdm: bool | None = option(False, "Leave out the bar of the run.")
+    disable_tqdm: bool | None = HfArg(default=False, help="Leave out the bar of the run.")
 
     def __post_init__(self) -> None:
-        if self.deepspeed and find_spec("deepspeed") is None:  # transformers would keep half of its configuration
-            raise ValueError(
-                f"deepspeed={self.deepspeed!r} needs the package DeepSpeed, which no extra of tokenahead brings: pip "
-                "install deepspeed, or shard with FSDP2 (examples/accelerate/fsdp2.yaml)"
-            )
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False
-        padding = str(self.pad_to_multiple_of or "auto")
-        if not (padding == "auto" or padding.isdecimal()):
-            raise ValueError(f"pad_to_multiple_of={padding!r} must be a whole number, or 'auto'")
-        _check_least(
-            self, 1, "gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"
-        )
-        if self.optim_args and not all("=" in part for part in self.optim_args.split(",")):
-            raise ValueError(f"optim_args={self.optim_args!r} must be name=value, or several with commas")
+        if self.gradient_accumulation_steps < 1:
+            raise ValueError(f"gradient_accumulation_steps={self.gradient_accumulation_steps} must be at least 1")
         super().__post_init__()
-        known, installed = set(INTEGRATION_TO_CALLBACK), {*get_available_reporting_integrations()}
-        if absent := [name for name in self.report_to or () if name in known - installed]:
-            raise ValueError(f"report_to={absent[0]!r} needs a package that is not installed: pip install {absent[0]}")
 
 
 @dataclass(frozen=True)
@@ -140,21 +141,10 @@ class Settings:
 
 
 _CLASSES = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
-_TYPES: dict[str, Any] = {
-    "acceptance": dict | str | bool | None,
-    "dtype": Any,  # `_check_model` has a list of its own
-    "resume_from_checkpoint": str | bool | None,
-    "accelerator_config": AcceleratorConfig | str | None,
-    "debug": str | list[str],
-    "fsdp": str | bool | list[str] | None,
-    "trackio_static_space_id": str | bool | None,
-    "parallelism_config": type(None),  # an object of accelerate, which no file holds
-}
-"""Types of fields whose annotations in TRL are narrower, or wider, than the values of a file."""
 
 
-class _Parser(HfArgumentParser):
-    """Reports an error in one line, as the other commands do, and lists our own settings first."""
+class _Parser(TrlParser):
+    """Reads what a file holds as flags are read, and reports an error in one line; lists our own settings first."""
 
     def format_help(self) -> str:
         """Return the help with the group of this library's settings first."""
@@ -163,6 +153,36 @@ class _Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
+
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        """Set defaults, with the types that the flags of these names have; return those that no flag has."""
+        hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
+        known = {name: self._typed(name, value, hints[name]) for name, value in kwargs.items() if name in hints}
+        return super().set_defaults_with_config(**kwargs | known)
+
+    def _typed(self, name: str, value: Any, hint: Any) -> Any:
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        plain = {get_origin(kind) or kind for kind in kinds}
+        if value is None and type(None) not in plain:
+            self.error(f"argument --{name}: null is no value of it")
+        if isinstance(value, dict) and (nested := next(filter(is_dataclass, kinds), None)):
+            return filled(name, value, nested)
+        if value is None or (type(value) in plain - {str}) or (isinstance(value, bool) and str in plain):
+            return value  # of its type, or what only a file can hold
+        word = value if isinstance(value, str) else json.dumps(value)
+        return vars(self.parse_known_args([f"--{name}={word}"])[0])[name]
+
+
+def filled(section: str, values: Mapping[str, Any], kind: type[Options]) -> Options:
+    """Return a dataclass of options from a section of the settings; refuse options that it does not have."""
+    parser = _Parser(kind, add_help=False, allow_abbrev=False)
+    try:
+        if unknown := parser.set_defaults_with_config(**values):
+            names = ", ".join(entry.name for entry in fields(kind))
+            raise ValueError(f"there is no option {unknown[0].removeprefix('--')!r}; there are {names}")
+        return parser.parse_args_into_dataclasses([], look_for_args_file=False)[0]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{section}: {error}") from None
 
 
 def read_settings(argv: Sequence[str]) -> Settings:
@@ -178,19 +198,15 @@ def read_settings(argv: Sequence[str]) -> Settings:
         SystemExit: After `--help`.
     """
     flags, usage = list(argv), "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]"
-    parser = _Parser(_CLASSES, prog="tokenahead train", usage=usage, allow_abbrev=False)
-    given: dict[str, Any] = {"flags": flags}
-    if flags[:1] == ["--config"]:  # as TRL has it
-        flags = flags[1:]
+    given: dict[str, Any] = {"flags": list(argv)}
     if flags and not flags[0].startswith("-"):
-        path, flags = flags[0], flags[1:]
-        given["file"] = _mapping(path)
-        parser.set_defaults(**_values(path, given["file"]))
+        flags = ["--config", *flags]
+    parser = _Parser(_CLASSES, prog="tokenahead train", usage=usage, allow_abbrev=False)
     try:
-        *parts, rest = parser.parse_args_into_dataclasses(
-            flags, return_remaining_strings=True, look_for_args_file=False
-        )
-    except (TypeError, AttributeError, KeyError) as error:
+        *parts, rest = parser.parse_args_and_config(flags, return_remaining_strings=True)
+        if "--config" in flags:
+            given["file"] = yaml.safe_load(Path(flags[flags.index("--config") + 1]).read_text(encoding="utf-8"))
+    except (TypeError, AttributeError, KeyError, yaml.YAMLError) as error:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
     if rest:
         raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead train --help")
@@ -199,75 +215,13 @@ def read_settings(argv: Sequence[str]) -> Settings:
     return settings
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of a node."""
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{twice[0]!r} occurs twice in the mapping of line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
-
-
-def _mapping(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file of settings")
-    try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping of settings, such as `model_name_or_path: ...`")
-    return values
-
-
-def _values(path: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the typed values of a file."""
-    known = {entry.name for each in _CLASSES for entry in fields(each) if entry.init} | {"env"}
-    if unknown := [name for name in values if name not in known]:
-        near = difflib.get_close_matches(str(unknown[0]), sorted(known), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "; see --help"
-        raise ValueError(f"{path}: there is no setting {unknown[0]!r}{hint}")
-    environment = values.get("env", {})
-    if not isinstance(environment, dict):
-        raise ValueError(f"{path}: env={environment!r} must be a mapping of environment variables")
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    parts = (typed_fields(path, values, each, _TYPES) for each in _CLASSES)
-    return {name: value for part in parts for name, value in part.items()}
-
-
-def _check_least(arguments: object, least: int, *names: str) -> None:
-    for name, value in vars(arguments).items():
-        if name in names and value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
-
-
 def _check_settings(settings: Settings) -> None:
-    """Refuse settings that would be ignored, or that fail after the model is loaded."""
+    """Refuse settings that would be ignored."""
     _check_model(settings.model, settings.drafter)
-    _check_schedule(settings.training)
-    template = settings.training.chat_template_path
-    if template and template.startswith((".", "/", "~")) and not Path(template).exists():
-        raise FileNotFoundError(f"chat_template_path={template}: no such file or directory")
     if settings.mixture.datasets and settings.data.dataset_name:
         raise ValueError(
             f"dataset_name={settings.data.dataset_name} beside `datasets`: either is read; leave one of them out"
         )
-
-
-def _check_schedule(training: SFTConfig) -> None:
-    """Refuse options that another schedule of learning rates has."""
-    options = training.lr_scheduler_kwargs
-    if not isinstance(options, dict):
-        return
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=training.learning_rate)
-    try:
-        get_scheduler(training.lr_scheduler_type, optimizer, 1, 10, options)
-    except TypeError as error:
-        raise ValueError(
-            f"lr_scheduler_kwargs={options} do not fit lr_scheduler_type={training.lr_scheduler_type}: {error}"
-        ) from None
 
 
 def _check_model(model: ModelConfig, drafter: DrafterArguments) -> None:
@@ -275,8 +229,6 @@ def _check_model(model: ModelConfig, drafter: DrafterArguments) -> None:
     if model.load_in_4bit or model.load_in_8bit:
         name = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
         raise ValueError(f"{name}=True: backbones are not quantised here; leave it out, or set dtype: bfloat16")
-    if model.dtype not in (None, *_DTYPES):
-        raise ValueError(f"dtype={model.dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
     hint = "leave use_peft out, and set strategy: {train: lora}"
     if model.use_peft and drafter.drafter in ("heads", "eagle"):
         raise ValueError(

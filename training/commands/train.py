@@ -48,7 +48,6 @@ from .run_directory import (
     write_run,
 )
 from .settings import Settings, read_settings
-from .typed import typed_options
 
 with needs_extra("train", "tokenahead train"):
     from jinja2 import TemplateError
@@ -168,13 +167,13 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
 def _callbacks(settings: Settings) -> list[TrainerCallback]:
     chosen: list[TrainerCallback] = []
     drafter, with_evaluation = settings.drafter, settings.training.eval_strategy != "no"
-    # a misspelt option is refused even without evaluation
-    options = typed_options("acceptance", drafter.options("acceptance"), AcceptanceCallback)
+    try:
+        acceptance = AcceptanceCallback(**drafter.options("acceptance"))
+    except TypeError as error:  # a misspelt option is refused even without evaluation
+        raise ValueError(f"acceptance: {error}") from None
     if with_evaluation and drafter.acceptance is not False:
-        chosen.append(AcceptanceCallback(**options))
+        chosen.append(acceptance)
     if drafter.early_stopping_patience is not None:
-        if not (with_evaluation and settings.training.metric_for_best_model):
-            raise ValueError("early_stopping_patience needs eval_strategy and metric_for_best_model")
         chosen.append(EarlyStoppingCallback(drafter.early_stopping_patience))
     return chosen
 

@@ -1,17 +1,16 @@
-"""Pushes of model, tokenizer and card to the Hub in one commit, and their needs: a token, public files."""
+"""Pushes of model, tokenizer and card to the Hub in one commit, without names of local directories."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, HfApi, ModelCard, RepoUrl, constants, get_token
+from huggingface_hub import CommitInfo, HfApi, ModelCard, RepoUrl
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
@@ -31,28 +30,6 @@ _FILES = {"config.json", "adapter_config.json", "tokenizer_config.json", "traine
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".msgpack", ".h5", ".onnx")
 _TELLING = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields that distinguish two models; retraining changes none of them."""
-
-
-def check_token(token: str | bool | None) -> None:
-    """Refuse a push without a token, before anything is saved."""
-    if token is False or (not isinstance(token, str) and not get_token()):
-        raise ValueError(
-            "there is no access token of the Hub to push with: run `hf auth login`, set HF_TOKEN, or pass token=..."
-        )
-
-
-@contextmanager
-def reachable(repo_id: str) -> Iterator[None]:
-    """Raise a ConnectionError that names the Hub where the network fails, or with `HF_HUB_OFFLINE`."""
-    try:
-        yield
-    except Exception as error:
-        # by name: which HTTP library there is depends on the version of huggingface_hub
-        if not {"TransportError", "ConnectionError"} & {kind.__name__ for kind in type(error).__mro__}:
-            raise
-        raise ConnectionError(
-            f"the Hub ({constants.ENDPOINT}) cannot be reached, and nothing was changed in {repo_id!r}: {error}"
-        ) from error
 
 
 def check_same_model(api: HfApi, repo_id: str, model: PreTrainedModel) -> None:
@@ -137,12 +114,10 @@ def _link(file: str | Path, target: str | Path) -> None:
 
 __all__ = [
     "WEIGHTS",
-    "check_token",
     "hub_id",
     "public_copy",
     "push_model",
     "push_to_hub",
-    "reachable",
     "render_card",
     "write_card",
 ]
@@ -189,11 +164,10 @@ def push_to_hub(
         The address of the repository.
 
     Raises:
-        ValueError: No token; the Hub finds the card's metadata malformed; `files` clash with what is saved; `private`
-            is True and the repository exists and is public; or it holds another model.
-        ConnectionError: The Hub cannot be reached.
+        ValueError: The Hub finds the card's metadata malformed; `files` clash with what is saved; `private` is True
+            and the repository exists and is public; or it holds another model.
         FileNotFoundError: A file of `files` does not exist, or the card shows a figure that is not among them.
-        huggingface_hub.errors.HfHubHTTPError: The Hub refuses, for example a wrong token (401).
+        huggingface_hub.errors.HfHubHTTPError: The Hub refuses, for example a wrong token or none (401).
 
     Example:
         >>> card = render_card(model, results, license="apache-2.0", repo_id="me/toy", picture="acceptance.png")
@@ -202,12 +176,10 @@ def push_to_hub(
     """
     # cheap checks first: saving and hashing the weights of a large model takes minutes
     sources = _check_files(files, card)
-    check_token(token)
-    with reachable(repo_id):
-        card.validate()
-    with _repository(model, repo_id, token, private, overwrite) as (api, repo):
-        message = commit_message or f"Upload {type(model).__name__}, tokenizer and card"
-        _upload(api, repo.repo_id, model, tokenizer, card, sources, remote_code, commit_message=message)
+    card.validate()
+    api, repo = _repository(model, repo_id, token, private, overwrite)
+    message = commit_message or f"Upload {type(model).__name__}, tokenizer and card"
+    _upload(api, repo.repo_id, model, tokenizer, card, sources, remote_code, commit_message=message)
     return str(repo)
 
 
@@ -244,34 +216,30 @@ def push_model(
         The commit.
 
     Raises:
-        ValueError: No token, or a repository that holds another model.
-        ConnectionError: The Hub cannot be reached.
+        ValueError: A repository that holds another model.
     """
     options |= {"commit_message": commit_message or f"Upload {type(model).__name__}", "revision": revision}
-    check_token(token)
-    with _repository(model, repo_id, token, private, overwrite) as (api, url):
-        repo = url.repo_id
-        if revision and not revision.startswith("refs/pr"):
-            api.create_branch(repo, branch=revision, exist_ok=True)
-        card = _card_of_push(api, repo, model, remote_code, tags or [])
-        return _upload(api, repo, model, None, card, {}, remote_code, max_shard_size, **options)
+    api, url = _repository(model, repo_id, token, private, overwrite)
+    repo = url.repo_id
+    if revision and not revision.startswith("refs/pr"):
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    card = _card_of_push(api, repo, model, remote_code, tags or [])
+    return _upload(api, repo, model, None, card, {}, remote_code, max_shard_size, **options)
 
 
-@contextmanager
 def _repository(
     model: PreTrainedModel, repo_id: str, token: str | bool | None, private: bool | None, overwrite: bool
-) -> Iterator[tuple[HfApi, RepoUrl]]:
-    """Yield a client and the repository for a model, which is made if missing; refuse another model's."""
+) -> tuple[HfApi, RepoUrl]:
+    """Return a client and the repository for a model, which is made if missing; refuse another model's."""
     api = HfApi(token=token)
-    with reachable(repo_id):
-        repo = api.create_repo(repo_id, private=private, exist_ok=True)
-        if private and not api.model_info(repo.repo_id).private:  # an existing one is left unchanged, silently
-            raise ValueError(
-                f"private=True, but {repo_id!r} exists and is public: make it private there, or push to another name"
-            )
-        if not overwrite:
-            check_same_model(api, repo.repo_id, model)
-        yield api, repo
+    repo = api.create_repo(repo_id, private=private, exist_ok=True)
+    if private and not api.model_info(repo.repo_id).private:  # an existing one is left unchanged, silently
+        raise ValueError(
+            f"private=True, but {repo_id!r} exists and is public: make it private there, or push to another name"
+        )
+    if not overwrite:
+        check_same_model(api, repo.repo_id, model)
+    return api, repo
 
 
 def _upload(

@@ -128,13 +128,6 @@ class TrainerPushMixin(_TrainerBase):
         figures = [f"- {name}: {value}" for name, value in (last or {}).items()]
         return "\n\n".join(filter(None, (table.strip(), "\n".join(figures)))) or None
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository, as `Trainer` does before the first step; refuse to without a token or the Hub."""
-        if self.is_world_process_zero():
-            release().check_token(token if token is not None else self.args.hub_token)
-        with release().reachable(self.args.hub_model_id or self._output().name):
-            super().init_hf_repo(token, private)
-
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -158,8 +151,7 @@ class TrainerPushMixin(_TrainerBase):
             The commit, or its `Future` without `blocking`; None on other processes than the first.
 
         Raises:
-            ValueError: No token, or a card that would show a path of this machine.
-            ConnectionError: The Hub cannot be reached.
+            ValueError: A card that would show a path of this machine.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
@@ -214,12 +206,11 @@ class TrainerPushMixin(_TrainerBase):
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TRAVELLERS):
                 add_code(saved, Path(copy.name), code_when_pushed(saved))
-        repo = str(self.hub_model_id)
-        options |= {"delete_patterns": release().WEIGHTS}
+        options |= {"repo_id": str(self.hub_model_id), "delete_patterns": release().WEIGHTS}
 
         def upload() -> CommitInfo:
-            with copy, release().reachable(repo):
-                return cast(CommitInfo, _API.upload_folder(repo_id=repo, folder_path=copy.name, **options))
+            with copy:
+                return cast(CommitInfo, _API.upload_folder(folder_path=copy.name, **options))
 
         return upload() if blocking else _API.run_as_future(upload)
 

@@ -5,7 +5,6 @@ Knows what a trainer needs of a drafter (`TrainableDrafter`), not what kind of m
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Any, cast
 
 import torch
@@ -257,12 +256,9 @@ def _warn_of_few_bits(model: nn.Module) -> None:
 
 def _check_model(model: object) -> None:
     """Refuse models that cannot be trained here."""
-    if isinstance(model, (str, PathLike)):
-        raise TypeError(f"MTPTrainer needs a model, not the path {str(model)!r}: load it with from_pretrained first")
     owner = without_peft(model)
     if not isinstance(owner, TrainableDrafter):
         raise TypeError(
             f"MTPTrainer needs a model that predicts several tokens, not a {type(owner).__name__}: add heads with "
-            "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model); for a PTPForCausalLM use "
-            "PTPTrainer"
+            "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model); students have PTPTrainer"
         )

@@ -33,7 +33,7 @@ def text():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: "some/folder", "'some/folder'.*from_pretrained"),
+        (lambda: "some/folder", "not a str"),
         (
             ptp_models.backbone,
             r"LlamaForCausalLM.*MTPHeads.from_backbone\(model\)",

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from ...modeling.heads.losses import IGNORE
 from ..regeneration import RegeneratedText, holds_text
@@ -27,14 +26,10 @@ if TYPE_CHECKING:
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 _IDS = ("input_ids", "labels")
-_COLUMNS = (("input_ids",), ("messages",), ("conversations",), ("prompt", "completion"))
-"""The columns that training reads, in the order in which TRL looks for them; then `dataset_text_field`."""
 _LONGEST = 300  # characters of the message of a reader of files
 
 
-def load_data(
-    settings: Settings, with_evaluation: bool, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> dict[str, Data]:
+def load_data(settings: Settings, with_evaluation: bool, vocab_size: int) -> dict[str, Data]:
     """Return training data, and data to evaluate on.
 
     `dataset_name` is a file (JSON, JSON lines, Parquet, CSV, Arrow, or text with a row per line), a directory of such
@@ -45,15 +40,14 @@ def load_data(
         settings: Of the run.
         with_evaluation: Whether there must be data to evaluate on: the split `dataset_test_split`, or a share
             `test_split_size` of all rows.
-        tokenizer: Its chat template is needed for chats.
         vocab_size: Ids that the model has.
 
     Returns:
         By `"train"` and `"eval"`.
 
     Raises:
-        ValueError: No data, no such split, an empty one, columns that are missing, or ids that the model does not have.
-            What a stream holds after its first rows is refused where it is read.
+        ValueError: No data, no such split, an empty one, or ids that the model does not have. What a stream holds
+            after its first rows is refused where it is read.
         FileNotFoundError: A path that does not exist.
     """
     data = _loaded(settings)
@@ -68,7 +62,7 @@ def load_data(
     if with_evaluation:
         hint = "; or set test_split_size, or eval_strategy='no'"
         chosen["eval"] = _split(data, test_name, "dataset_test_split", hint)
-    return {name: _checked(rows, name, settings, tokenizer, vocab_size) for name, rows in chosen.items()}
+    return {name: _checked(rows, name, settings, vocab_size) for name, rows in chosen.items()}
 
 
 def _loaded(settings: Settings) -> Any:
@@ -133,26 +127,13 @@ def _divided(rows: Data, size: float, seed: int) -> dict[str, Dataset]:
     return {"train": parts["train"], "test": parts["test"]}
 
 
-def _checked(rows: Data, name: str, settings: Settings, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Data:
-    """Refuse data without rows, columns that training reads, or a chat template, and ids that the model does not have.
-
-    The content of text and chats is left to TRL.
-    """
+def _checked(rows: Data, name: str, settings: Settings, vocab_size: int) -> Data:
+    """Refuse data without rows, and ids that the model does not have; text and chats are left to TRL."""
     with readable(_source(settings)):  # a stream is read from here on
         first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"the {name} data are empty: {_source(settings)} has no rows")
-    text_field = settings.training.dataset_text_field
-    columns = next((names for names in (*_COLUMNS, (text_field,)) if first.keys() >= {*names}), None)
-    if columns is None:
-        raise ValueError(
-            f"the {name} data have the columns {', '.join(first)}; needed are {text_field!r} (dataset_text_field), "
-            "'messages' or 'conversations' (chats), 'prompt' and 'completion', or 'input_ids'"
-        )
-    has_template = tokenizer.chat_template is not None or settings.training.chat_template_path is not None
-    if columns[0] in ("messages", "conversations") and not has_template:
-        raise ValueError(f"the {name} data are chats, but the tokenizer has no chat template: set chat_template_path")
-    if columns != ("input_ids",):
+    if "input_ids" not in first:
         return rows
     check = partial(_check_ids, name, vocab_size)
     if isinstance(rows, IterableDataset):

@@ -247,8 +247,6 @@ def check_features(settings: Settings, model: PreTrainedModel) -> None:
     directory = settings.drafter.features
     if directory is None:
         return
-    if Path(directory).is_file():
-        raise ValueError(f"features={directory} is a file: choose a directory")
     if not model.is_apart or settings.drafter.training_strategy().train != "drafter":
         raise ValueError(
             f"features={directory} holds the states of a frozen backbone: leave it out, or train heads or an EAGLE "
@@ -339,7 +337,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     if not (directory and isinstance(directory, str) and isinstance(count, int) and count >= 1):
         raise ValueError(f"regenerate={section} needs folder=, and prompt_tokens of at least 1")
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
-    rows = load_data(settings, False, trainee.tokenizer, vocab_size)["train"]
+    rows = load_data(settings, False, vocab_size)["train"]
     if not isinstance(rows, Dataset):
         raise ValueError(f"regenerate={section} takes all rows: set dataset_streaming: false")
     column = settings.training.dataset_text_field

@@ -119,8 +119,6 @@ def _resolved(settings: Settings) -> dict[str, dict[str, Any]]:
 
 def check_output(directory: Path, settings: Settings) -> None:
     """Refuse to overwrite the model, or the drafter, that the training begins with."""
-    if directory.is_file():
-        raise ValueError(f"output_dir={directory} is a file: choose a directory")
     sources = {
         "model_name_or_path": settings.model.model_name_or_path,
         "drafter_name_or_path": settings.drafter.drafter_name_or_path,

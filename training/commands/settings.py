@@ -206,7 +206,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
         *parts, rest = parser.parse_args_and_config(flags, return_remaining_strings=True)
         if "--config" in flags:
             given["file"] = yaml.safe_load(Path(flags[flags.index("--config") + 1]).read_text(encoding="utf-8"))
-    except (TypeError, AttributeError, KeyError, yaml.YAMLError) as error:
+    except (TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
     if rest:
         raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead train --help")
@@ -217,15 +217,11 @@ def read_settings(argv: Sequence[str]) -> Settings:
 
 def _check_settings(settings: Settings) -> None:
     """Refuse settings that would be ignored."""
-    _check_model(settings.model, settings.drafter)
+    model, drafter = settings.model, settings.drafter
     if settings.mixture.datasets and settings.data.dataset_name:
         raise ValueError(
             f"dataset_name={settings.data.dataset_name} beside `datasets`: either is read; leave one of them out"
         )
-
-
-def _check_model(model: ModelConfig, drafter: DrafterArguments) -> None:
-    """Refuse settings of the model that this library does not follow."""
     if model.load_in_4bit or model.load_in_8bit:
         name = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
         raise ValueError(f"{name}=True: backbones are not quantised here; leave it out, or set dtype: bfloat16")

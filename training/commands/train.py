@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
-from ..trainer_base import BaseTrainer, without_peft
+from ..trainer_base import without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra, replace_file
 from .data import load_data
@@ -52,8 +52,6 @@ from .settings import Settings, read_settings
 with needs_extra("train", "tokenahead train"):
     from jinja2 import TemplateError
     from trl import get_peft_config
-
-_OF_TIME = ("runtime", "samples_per_second", "steps_per_second")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,7 +91,9 @@ def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCall
     _callbacks(settings)
     settings = with_own_text(settings, trainee)
     trainer = make_trainer(settings, trainee, [*callbacks, RunWriter(directory, requested, facts)])
-    check_best_metric(trainer)
+    for callback in trainer.callback_handler.callbacks:  # acceptance alone would choose the worst backbone
+        if isinstance(callback, AcceptanceCallback):
+            callback.metric_names(trainer)
     draft_frequent_tokens(trainer, trainee, settings)
     pushes = settings.training.push_to_hub
     if pushes:  # a value that no card may show is refused before the first step
@@ -140,7 +140,7 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     training = settings.training
     with_evaluation = training.eval_strategy != "no"
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
-    data = load_data(settings, with_evaluation, trainee.tokenizer, vocab_size)
+    data = load_data(settings, with_evaluation, vocab_size)
     options: dict[str, Any] = {
         "train_dataset": data["train"],
         "eval_dataset": data.get("eval"),
@@ -191,15 +191,3 @@ def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
         "trained_parameters": sum(each.numel() for each in model.parameters() if each.requires_grad),
         "parameters": model.num_parameters(),
     }
-
-
-def check_best_metric(trainer: Trainer) -> None:
-    """Refuse a `metric_for_best_model` that no evaluation has; `Trainer` refuses it after the first one."""
-    name = trainer.args.metric_for_best_model
-    if name is None or trainer.args.eval_strategy == "no":
-        return
-    known = ["loss", *(trainer._mean_names() if isinstance(trainer, BaseTrainer) else ())]
-    for callback in trainer.callback_handler.callbacks:
-        known += callback.metric_names(trainer) if hasattr(callback, "metric_names") else ()
-    if name.removeprefix("eval_") not in (*known, *_OF_TIME):
-        raise ValueError(f"metric_for_best_model={name!r} is in no evaluation of this run; choose {', '.join(known)}")

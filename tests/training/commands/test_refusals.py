@@ -43,10 +43,6 @@ WRONG = {
     "an unknown field of acceptance": (
         {"eval_strategy": "steps", "eval_steps": 2, "acceptance": {"row": 3}}, "acceptance: AcceptanceCallback"
     ),
-    "a metric that no evaluation has": (
-        {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "expected_acepted"},
-        "metric_for_best_model='expected_acepted'",
-    ),
     "acceptance that nothing measures": ({"acceptance": {"rowz": 8}}, "'rowz'"),
     "adapters of TRL on heads": ({"use_peft": True}, "use_peft=True"),
     "adapters of TRL on an EAGLE head": ({"use_peft": True, "drafter": "eagle"}, "use_peft=True with drafter='eagle'"),
@@ -68,8 +64,8 @@ WRONG = {
     "quantised": ({"load_in_4bit": True}, "load_in_4bit=True"),
     "an unknown dtype": ({"dtype": "float17"}, "'float17'"),
     "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`"),
-    "a folder that is a file": ({"output_dir": "config.yaml"}, "output_dir=config.yaml"),
-    "features in a file": ({"features": "config.yaml"}, "features=config.yaml"),
+    "a folder that is a file": ({"output_dir": "config.yaml"}, "config.yaml"),
+    "features in a file": ({"features": "config.yaml"}, "config.yaml"),
     "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3}"),
     "text in batches of none": ({"regenerate": {"folder": "f", "batch_size": 0}}, "batch_size=0"),
     "a weight that is a word": ({"strategy": {"loss_weight": "much"}}, "strategy: argument --loss_weight"),

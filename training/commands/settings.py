@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
-from transformers.hf_argparser import HfArg
 
+from ..requests import option
 from ..strategy import TrainingStrategy
 from ..utils import needs_extra
 
@@ -23,7 +23,6 @@ with needs_extra("train", "tokenahead train"):
 _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
 _SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "acceptance")
-Options = TypeVar("Options")
 
 
 @dataclass
@@ -32,39 +31,37 @@ class DrafterArguments:
 
     _argument_group_name: ClassVar[str] = _GROUP
 
-    drafter: str = HfArg(
-        default="own",
+    drafter: str = option(
+        "own",
         help="own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any "
         "other causal language model: heads (MTPHeads), eagle (EagleHead), modules (DeepSeekMTP), parallel (PTP)",
-        metadata={"choices": ["own", "heads", "eagle", "modules", "parallel"]},
+        choices=["own", "heads", "eagle", "modules", "parallel"],
     )
-    drafter_name_or_path: str | None = HfArg(
-        default=None, help="Directory, or name on the Hub, of heads or an EAGLE head to continue from."
+    drafter_name_or_path: str | None = option(
+        None, help="Directory, or name on the Hub, of heads or an EAGLE head to continue from."
     )
-    drafter_options: dict | str | None = HfArg(
-        default=None,
+    drafter_options: dict | str | None = option(
+        None,
         help="Options of a new drafter, as its from_backbone (EvaByte: set_head) takes them; JSON. draft_ids (of "
         "modules: draft_vocabulary) is a list of the tokens to draft, or a JSON file that holds one.",
     )
-    loss_options: dict | str | None = HfArg(
-        default=None, help="Options of an EAGLE head's, of modules' or of PTP's loss; JSON."
+    loss_options: dict | str | None = option(
+        None, help="Options of an EAGLE head's, of modules' or of PTP's loss; JSON."
     )
-    strategy: dict | str | None = HfArg(default=None, help="Fields of TrainingStrategy; JSON.")
-    regenerate: dict | str | None = HfArg(
-        default=None,
+    strategy: dict | str | None = option(None, help="Fields of TrainingStrategy; JSON.")
+    regenerate: dict | str | None = option(
+        None,
         help="Learn from the backbone's completions of the beginnings of the data: folder, prompt_tokens, and options "
         "of training.regeneration.regenerate (max_new_tokens, batch_size, do_sample, ...); JSON.",
     )
-    features: str | None = HfArg(
-        default=None,
+    features: str | None = option(
+        None,
         help="Directory for the frozen backbone's states, for heads or an EAGLE head: every epoch then needs no "
         "forward of it, and a further run reads them.",
     )
-    acceptance: dict | str | None = HfArg(
-        default=None, help="Options of AcceptanceCallback, JSON; false leaves it out."
-    )
-    early_stopping_patience: int | None = HfArg(
-        default=None, help="Evaluations without a better metric_for_best_model before training ends."
+    acceptance: dict | str | None = option(None, help="Options of AcceptanceCallback, JSON; false leaves it out.")
+    early_stopping_patience: int | None = option(
+        None, help="Evaluations without a better metric_for_best_model before training ends."
     )
 
     def __post_init__(self) -> None:
@@ -105,11 +102,11 @@ class TrainConfig(SFTConfig):
     Activation checkpointing is off by default: a frozen backbone stores no activations.
     """
 
-    report_to: None | str | list[str] = HfArg(default="none", help="Services to report to.")
-    gradient_checkpointing: bool | None = HfArg(
-        default=None, help="The older name of activation_checkpointing, for backbones that learn."
+    report_to: None | str | list[str] = option("none", help="Services to report to.")
+    gradient_checkpointing: bool | None = option(
+        None, help="The older name of activation_checkpointing, for backbones that learn."
     )
-    disable_tqdm: bool | None = HfArg(default=False, help="Leave out the bar of the run.")
+    disable_tqdm: bool | None = option(False, help="Leave out the bar of the run.")
 
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
@@ -140,7 +137,7 @@ class Settings:
         return Path(str(self.training.output_dir))
 
 
-_CLASSES = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
+_CLASSES: Any = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)
 
 
 class _Parser(TrlParser):
@@ -173,7 +170,7 @@ class _Parser(TrlParser):
         return vars(self.parse_known_args([f"--{name}={word}"])[0])[name]
 
 
-def filled(section: str, values: Mapping[str, Any], kind: type[Options]) -> Options:
+def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
     """Return a dataclass of options from a section of the settings; refuse options that it does not have."""
     parser = _Parser(kind, add_help=False, allow_abbrev=False)
     try:

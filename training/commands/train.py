@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
-from ..trainer_base import without_peft
+from ..trainer_base import BaseTrainer, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra, replace_file
 from .data import load_data
@@ -135,7 +135,7 @@ def _take_over(trainer: Trainer, checkpoint: str) -> None:
     trainer._load_from_checkpoint(best_or_last(checkpoint, trainer.args.load_best_model_at_end))
 
 
-def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
+def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[TrainerCallback] = ()) -> BaseTrainer:
     """Return the trainer of a run, with its data and callbacks."""
     training = settings.training
     with_evaluation = training.eval_strategy != "no"

@@ -182,6 +182,17 @@ def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
         raise ValueError(f"{section}: {error}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses duplicate keys, of which YAML takes the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of a node."""
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{twice[0]!r} occurs twice in the mapping of line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
 def read_settings(argv: Sequence[str]) -> Settings:
     """Read `CONFIG.yaml` and the flags after it, which override it.
 
@@ -202,7 +213,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
     try:
         *parts, rest = parser.parse_args_and_config(flags, return_remaining_strings=True)
         if "--config" in flags:
-            given["file"] = yaml.safe_load(Path(flags[flags.index("--config") + 1]).read_text(encoding="utf-8"))
+            given["file"] = yaml.load(Path(flags[flags.index("--config") + 1]).read_bytes(), _Loader)
     except (TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
     if rest:

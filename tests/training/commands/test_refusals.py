@@ -192,6 +192,18 @@ def test_a_model_without_a_tokenizer_is_named(settings_of, folders, tmp_path, ca
     assert f"model_name_or_path={tmp_path / 'bare'}" in said and "tokenizer" in said
 
 
+def test_keys_that_stand_twice_are_named(settings_of, tmp_path, capsys):
+    settings_of(drafter="heads")
+    file = tmp_path / "config.yaml"
+    for twice, name in (("warmup_steps: 1\nwarmup_steps: 2\n", "warmup_steps"),
+                        ("strategy: {train: all, train: lora}\n", "train")):  # fmt: skip
+        before = file.read_text()
+        file.write_text(before + twice)
+        said = error_of(tmp_path, capsys)
+        assert f"'{name}' occurs twice" in said and str(file) in said
+        file.write_text(before)
+
+
 def test_a_missing_file_of_settings_is_named(tmp_path, capsys):
     assert str(tmp_path / "config.yaml") in error_of(tmp_path, capsys)
 

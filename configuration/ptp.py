@@ -79,8 +79,6 @@ class PTPConfig(PreTrainedConfig):
             self.backbone_config = AutoConfig.for_model(values.pop("model_type"), **values)
         self.feature_dim = self.feature_dim or FEATURE_DIMS.get(self.features)
         self.sampling = SAMPLING | (self.sampling or {})
-        if kwargs.pop("reads_state", False):
-            raise ValueError("reads_state=True: slots that read hidden states are gone; train a student without it")
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:

@@ -160,7 +160,6 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_every_entry_matches_a_fast_test",
         "test_the_list_is_sorted_and_its_files_exist",
     ),
-    "tests/test_deprecated.py": ("test_every_alias_leads_to_a_name_that_is_there",),
     "tests/test_extending.py": (
         "test_every_public_name_is_there",
         "test_sampled_output_has_the_backbones_distribution[{}]",

@@ -15,7 +15,6 @@ if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from . import deprecated
 from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
 from .configuration.mtp_families import MiMoConfig
 from .configuration.transformers_names import CORE, check_names, warn_of_newer_version
@@ -58,7 +57,6 @@ AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
 
 hand_in(lambda: import_module(".model_cards.push", __name__))
-deprecated.install(__name__)
 
 __all__ = [
     "AssistantDrafter",

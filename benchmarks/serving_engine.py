@@ -1,4 +1,4 @@
-"""The part of `benchmarks/serving.py` that runs in vLLM's own interpreter: needs vLLM, and nothing of this library.
+"""The part of `benchmarks/serving.py` that runs in vLLM's own interpreter, with this library's repair of its sampler.
 
     python serving_engine.py cases.json results.json               # in the engine
     python serving_engine.py cases.json results.json server        # each as a server, by serving_forks.py
@@ -128,7 +128,10 @@ def _counts(llm: Any) -> dict[str, Any]:
 
 def main(cases: str, results: str, way: str = "engine") -> None:
     """Serves all cases; one that fails is written down with its error."""
+    from tokenahead.model_cards.vllm import register
+
     declare_images()
+    register()
     ask = serve
     if way == "server":
         import serving_forks

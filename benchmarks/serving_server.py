@@ -47,6 +47,15 @@ class Process(Protocol):
         ...
 
 
+def write_plugin(folder: Path) -> Path:
+    """Write a package into `folder`, on whose path vLLM repairs its sampler in every process, and return `folder`."""
+    facts = folder / "repair-0.dist-info"
+    facts.mkdir(exist_ok=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: repair\nVersion: 0\n")
+    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nrepair = tokenahead.model_cards.vllm:register\n")
+    return folder
+
+
 class Server:
     """A server, from its start to its end.
 
@@ -72,7 +81,8 @@ class Server:
 
     def start(self) -> Process:
         """Start the command in a session of its own: its engine's processes are ended with it."""
-        environment = os.environ | SETTINGS | {"PYTHONPATH": str(ROOT)}
+        plugin = write_plugin(self.log.absolute().parent)
+        environment = os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(plugin)])}
         with self.log.open("w") as log:
             return subprocess.Popen(
                 self.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -9,7 +9,7 @@ that are used there are checked when the engine starts. Importing this module ne
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -26,14 +26,13 @@ from ..generation.tensors.tensor_files import read_tensors
 from ..modeling.common.backbone_parts import BackboneParts
 from ..modeling.heads.family import FAMILIES
 from ..modeling.heads.registry import build_head, distribution_after
+from .vllm import repair_sampler
 
 logger = logging.getLogger(__name__)
 
 OPTION = "tokenahead_heads"
 """The entry of vLLM's `additional_config` that names the directory of the heads."""
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
-_SAMPLER, _EXPAND, _CUT = "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", "apply_top_k_top_p"
-_CUSTOM, _PLATFORMS = "vllm.v1.spec_decode.custom_class_proposer", "vllm.platforms"
 _ARGUMENTS = ("sample_hidden_states", "spec_decode_metadata", "sampling_metadata")
 _ARE_PROBABILISTIC = "probabilistic"
 
@@ -61,8 +60,8 @@ class HeadProposer:
     the conditionals at the request's temperature, and vLLM verifies them by these distributions, which accepts more.
 
     On CPUs vLLM 0.32 loses the temperatures of requests with drafts, of any drafter, so that sampled outputs do not
-    follow the backbone. This is tested when the engine starts, and the wrong function of vLLM is replaced. Where this
-    library is installed in vLLM's environment, `register` does so for every other drafter, too.
+    follow the backbone. This is tested when the heads are loaded, and the wrong function of vLLM is replaced in the
+    engine's process; `tokenahead.model_cards.vllm.register` does so for other drafters.
 
     With tensor parallelism, heads that share the backbone's unembedding get logits from the backbone itself, which
     gathers the shards; engines that gather on one rank only are refused. More than one device was not tried.
@@ -136,7 +135,7 @@ class HeadProposer:
         dtype = self.vllm_config.model_config.dtype
         self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
         self.parts = _TargetParts(cast(Any, target_model))
-        _mend_sampler(weight.device)
+        repair_sampler(weight.device)
         shards = self.vllm_config.parallel_config.tensor_parallel_size
         if shards > 1:
             logger.warning("HeadProposer: tensor_parallel_size=%d was read in vLLM's source, not tried", shards)
@@ -218,17 +217,6 @@ def listen() -> None:
     runner.propose_draft_token_ids = propose_draft_token_ids
 
 
-def register() -> None:
-    """Warn where `HeadProposer` would not work, and repair sampled requests on CPUs for every drafter.
-
-    This is the entry point that vLLM calls in every process.
-    """
-    if importlib.util.find_spec(_CUSTOM) is None:
-        logger.warning("tokenahead: this vLLM has no %s, so HeadProposer cannot be named there", _CUSTOM)
-    if importlib.import_module(_PLATFORMS).current_platform.is_cpu():
-        _mend_sampler_when_called()
-
-
 def _directory(options: object) -> Path:
     options = options if isinstance(options, dict) else vars(options or object)
     if OPTION not in options:
@@ -250,50 +238,6 @@ def _rows(sampled: list[list[int]], counts: list[int]) -> list[int]:
             rows.append(offset + len(tokens) - 1)
         offset += 1 + (counts[index] if counts else 0)
     return rows
-
-
-def _mend_sampler(device: torch.device) -> None:
-    """Replace the wrong functions of vLLM's rejection sampler on CPUs, with a warning.
-
-    The CPU kernel of 0.32 that expands values of requests (`_expand_kernel_impl` in `vllm.utils.cpu_triton_utils`)
-    writes into an int64 copy, which is dropped: the sampler reads uninitialised memory for temperatures, `top_k` and
-    `top_p`. And in a step without drafts, as after a prompt, `top_k` takes the maximum of an empty tensor.
-    """
-    sampler = importlib.import_module(_SAMPLER)
-    original = getattr(sampler, _EXPAND, None)
-    if original is None:  # another version, which does it otherwise
-        return
-    ends = torch.tensor([1, 3], dtype=torch.int32, device=device)
-    values = torch.rand(2, device=device)  # drawn: freed memory may hold the values of an earlier trial
-    if torch.equal(original(values, ends, 3), values[[0, 1, 1]]):
-        return
-    setattr(sampler, _EXPAND, _expand)
-    cut = getattr(sampler, _CUT)
-    setattr(sampler, _CUT, lambda logits, k, p: cut(logits, k, p) if len(logits) else logits)
-    logger.warning("tokenahead: %s.%s loses temperatures on %s; replaced", _SAMPLER, _EXPAND, device)
-
-
-def _mend_sampler_when_called() -> None:
-    """Defer `_mend_sampler` to the first call: vLLM installs its kernels for CPUs after it has called plugins."""
-    sampler = importlib.import_module(_SAMPLER)
-    original = getattr(sampler, _EXPAND, None)
-    if original is None:
-        return
-
-    def first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        setattr(sampler, _EXPAND, original)
-        _mend_sampler(x.device)
-        return getattr(sampler, _EXPAND)(x, *args, **kwargs)
-
-    setattr(sampler, _EXPAND, first)
-
-
-def _expand(
-    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> torch.Tensor:
-    """Return values [requests] as values [tokens], one for every drafted token; names as in vLLM."""
-    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _warped(temperature: torch.Tensor) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:

@@ -50,6 +50,6 @@ def test_servers_write_what_the_engine_writes(answered, interpreter, tmp_path):
 
 def test_the_library_is_imported_beside_vllm(interpreter, benchmarks):
     """Its pin of transformers is older than ours."""
-    code = "import tokenahead, transformers; from tokenahead.model_cards.vllm_proposer import register; register()"
+    code = "import tokenahead, transformers; from tokenahead.model_cards.vllm import register; register()"
     environment = os.environ | {"PYTHONPATH": str(benchmarks), "HF_HUB_OFFLINE": "1"}
     subprocess.run([interpreter, "-c", code], env=environment, check=True, cwd=benchmarks)

@@ -5,15 +5,15 @@ made from, ragged requests, distributions of sampled drafts, what is refused.
 """
 
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from tests.internals import HeadProposer, listen, vllm_proposer_module
+from tests.internals import HeadProposer, listen
 from tests.modeling.heads.backbones import backbone, shaken
 from tokenahead import MTPHeads
+from tokenahead.model_cards.vllm import register
 
 KINDS = {
     "ff": {},
@@ -199,15 +199,13 @@ def test_a_sampler_that_loses_temperatures_is_mended(runner_class, tmp_path, cap
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_where_the_library_is_installed_every_drafter_is_mended_on_cpus(is_cpu, runner_class, monkeypatch):
-    platforms, custom = ModuleType("vllm.platforms"), ModuleType("vllm.v1.spec_decode.custom_class_proposer")
+def test_register_repairs_the_sampler_for_every_drafter_on_cpus(is_cpu, runner_class, monkeypatch):
+    platforms = ModuleType("vllm.platforms")
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: is_cpu)
-    custom.__spec__ = ModuleSpec(custom.__name__, None)
-    for module in (platforms, ModuleType("vllm.v1.spec_decode"), custom):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, platforms.__name__, platforms)
     sampler = sys.modules["vllm.v1.sample.rejection_sampler"]
     sampler.expand_batch_to_tokens = lambda values, ends, size: values.new_full((size,), -1)
-    vllm_proposer_module.register()
+    register()
     heat = sampler.expand_batch_to_tokens(torch.tensor([0.5, 2.0]), torch.tensor([1, 3]), 3)
     assert (heat.tolist() == [0.5, 2, 2]) == is_cpu
 

@@ -53,7 +53,7 @@ def eagle(arguments: argparse.Namespace) -> tuple[Drafters, torch.Tensor]:
         head, windows = EagleHead.from_backbone(backbone, version=1), ByteWindows(corpus.train, LENGTH)
         chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[:600].tolist()
         rows = [windows[index] for index in chosen]
-        kept = cache_features(head, rows, arguments.eagle.with_suffix(".features"), say=lambda said: None)
+        kept = cache_features(head, rows, arguments.eagle.with_suffix(".features"))
         train(head, TrainingStrategy(), kept, arguments.seconds, 2e-3)
         head.save_pretrained(arguments.eagle)
     held_out = ByteWindows(corpus.held_out, LENGTH)

@@ -167,7 +167,7 @@ def trained(
         trainer = train(drafter, TrainingStrategy(), text["train"], arguments.seconds, rate)
     else:
         kept = cache_features(drafter, text["part"], arguments.scratch / f"features-{len(drafter.learning_layers)}-"
-                              f"{drafter.learning_layers[0]}", say=lambda said: None)  # fmt: skip
+                              f"{drafter.learning_layers[0]}")  # fmt: skip
         trainer = train(drafter, TrainingStrategy(), kept, arguments.seconds, rate)
     owns = isinstance(drafter, (PTPForCausalLM, DeepSeekMTP))
     learned = sum(p.numel() for p in drafter.parameters() if p.requires_grad)

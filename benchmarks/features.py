@@ -100,7 +100,7 @@ def main() -> None:
         sizes = kind, arguments.hidden, arguments.layers, arguments.vocab
         rows = rows_of(arguments.rows, arguments.vocab)
         with tempfile.TemporaryDirectory() as folder:
-            kept = cache_features(heads_of(*sizes), rows, folder, say=lambda said: None)
+            kept = cache_features(heads_of(*sizes), rows, folder)
             times: dict[bool, list[float]] = {False: [], True: []}
             for _ in range(arguments.rounds):
                 found = [(way, epoch(heads_of(*sizes), kept if way else rows)) for way in times]

@@ -88,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, default=4, help="N")
     parser.add_argument("--steps", type=int, default=2000, help="of the student, 8 rows each")
+    parser.add_argument("--backbone-steps", type=int, default=400, help="of the backbone, 16 rows each")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=12)
@@ -101,9 +102,8 @@ def main() -> None:
         num_hidden_layers=arguments.layers, num_attention_heads=4, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     backbone, data, held_out = LlamaForCausalLM(config), Texts(chain, 4096, 17), Texts(chain, 64, 18)
-    print(
-        "backbone:", train(Trainer, backbone, data, 400, held_out, learning_rate=2e-3, per_device_train_batch_size=16)
-    )
+    how = dict(learning_rate=2e-3, per_device_train_batch_size=16)
+    print("backbone:", train(Trainer, backbone, data, arguments.backbone_steps, held_out, **how))
     model = PTPForCausalLM.from_backbone(backbone, num_slots=arguments.slots)
     print("student:", train(PTPTrainer, model, data, arguments.steps, held_out))
     print("without dependence:", {name: round(best, 2) for name, best in ceilings(chain, arguments.slots).items()})

@@ -17,11 +17,11 @@ counts tokens per call, and measures no times: that is all that a busy machine c
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,10 @@ from tokenahead import EvaByteTokenizer, PTPForCausalLM, __version__
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card, write_card
 from tokenahead.training import regenerate
 from tokenahead.training.box import code_prompts
-from tokenahead.training.evaluation import GREEDY, DecodingMode, compare_decoding, sampled
+from tokenahead.training.evaluation import GREEDY, Bench, DecodingMode, Protocol, sampled
+from tokenahead.training.evaluation.methods import drafting_method, plain_method
+from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder
+from tokenahead.training.evaluation.summary import results_of
 from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
@@ -80,38 +83,31 @@ def fit(
 
 
 def measure(
-    model: PTPForCausalLM, prompts: list[str], mode: DecodingMode, new_tokens: int
-) -> tuple[DecodingResult, list[float]]:
-    """Completes prompts with drafts and without, by turns; and the acceptance by position.
-
-    Sampled runs that differ by their uniforms alone are compared with the same ones, untimed.
-    """
-    tokenizer = EvaByteTokenizer()
-    found = compare_decoding(model, tokenizer, prompts, mode, new_tokens)
-    result = found.result
-    if mode.options.get("verification") == "coupled" and "best_of" not in mode.options:
-        inputs = [tokenizer(prompt, return_tensors="pt") for prompt in prompts]
-        how = mode.options | {"seed": 7, "max_new_tokens": new_tokens}
-        texts = ([model.generate(**one, **how, use_mtp=drafts) for drafts in (True, False)] for one in inputs)
-        result = replace(result, identical=all(torch.equal(*pair) for pair in texts))
-    return result, found.result.accepted_by_position
+    model: Any, drafter: dict[str, Any], prompts: list[str], modes: list[DecodingMode], new_tokens: int
+) -> list[DecodingResult]:
+    """Complete prompts with drafts and without, by turns; results of every way of decoding."""
+    methods = [plain_method(model), drafting_method("drafts", model, drafter.get("assistant_model"))]
+    writer = PromptEncoder(EvaByteTokenizer(), chats=False)
+    bench = Bench(methods, writer, Protocol(modes, new_tokens=new_tokens), control=False)
+    bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)])
+    return [row for row in results_of(bench) if row.method == "drafts"]
 
 
-def acceptance(model: PTPForCausalLM, prompts: list[str], mode: DecodingMode, new_tokens: int) -> float:
+def acceptance(model: Any, drafter: dict[str, Any], prompts: list[str], mode: DecodingMode, new_tokens: int) -> float:
     """Tokens per call, over all prompts."""
     tokenizer, calls, tokens = EvaByteTokenizer(), 0, 0
     for index, prompt in enumerate(prompts):
         torch.manual_seed(index)
         inputs = tokenizer(prompt, return_tensors="pt")
-        how = mode.options | {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
+        how = mode.options | drafter | {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
         found = model.generate(**inputs, **how).speculation
         calls, tokens = calls + found.backbone_calls, tokens + found.new_tokens
     return tokens / calls
 
 
-def modes(kind: str, temperature: float, drafter: dict[str, Any]) -> list[DecodingMode]:
+def modes(kind: str, temperature: float) -> list[DecodingMode]:
     """Ways of decoding to compare."""
-    greedy, drawn = DecodingMode(GREEDY.name, GREEDY.options | drafter), sampled(temperature).options | drafter
+    greedy, drawn = GREEDY, sampled(temperature).options
     coupled = DecodingMode("sampled, coupled", drawn | {"verification": "coupled"})
     block = DecodingMode("sampled, block", drawn | {"verification": "block"})
     if kind == "independent":
@@ -152,24 +148,20 @@ def main() -> None:
         fit(Trainer, model, windows, "backbone", arguments.minutes[0], 4, (0.03, 1e-2), console)
         model.save_pretrained(backbone)
     prompts = code_prompts(corpus.held_out.contents(), arguments.prompts, length=PROMPT)
-    table = Table(
-        "student", "decoding", "tokens/call", "tokens/s", "plain tokens/s", "speed-up, processor", "identical"
-    )
+    table = Table("student", "decoding", "tokens/call", "speed-up", "identical")
     for kind in arguments.kinds:
         folder = arguments.output / kind.replace(", ", "_")
         if not (arguments.reuse and folder.is_dir()):
             distil(arguments, kind, backbone, texts(arguments, backbone, corpus), console, folder)
         if arguments.acceptance:
             model, drafter = reader(kind, folder, backbone)
-            for mode in modes(kind, arguments.temperature, drafter):
-                value = acceptance(model, prompts, mode, arguments.new_tokens)
+            for mode in modes(kind, arguments.temperature):
+                value = acceptance(model, drafter, prompts, mode, arguments.new_tokens)
                 print(f"{kind} | {mode.name} | {value:.3f} tokens per call", flush=True)
                 table.add_row(kind, mode.name, f"{value:.2f}")
             continue
         for row in run(arguments, kind, folder, backbone, prompts).results:
-            plain = row.plain_processor_seconds / row.plain_new_tokens
-            gain = plain * row.new_tokens / row.processor_seconds  # of the processor: a busy machine tells less by wall
-            figures = row.tokens_per_call, row.tokens_per_second, row.plain_tokens_per_second, gain
+            figures = row.tokens_per_call, row.speed_up or math.nan
             table.add_row(kind, row.name, *(f"{figure:.2f}" for figure in figures), str(row.identical))
     console.print(table)
 
@@ -216,10 +208,9 @@ def reader(kind: str, folder: Path, backbone: Path) -> tuple[PreTrainedModel, di
 def run(arguments: argparse.Namespace, kind: str, folder: Path, backbone: Path, prompts: list[str]) -> MeasuredResults:
     """Reads a student, measures it, and writes its card."""
     model, drafter = reader(kind, folder, backbone)
-    ways = modes(kind, arguments.temperature, drafter)
-    measured = [measure(model, prompts, mode, arguments.new_tokens) for mode in ways]
+    measured = measure(model, drafter, prompts, modes(kind, arguments.temperature), arguments.new_tokens)
     results = MeasuredResults(
-        results=[result for result, _ in measured],
+        results=measured,
         dataset_name="Python standard library source",
         dataset_description=f"{len(prompts)} held-out prompts, each completed with {arguments.new_tokens} bytes at "
         f"temperature {arguments.temperature:g}.",
@@ -228,7 +219,7 @@ def run(arguments: argparse.Namespace, kind: str, folder: Path, backbone: Path, 
         command=f"python benchmarks/ptp_text.py --slots {arguments.slots} --minutes "
         + " ".join(f"{value:g}" for value in arguments.minutes),
         library_version=__version__,
-        accepted_by_position=measured[0][1],
+        accepted_by_position=measured[0].accepted_by_position,
     )
     results.to_json(folder / "results.json")
     how = f"Distilled from its own backbone for {arguments.minutes[1]:g} minutes with `PTPTrainer`."

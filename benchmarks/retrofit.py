@@ -78,15 +78,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500, help="of the backbone")
     parser.add_argument("--module-steps", type=int, default=300)
+    parser.add_argument("--bytes", type=int, default=6_000_000, help="of source that is learned")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     corpus, tokenizer = load_corpus(), ByteLevelBPETokenizer()
+    size = arguments.bytes
     tokenizer.train_from_iterator(
-        [corpus.train.data[:2_000_000].numpy().tobytes().decode("utf-8", "ignore")], vocab_size=VOCABULARY
+        [corpus.train.data[: size // 3].numpy().tobytes().decode("utf-8", "ignore")], vocab_size=VOCABULARY
     )
-    ids, held_out = encoded(tokenizer, corpus.train, 6_000_000), encoded(tokenizer, corpus.held_out, 200_000)
+    ids, held_out = encoded(tokenizer, corpus.train, size), encoded(tokenizer, corpus.held_out, size // 30)
     points = [0, arguments.module_steps // 6, arguments.module_steps]
     table = Table(title=f"Llama of {arguments.steps} steps; module after so many steps, held out, nats")
     for column in ("seed", "backbone", "start", *(f"step {point}" for point in points), "agrees"):

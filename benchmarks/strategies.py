@@ -198,7 +198,7 @@ def run(arguments: argparse.Namespace, name: str, seed: int, text: dict[str, Any
         heads = MTPHeads.from_pretrained(folder_of(arguments, first, seed)).attach(backbone)
     strategy, data = TrainingStrategy(**fields), text["train"]
     if kept:
-        data = cache_features(heads, text["part"], arguments.features, say=lambda said: None)
+        data = cache_features(heads, text["part"], arguments.features)
     joint = strategy.train != "drafter"
     started = time.process_time()
     trainer = train(heads, strategy, data, arguments.seconds, 2e-3 / (4 if joint else 1), seed)

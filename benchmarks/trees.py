@@ -100,8 +100,7 @@ def trained(backbone: PreTrainedModel, corpus: Corpus, arguments: argparse.Names
     head.loss_options.steps = 4
     windows = ByteWindows(corpus.train, LENGTH)
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[: arguments.rows].tolist()
-    kept = cache_features(head, [windows[index] for index in chosen], arguments.head.with_name("features"),
-                          say=lambda said: None)  # fmt: skip
+    kept = cache_features(head, [windows[index] for index in chosen], arguments.head.with_name("features"))
     train(head, TrainingStrategy(), kept, arguments.seconds, 2e-3)
     head.save_pretrained(arguments.head)
     return head

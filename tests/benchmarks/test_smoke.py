@@ -1,0 +1,91 @@
+"""Every script of `benchmarks/` starts: at its smallest size; with `--help` where it needs an engine."""
+
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.benchmark_modules import ROOT
+from tokenahead import EagleHead, EvaByteTokenizer
+
+FOLDER = ROOT / "benchmarks"
+SCRIPTS = {
+    "analyze": "--help",
+    "batches": "--batch 2 --prompt-length 16 --new-tokens 6 --rounds 1 --processors history",
+    "box_heads": "--help",
+    "byte_llama": "--minutes 0.001 --width 16 --layers 1",
+    "cache": "--shapes 20x2",
+    "calls": "--backbone llama --seconds 0.1 --temperatures 0 --texts 2 --batch 2 --new-tokens 8 --prefix 16",
+    "constraints": "--model llama --new-tokens 4 --prompts 1",
+    "cycles": "--only n-gram --batch 1",
+    "decoding": "--new-tokens 6 --rounds 1",
+    "drafters": "llama --seconds 0.1 --rows 4 --only hydra --prompts 1 --new-tokens 6",
+    "families_table": "--check",
+    "features": "--hidden 64 --layers 1 --vocab 32 --rows 8 --rounds 1 --no-memory",
+    "gpu": "--smoke --drafts none --seconds 0",
+    "grpo": "--help",
+    "heads": "--window 4 --rank 2 --counts",
+    "lexicon": "--help",
+    "marginal": "llama --depth 2 --rows 2 --branches 2",
+    "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
+    "modules": "--minutes 0.001 --calls 1 --new-tokens 4",
+    "online": "--help",
+    "ptp_chain": "--steps 2 --layers 1 --width 16 --prompts 1 --new-tokens 4 --backbone-steps 2",
+    "ptp_markov": "--minutes 0.001 --seeds 1 --slots 2 --kinds one_hot --best-of 1 --contexts 16",
+    "ptp_tables": "--minutes 0.001 --tables losses --rows one_hot,ce --slots 2 --contexts 16",
+    "ptp_text": "--backbone llama --minutes 0 0.001 --slots 2 --texts 4 --prompts 1 --new-tokens 8 --kinds one_hot",
+    "retrofit": "--steps 1 --module-steps 2 --bytes 30000",
+    "rollout_time": "--model llama --head eagle1 --prompts prompts.jsonl --count 2 --group 2 --tokens 4",
+    "serving": "--help",
+    "serving_images": "--help",
+    "serving_speed": "--help",
+    "serving_table": "",
+    "smollm2": "--help",
+    "strategies": "llama --seconds 0.1 --only nll --seed 0 --rows 4 --prompts 1 --new-tokens 4",
+    "trainer_overhead": "--steps 2 --width 16 --layers 1 --vocab 32 --length 8 --rows 4",
+    "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
+}
+"""Scripts, and the words of their smallest run in a directory with the models of `work`."""
+PARTS = {"corpus", "counting", "markov", "peak_memory", "planned", "serving_cases", "serving_engine", "serving_forks"}
+PARTS |= {"serving_models", "serving_server", "smollm2_kinds", "time_budget"}
+"""Modules that scripts import."""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A directory with a byte Llama of random weights, an EAGLE-1 head on it, and prompts."""
+    from byte_llama import config_of
+
+    folder = tmp_path_factory.mktemp("benchmarks")
+    torch.manual_seed(0)
+    config = config_of(32, 3)
+    config.eos_token_id = 2
+    model, tokenizer = LlamaForCausalLM(config), EvaByteTokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    model.save_pretrained(folder / "llama")
+    tokenizer.save_pretrained(folder / "llama")
+    EagleHead.from_backbone(model, version=1).save_pretrained(folder / "eagle1")
+    rows = [{"question_id": number, "category": "writing", "turns": ["def main(arguments):"]} for number in range(3)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_every_file_is_listed():
+    assert {path.stem for path in FOLDER.glob("*.py")} == SCRIPTS.keys() | PARTS
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_starts(name, work, monkeypatch, capsys):
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *SCRIPTS[name].split()])
+    try:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
+    finally:
+        torch.set_num_threads(threads)
+    assert name in ("byte_llama", "families_table") or capsys.readouterr().out

@@ -2,6 +2,7 @@
 
     python benchmarks/ptp_tables.py --minutes 2 --output tables.json          # all of them: about 25 students
     python benchmarks/ptp_tables.py --minutes 0.5 --tables losses features    # a part, quickly
+    python benchmarks/ptp_tables.py --minutes 10 --tables variants best_of --seeds 0 1 --concentration 0.3
 
 Every student trains for so many minutes of *processor* time (one thread); answers are written after each student, and a
 run that was cut off goes on where it stopped. The chain is of order one with 25 states; a figure is the mean number of
@@ -21,12 +22,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from markov import MarkovChain, ceilings
-from ptp_markov import ALPHA, CONTEXT, LENGTH, STATES, Texts, best_of_many, measure, student
+from ptp_students import ALPHA, CONTEXT, LENGTH, STATES, Texts, best_of_many, measure, student
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainingArguments
@@ -56,10 +58,11 @@ class Tables:
         slots: N, where a table does not vary it.
         seed: Of chain and student.
         contexts: That figures are means over.
+        concentration: b of Beta(b, b), where uniforms are trained.
     """
 
-    def __init__(self, minutes: float, slots: int, seed: int, contexts: int) -> None:
-        self.minutes, self.slots, self.seed = minutes, slots, seed
+    def __init__(self, minutes: float, slots: int, seed: int, contexts: int, concentration: float) -> None:
+        self.minutes, self.slots, self.seed, self.concentration = minutes, slots, seed, concentration
         self.chain = MarkovChain(STATES, ALPHA, seed)
         self.contexts = self.chain.texts(contexts, CONTEXT, seed=10_000 + seed)
 
@@ -69,6 +72,7 @@ class Tables:
 
     def _train(self, kind: str, slots: int, features: str = "arithmetic", **options: Any) -> Any:
         trained = max(slots - (kind == "categorical"), 1)
+        options = {"concentration": self.concentration} | options
         return student(kind, trained, features, self.chain, self.seed, self.minutes, **options)
 
     def _answer(self, kind: str, slots: int | None = None, **options: Any) -> Answer:
@@ -137,20 +141,23 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--rows", nargs="+", help="only rows whose names contain one of these")
     parser.add_argument("--slots", type=int, default=8, help="N")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="chains, and students on each")
+    parser.add_argument("--concentration", type=float, default=1.0, help="b of Beta(b, b), where uniforms are trained")
     parser.add_argument("--contexts", type=int, default=4096)
     parser.add_argument("--output", type=Path, default=Path("ptp-tables.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = json.loads(arguments.output.read_text(encoding="utf-8")) if arguments.output.is_file() else {}
-    tables = Tables(arguments.minutes, arguments.slots, arguments.seed, arguments.contexts)
-    console = Console(width=120)
-    for table in arguments.tables:
-        shown = Table("", title=f"{table}: {arguments.minutes:g} processor minutes a student")
+    console, suffix = Console(width=120), f", {arguments.minutes:g} minutes"
+    if arguments.concentration != 1:
+        suffix += f", b={arguments.concentration:g}"
+    for seed, table in product(arguments.seeds, arguments.tables):
+        tables = Tables(arguments.minutes, arguments.slots, seed, arguments.contexts, arguments.concentration)
+        shown = Table("", title=f"{table}, seed {seed}: {arguments.minutes:g} processor minutes a student")
         for row, answer in tables.questions(table).items():
             if arguments.rows and not any(part in row for part in arguments.rows):
                 continue
-            name = f"{table}: {row}, N={arguments.slots}, seed {arguments.seed}, {arguments.minutes:g} minutes"
+            name = f"{table}: {row}, N={arguments.slots}, seed {seed}{suffix}"
             if name not in found:
                 found[name] = answer()
                 arguments.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

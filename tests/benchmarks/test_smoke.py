@@ -32,10 +32,9 @@ SCRIPTS = {
     "marginal": "llama --depth 2 --rows 2 --branches 2",
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
     "modules": "--minutes 0.001 --calls 1 --new-tokens 4",
-    "online": "--help",
+    "online": "--model llama --head eagle1 --answers answers.jsonl --steps 2 --batch 1 --tokens 4 --rows 2",
     "ptp_chain": "--steps 2 --layers 1 --width 16 --prompts 1 --new-tokens 4 --backbone-steps 2",
-    "ptp_markov": "--minutes 0.001 --seeds 1 --slots 2 --kinds one_hot --best-of 1 --contexts 16",
-    "ptp_tables": "--minutes 0.001 --tables losses --rows one_hot,ce --slots 2 --contexts 16",
+    "ptp_tables": "--minutes 0.001 --tables best_of --rows one_hot --slots 2 --contexts 16",
     "ptp_text": "--backbone llama --minutes 0 0.001 --slots 2 --texts 4 --prompts 1 --new-tokens 8 --kinds one_hot",
     "retrofit": "--steps 1 --module-steps 2 --bytes 30000",
     "rollout_time": "--model llama --head eagle1 --prompts prompts.jsonl --count 2 --group 2 --tokens 4",
@@ -50,7 +49,7 @@ SCRIPTS = {
 }
 """Scripts, and the words of their smallest run in a directory with the models of `work`."""
 PARTS = {"corpus", "counting", "markov", "peak_memory", "planned", "serving_cases", "serving_engine", "serving_forks"}
-PARTS |= {"serving_models", "serving_server", "smollm2_kinds", "time_budget"}
+PARTS |= {"ptp_students", "serving_models", "serving_server", "smollm2_kinds", "time_budget"}
 """Modules that scripts import."""
 
 
@@ -70,6 +69,8 @@ def work(tmp_path_factory):
     EagleHead.from_backbone(model, version=1).save_pretrained(folder / "eagle1")
     rows = [{"question_id": number, "category": "writing", "turns": ["def main(arguments):"]} for number in range(3)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ids = tokenizer("q<|im_start|>assistant\nHello there, you.<|im_end|>")["input_ids"]
+    (folder / "answers.jsonl").write_text((json.dumps({"ids": ids}) + "\n") * 2)
     return folder
 
 

@@ -1,34 +1,22 @@
-"""Parallel token prediction on a chain for which the best possible drafters can be computed.
+"""Students of parallel token prediction on a chain for which the best possible drafters can be computed (markov.py).
 
-    python benchmarks/ptp_markov.py                                # ten minutes of one core for each of 18 students
-    python benchmarks/ptp_markov.py --minutes 1 --slots 8 --seeds 1
+Students of 0.48 million parameters learn a Markov chain with 25 states: O-PTP (`one_hot`), C-PTP (`categorical`) and
+independent prediction, which is O-PTP whose uniforms say nothing. A draft has N tokens; measured is how many of them
+are right, on average, before the first wrong one.
 
-The question: does a student that sees all uniforms of a draft get more tokens right than any drafter that predicts each
-token on its own? Students of 0.48 million parameters learn a Markov chain with 25 states: O-PTP (`one_hot`), C-PTP
-(`categorical`) and independent prediction, which is O-PTP whose uniforms say nothing. A draft has N tokens; the table
-shows how many of them are right, on average, before the first wrong one.
-
-"coupled" verifies a draft with the uniforms that it was drafted from. Under this rule a drafter that picks every token
-from its exact marginal distribution reaches the column `marginal`, and the best drafter that sees only each token's own
-uniform reaches `own_u`. "token" and "block" verify the same drafts as samples of known distributions; a drafter that
-samples every token from its exact marginal distribution reaches `speculative` under "token". C-PTP's first token is the
-backbone's, here the chain's own. Best of M draws M vectors of uniforms and keeps the most central one, which changes no
-distribution.
+"coupled" verifies a draft with the uniforms that it was drafted from. "token" and "block" verify the same drafts as
+samples of known distributions. C-PTP's first token is the backbone's, here the chain's own. Best of M draws M vectors
+of uniforms and keeps the most central one, which changes no distribution.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from markov import MarkovChain, ceilings
-from rich.console import Console
-from rich.table import Table
+from markov import MarkovChain
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
@@ -41,7 +29,6 @@ from tokenahead.training.ptp.losses import PTPOptions
 from tokenahead.training.ptp.trainer import PTPTrainer
 
 STATES, ALPHA, CONTEXT, LENGTH, BATCH, COMPLETIONS = 25, 0.3, 2, 12, 16, 4
-KINDS = ("one_hot", "categorical", "independent")
 
 
 class Deadline(TrainerCallback):
@@ -186,57 +173,3 @@ def _correct(found: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
     uniforms = torch.nn.functional.pad(found.uniforms, (0, 1))
     correct, picked = coupled_acceptance(found.tokens, uniforms, found.p)
     return correct, picked[:, :-1]
-
-
-def run(arguments: argparse.Namespace, slots: int, seed: int) -> dict[str, float]:
-    """All students of one length and seed; names as in the table."""
-    chain = MarkovChain(STATES, ALPHA, seed)
-    contexts = chain.texts(arguments.contexts, CONTEXT, seed=10_000 + seed)
-    result = {f"ceiling, {name}": value for name, value in ceilings(chain, slots).items()}
-    for kind in arguments.kinds:
-        trained = max(slots - (kind == "categorical"), 1)
-        how = {"concentration": arguments.concentration}
-        model = student(kind, trained, arguments.features, chain, seed, arguments.minutes, **how)
-        torch.manual_seed(seed)
-        found = measure(kind, model, chain, contexts, slots)
-        result |= {f"{kind}, {rule}": value for rule, value in found.items()}
-        if kind == "independent":
-            continue
-        for many in arguments.best_of:
-            result[f"{kind}, best of {many}"] = best_of_many(kind, model, chain, contexts, slots, many)
-    return result
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10, help="of processor time per student")
-    parser.add_argument("--seeds", type=int, default=2, help="chains, and students on each")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--slots", type=int, nargs="+", default=[2, 4, 8], help="tokens per draft, N")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--best-of", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--features", default="arithmetic")
-    parser.add_argument("--concentration", type=float, default=1.0, help="b of Beta(b, b), where uniforms are trained")
-    parser.add_argument("--contexts", type=int, default=4096)
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    results = {}
-    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-        for slots in arguments.slots:
-            results[f"N={slots}, seed {seed}"] = run(arguments, slots, seed)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    table = Table(
-        title=f"Tokens right before the first wrong one, {arguments.minutes:g} minutes a student, {arguments.features}"
-    )
-    table.add_column("")
-    for name in results:
-        table.add_column(name, justify="right")
-    for row in next(iter(results.values())):
-        table.add_row(row, *(f"{result[row]:.2f}" for result in results.values()))
-    Console(width=120).print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -80,7 +80,7 @@ def _row(version: str, folder: Path, light: bool) -> str:
     first = [] if version else [str(ROOT / ".ci" / "newcomer.py")]
     if first and subprocess.run([python, *first], env=environment).returncode:
         return f"| {found.strip()} | 0 | 0 | 1 | 0 |"
-    command = [python, "-m", "pytest", "-n", "0", "-v", "--no-header", "-p", "no:cacheprovider", "-m", "core"]
+    command = [python, "-m", "pytest", "-v", "--no-header", "-p", "no:cacheprovider", "-m", "core"]
     command += ["--continue-on-collection-errors"]
     output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
     print("\n".join(line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))))

@@ -1,7 +1,7 @@
 """vLLM in an interpreter of its own, where TOKENAHEAD_VLLM_PYTHON names one.
 
 bash benchmarks/serving_environment.sh vllm-env
-TOKENAHEAD_VLLM_PYTHON=vllm-env/bin/python pytest -n 0 tests/engine
+TOKENAHEAD_VLLM_PYTHON=vllm-env/bin/python pytest tests/engine
 """
 
 import os

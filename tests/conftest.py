@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests import models
-from tests.core import COLLECTED, is_core
 from tests.internals import obstacle_of_peft
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -39,13 +38,18 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
-    """Give the marker `core` to the tests listed in tests/core.py, and `slow` to property tests that explore."""
-    config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("slow") is not None for item in items}
+    """Give the marker `core` to the cases that `core_cases` names, and `slow` to property tests that explore."""
+    unknown = {}  # names of cases that no test has, by test
     for item in items:
-        if is_core(item.nodeid):
-            item.add_marker("core")
+        for mark in item.iter_markers("core_cases"):
+            unknown.setdefault(item.nodeid.partition("[")[0], set(mark.args)).discard(item.callspec.id)
+            if item.callspec.id in mark.args:
+                item.add_marker("core")
         if explores(config) and (hypothesis.is_hypothesis_test(item.obj) or item.path.stem == "test_fuzz"):
             item.add_marker("slow")
+    unknown = {test: cases for test, cases in unknown.items() if cases}
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"core_cases names cases that are not there: {unknown}")
 
 
 def _waiting():

@@ -53,6 +53,7 @@ def test_the_help_of_a_command_has_its_options(capsys, command, named):
     assert named in capsys.readouterr().out
 
 
+@pytest.mark.core_cases("arguments0---seconds: '0' must be a number above 0")
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -119,6 +120,7 @@ def test_a_missing_folder(capsys, tmp_path):
     assert code == 1 and line.startswith(f"tokenahead generate: --model {tmp_path / 'nowhere'}: no such")
 
 
+@pytest.mark.core_cases("--model")
 @pytest.mark.parametrize("option", ["--model", "--heads"])
 def test_a_name_that_the_hub_cannot_give(capsys, folder, option):
     options = ["--model", folder, "--heads", "some/thing"] if option == "--heads" else ["--model", "some/thing"]

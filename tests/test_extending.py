@@ -84,6 +84,7 @@ def test_greedy_output_is_the_backbones_own(options):
     assert all(any(draft) for draft in out.speculation.rows_drafts) and sum(map(sum, out.speculation.rows_accepted))
 
 
+@pytest.mark.core_cases("{}")
 @pytest.mark.parametrize("options", [{}, {"draft_tree": TREE}, {"verification": "token"}], ids=str)
 def test_sampled_output_has_the_backbones_distribution(options):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3]])
@@ -101,6 +102,7 @@ def test_a_backbone_that_does_not_fit_is_refused():
         BigramDrafter(torch.zeros(7, 7)).attach(backbone(vocabulary=5))
 
 
+@pytest.mark.core
 def test_every_public_name_is_there():
     for name in tokenahead.extending.__all__:
         assert getattr(tokenahead.extending, name) is not None

@@ -86,6 +86,7 @@ def test_transformers_has_every_listed_name():
     assert not missing_names(TRAINER)
 
 
+@pytest.mark.core
 def test_a_missing_name_is_said_with_both_versions():
     table = {"transformers.modeling_utils:PreTrainedModel": {"_never_there": "nothing", "_init_weights": "something"}}
     with pytest.raises(ImportError, match=r"transformers \d+\.\d+.*PreTrainedModel\._never_there.*5\.24") as raised:

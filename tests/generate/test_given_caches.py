@@ -46,6 +46,7 @@ def test_rows_that_ended_early_are_fed_to_their_end(answer):
     assert goes_on(model, batch, model._new_cache(), answer, {"use_mtp": False}, **ends)
 
 
+@pytest.mark.core
 def test_columns_of_a_static_cache_are_those_of_the_text():
     """No rollback there: a row that ends early goes on being fed, as in transformers' own loop."""
     model = student()

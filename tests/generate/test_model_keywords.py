@@ -164,6 +164,7 @@ def speculates(model, drafter, batch, shows=True, **keywords):
     return out
 
 
+@pytest.mark.core_cases("[B, 1, V]-ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("shape", ["[V]", "[B, 1, V]", "[1, 1, V]"])
 def test_a_keyword_of_the_call_reaches_every_forward(drafter, shape):
@@ -194,6 +195,7 @@ def test_what_prepare_inputs_adds_reaches_every_forward(drafter):
     speculates(model, DRAFTERS[drafter](model), left_padded(prompts(4)))
 
 
+@pytest.mark.core_cases("ngram-Grown")
 @pytest.mark.parametrize("kind", [OfTokens, Known, Grown])
 @pytest.mark.parametrize("drafter", ["ngram", "heads", "assistant"])
 def test_tensors_with_a_column_per_token_are_sliced_as_plain_decoding_would(drafter, kind):

@@ -35,6 +35,7 @@ def saved(tmp_path, **fields):
     return GenerationConfig.from_pretrained(tmp_path)
 
 
+@pytest.mark.core_cases("dynamic")
 @pytest.mark.parametrize("tree", [TREE, PATHS, {"choices": PATHS}], ids=["dynamic", "paths", "choices"])
 def test_a_tree_of_a_saved_config_is_drafted(tree, tmp_path):
     config = saved(tmp_path, draft_tree=tree, **PLAIN)
@@ -65,6 +66,7 @@ def test_a_tree_from_json_is_what_it_was():
     assert tree_options(json.loads(json.dumps(PATHS))) == tree_options(PATHS)
 
 
+@pytest.mark.core
 def test_seed_and_slots_of_a_saved_config_are_read(tmp_path):
     model = student()
     sampled = dict(do_sample=True, top_k=0, max_new_tokens=12)
@@ -124,6 +126,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.core_cases("ngram")
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(name, monkeypatch):
     make, tree, why = OTHERS[name]
@@ -142,6 +145,7 @@ def test_a_models_own_config_does_not_break_calls_in_which_another_one_drafts(na
         model.generate(PROMPT, generation_config=GenerationConfig(seed=5, **PLAIN), assistant_model=drafter)
 
 
+@pytest.mark.core
 def test_a_models_own_config_does_not_break_drafts_of_transformers():
     common = dict(max_new_tokens=4, do_sample=False)
     for model, assistant in ((tiny_model(), tiny_model()), (modules(), modules())):

@@ -98,6 +98,7 @@ def test_positions_of_models_with_modules():
     assert torch.equal(model.generate(**options), model.generate(**options, use_mtp=False))
 
 
+@pytest.mark.core_cases("token_type_ids")
 @pytest.mark.parametrize("name", ["token_type_ids", "position_ids"])
 def test_slots_that_ride_along(name):
     model, batch = gpt2(), left_padded(prompts(4))
@@ -107,6 +108,7 @@ def test_slots_that_ride_along(name):
     assert torch.equal(model.generate(**options, assistant_model=apart), plain)
 
 
+@pytest.mark.core
 def test_positions_of_a_model_with_slots_of_its_own():
     model = student(base=ptp_backbone(CONFIGS["gpt2"]()))
     batch = left_padded(prompts(3, vocabulary=11))

@@ -170,6 +170,7 @@ def check_mix(names: list[str], growth: list[int]) -> None:
     assert torch.equal(logits, before)  # the raw logits are recorded too
 
 
+@pytest.mark.core_cases("warpers last-one row")
 @pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
 @pytest.mark.parametrize("mix", MIXES)
 def test_mixed_lists(mix, growth):
@@ -210,6 +211,7 @@ class RowRecorder(LogitsProcessor):
         return scores + self.bias
 
 
+@pytest.mark.core_cases("one row")
 @pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
 def test_unknown_processors_see_all_rows_in_their_order(growth):
     """Before every place its row's true prefix, at its row's index; what is said of other rows is dropped."""

@@ -133,6 +133,7 @@ def test_a_drafter_in_half_precision_learns_in_single_precision():
     assert any(part.abs().max() > 0 for part in moved), "a step that bfloat16 rounds off is not lost"
 
 
+@pytest.mark.core
 def test_own_traffic_teaches_within_its_budget():
     model = backbone()
     heads = MTPHeads.from_backbone(model, window=3)

@@ -99,6 +99,7 @@ def test_one_token_only():
     assert len(scores) == len(logits) == len(hidden) == 1
 
 
+@pytest.mark.core
 def test_steps_that_were_verified_and_not_kept_are_dropped():
     """A stop string inside a block: records take the block, and are cut afterwards."""
     records = Records(GenerationConfig(return_dict_in_generate=True, **ALL), BATCH)

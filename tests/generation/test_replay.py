@@ -112,6 +112,7 @@ def other_backbone(name):
     return shake(AutoModelForCausalLM.from_config(config)).eval()
 
 
+@pytest.mark.core_cases("nemotron_h")
 @pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "lfm2", "mamba"])
 def test_drafters_of_any_kind_speculate_on_recurrent_backbones(name, caplog):
     model = other_backbone(name) if name in OTHERS else recurrent_model(name, vocab_size=5)
@@ -136,6 +137,7 @@ def test_trees_are_refused_by_name():
         target.forward(torch.ones(1, 3, dtype=torch.long), tree, None)
 
 
+@pytest.mark.core
 def test_mixers_that_begin_a_block_without_its_state_decode_plainly():
     """Jamba's do: a block behind a cache would be read as if nothing stood before it."""
     config = JambaConfig(

@@ -115,6 +115,7 @@ def test_generate_adapts_and_stays_lossless(trained):
     assert max(map(len, out.speculation.drafts)) <= 5 and [] in out.speculation.drafts
 
 
+@pytest.mark.core
 def test_a_call_begins_with_what_calls_of_its_kind_have_learned(trained):
     options = dict(do_sample=False, max_new_tokens=20, num_assistant_tokens_schedule="adaptive")
     trained.schedules.clear()

@@ -62,6 +62,7 @@ def decoded(model, drafter, seed, **options):
     return set().union(*out.speculation.rows_accepted)
 
 
+@pytest.mark.core_cases("gpt2-chains")
 @pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_graph_verifies_the_blocks_of_all_calls(name, kind, monkeypatch):

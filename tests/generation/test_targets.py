@@ -135,6 +135,7 @@ def test_rows_are_shifted_to_the_right_and_back():
     assert cache.layers[0].keys[1, 0, :4, 0].tolist() == [6, 7, 8, 9]
 
 
+@pytest.mark.core
 def test_masks_by_hand():
     model = backbone("gemma3")
     cached = torch.tensor([[False, True, True, True, True, True, True, True]])

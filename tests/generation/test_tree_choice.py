@@ -104,6 +104,7 @@ def test_a_tree_of_one_child_per_node_is_drafted_as_a_chain(do_sample):
     assert torch.equal(texts[0][0], texts[1][0]) and texts[0][1] == texts[1][1]
 
 
+@pytest.mark.core_cases("own0-asked0")
 @pytest.mark.parametrize(
     ("own", "asked"), [({"use_mtp": False}, {"use_mtp": True}), ({"num_beams": 2}, {"num_beams": 1})]
 )

@@ -231,6 +231,7 @@ def test_verify_draws_from_the_distributions(kind, length, rule, dtype):
     assert chi_square(cells, distribution.flatten()) > 1e-4
 
 
+@pytest.mark.core_cases("token-random")
 @pytest.mark.parametrize("kind", ["random", "zeros in both", "greedy draft"])
 @pytest.mark.parametrize("rule", WAYS)
 def test_verify_emits_the_targets_distribution(rule, kind):

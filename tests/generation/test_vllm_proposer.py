@@ -120,6 +120,7 @@ def decode(base, runner, temperature=None):
     return texts, made
 
 
+@pytest.mark.core_cases("ff")
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_of_ragged_requests_are_those_of_generate(kind, runner_class, tmp_path):
     base, heads = saved(kind, tmp_path)
@@ -142,6 +143,7 @@ def test_drafts_of_ragged_requests_are_those_of_generate(kind, runner_class, tmp
         assert places > 2
 
 
+@pytest.mark.core
 def test_requests_without_a_token_and_at_their_end_get_no_drafts(runner_class, tmp_path):
     base, _ = saved("cp", tmp_path)
     proposer = HeadProposer(configuration(base, tmp_path, max_model_len=21))

@@ -142,6 +142,7 @@ def test_drafts_that_end_where_no_row_is_sure_emit_the_targets_distribution(kind
     assert max(abs(distribution[text] - target[text]) for text in distribution) < 1e-12
 
 
+@pytest.mark.core
 def test_enumeration_notices_drafts_that_end_by_what_comes_behind():
     """A draft whose last token decides whether its first one is verified at all."""
     processing = Processing(LogitsProcessorList())

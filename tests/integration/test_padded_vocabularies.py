@@ -31,6 +31,7 @@ def assistant_of(model, size, noise=0.05):
     return twin
 
 
+@pytest.mark.core_cases("42-48")
 @pytest.mark.parametrize("own, theirs", SIZES)
 def test_greedy_text_is_the_backbones(own, theirs):
     """Also where it writes ids of the padding, which the assistant cannot embed."""

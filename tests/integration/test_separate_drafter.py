@@ -30,6 +30,7 @@ def write(model, lengths=(5, 1, 9, 2), **options):
     return model.generate(**batch, **how)
 
 
+@pytest.mark.core_cases("mask")
 @pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
 def test_greedy_text_is_the_larger_models(variant):
     large, small = pair(variant)

@@ -76,6 +76,7 @@ def tree(tmp_path, monkeypatch):
     bundle.cache_clear()
 
 
+@pytest.mark.core
 def test_every_form_of_import(tree, tmp_path):
     tree(
         room__start="from .pack import (\n    Thing,\n    x as y,\n)\nVALUE = 1\n"

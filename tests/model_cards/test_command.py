@@ -51,6 +51,7 @@ def test_figures_of_a_bench_are_shown_and_what_was_told_is_kept(folder, capsys, 
     assert ModelCard.load(folder / "README.md").content == before
 
 
+@pytest.mark.core
 def test_a_card_of_a_drafter_needs_no_backbone(tmp_path):
     moved_heads(llama(vocab_size=320)).save_pretrained(tmp_path / "heads", remote_code=None)
     card = ModelCard.load(make_card(CardRequest(str(tmp_path / "heads"), output=tmp_path / "out")))
@@ -73,6 +74,7 @@ def test_prompts_that_are_none(tmp_path, name, text, told):
         read_prompts(tmp_path / name)
 
 
+@pytest.mark.core
 def test_refusals_are_one_line(folder, tmp_path, capsys):
     code, line = error_of(capsys, "card", folder, "--results", tmp_path / "none.json")
     assert code == 1 and "none.json" in line

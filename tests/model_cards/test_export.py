@@ -84,6 +84,7 @@ def test_golden_has_the_official_index(engine, tmp_path):
     assert torch.equal(again(ids).mtp_logits[0], out.mtp_logits[0]) and torch.equal(plain(ids).logits, out.logits)
 
 
+@pytest.mark.core_cases("bailing_hybrid")
 @pytest.mark.parametrize("name", [name for name in module.ENGINES["vllm"] if name not in TOWERS])
 def test_every_family_that_is_served(name, tmp_path):
     model, ids = family_model(name), random_ids()
@@ -254,6 +255,7 @@ def test_retrofits_that_no_layout_holds(name, changes, reason, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.core
 def test_yarn_has_the_older_fields_too(tmp_path):
     rope = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=32)
     model = DeepSeekMTP(family_config("deepseek_v3", rope_parameters=rope)).eval()

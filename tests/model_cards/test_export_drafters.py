@@ -42,6 +42,7 @@ def test_blocks_that_vllm_does_not_know_go_through_the_proposer(tmp_path):
     assert "were run in vLLM" not in str(report)
 
 
+@pytest.mark.core_cases("1-eagle")
 @pytest.mark.parametrize(("version", "method"), [(1, "eagle"), (3, "eagle3")])
 def test_eagle_heads(version, method, tmp_path):
     head = EagleHead.from_backbone(backbone(num_hidden_layers=4), version=version)
@@ -61,6 +62,7 @@ def test_states_that_vllm_would_hand_over_otherwise_are_refused(tmp_path):
             export(head, tmp_path / "out")
 
 
+@pytest.mark.core
 def test_what_engines_cannot_run_is_refused_by_name(tmp_path):
     for kind, reads in (("hydra", "embeddings"), ("layer", "positions")):
         heads = MTPHeads.from_backbone(backbone(), window=3, **KINDS[kind])

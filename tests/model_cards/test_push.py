@@ -27,6 +27,7 @@ def pushed(tmp_path_factory):
     return SimpleNamespace(hub=hub, folder=folder, found=found, loaded=loaded, toy=hub.repositories["me/toy"])
 
 
+@pytest.mark.core
 def test_push_is_one_commit_with_model_tokenizer_card_and_files(pushed):
     assert [commit.message for commit in pushed.toy.commits[1:]] == ["Upload EvaByteForMTPC, tokenizer and card"]
     names = {"README.md", "config.json", WEIGHTS, "tokenizer_config.json", "acceptance.png", "results.json"}
@@ -36,6 +37,7 @@ def test_push_is_one_commit_with_model_tokenizer_card_and_files(pushed):
     assert pushed.found["url"] == f"{pushed.hub.url}/me/toy"
 
 
+@pytest.mark.core
 def test_unchanged_push_makes_no_commit(pushed):
     assert pushed.found["unchanged"]
 

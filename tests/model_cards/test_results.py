@@ -112,6 +112,7 @@ def test_truncated_file_is_named(results, tmp_path):
         MeasuredResults.from_json(path)
 
 
+@pytest.mark.core
 def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
     from tests.internals import card_metadata, describe
 
@@ -126,6 +127,7 @@ def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
     assert (values["repetition"], values["expected_tokens_per_call"]) == (0.6, 3.0)
 
 
+@pytest.mark.core
 def test_spread_and_processor_time(row):
     assert row.spread is None and row.processor_speed_up is None
     more = dataclasses.replace(row, per_prompt=[3.5, 4.5], processor_seconds=1.0, plain_processor_seconds=3.0)

@@ -59,6 +59,7 @@ def test_labels_that_are_no_ids_are_refused_by_name(make, wrong):
         model(ids(model), labels=labels)
 
 
+@pytest.mark.core_cases("evabyte")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_shifted_labels_give_the_loss_of_labels(make):
     model = make()
@@ -114,6 +115,7 @@ def test_a_parallel_model_refuses_labels_without_their_logits():
         model(ids(model), labels=ids(model), logits_to_keep=1)
 
 
+@pytest.mark.core
 def test_a_parallel_model_scales_its_loss_as_its_backbone_does():
     base = AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval()
     tokens = torch.randint(3, VOCABULARY, (2, 9))

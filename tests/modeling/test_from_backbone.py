@@ -63,6 +63,7 @@ def test_a_model_with_hooks_of_accelerate(name):
         MADE[name](cpu_offload(llama(), execution_device="cpu"))
 
 
+@pytest.mark.core_cases("deepseek")
 @pytest.mark.parametrize("name", ["deepseek", "ptp"])
 def test_a_path_will_do(name, tmp_path):
     base = llama()

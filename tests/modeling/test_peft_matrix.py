@@ -126,6 +126,7 @@ def test_heads_of_tensors_are_no_targets(kind):
         get_peft_model(heads, LoraConfig(r=2, target_modules=["leaf"]))
 
 
+@pytest.mark.core_cases("1")
 @pytest.mark.parametrize("version", [1, 3])
 def test_an_eagle_head_is_adapted_saved_and_merged(version, tmp_path):
     base = llama(num_hidden_layers=4)

@@ -44,6 +44,7 @@ def test_every_head_of_evabyte_keeps_its_own_rows(name, mean_resizing):
     assert model.draft_heads.num_heads == 7 and model(prompt_for(model), labels=prompt_for(model)).loss.isfinite()
 
 
+@pytest.mark.core
 def test_padding_to_a_multiple():
     model = every_model("evabyte_ff")
     model.resize_token_embeddings(pad_to_multiple_of=64)

@@ -29,6 +29,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.core_cases("evabyte_ff")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_in_the_middle_leaves_nothing_or_what_was_there(kind, tmp_path, monkeypatch):
     thing, base = made(kind), PreTrainedTokenizerBase if kind == "tokenizer" else PreTrainedModel
@@ -88,6 +89,7 @@ def test_a_saved_drafter_is_tensors_and_a_config(kind, tmp_path):
     assert all(torch.equal(tensor, again[name]) for name, tensor in thing.state_dict().items())
 
 
+@pytest.mark.core
 def test_a_push_carries_the_code_of_models_and_none_of_drafters(tmp_path):
     model, tokenizer = tiny_model(), EvaByteTokenizer()
     for part in (model, tokenizer):

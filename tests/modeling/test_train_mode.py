@@ -37,6 +37,7 @@ def test_a_cache_without_gradients_is_kept(name):
     torch.testing.assert_close(behind, whole, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.core
 def test_attached_heads_on_a_backbone_in_train_mode():
     base = llama()
     expected = base.generate(prompt_for(base), max_new_tokens=9, do_sample=False)

@@ -35,6 +35,7 @@ def test_metrics_are_those_of_the_data_whatever_the_batch_size(tmp_path):
         assert trainer.state.log_history[-1]["eval_expected_accepted"] == metrics["eval_expected_accepted"]
 
 
+@pytest.mark.core_cases("small_model")
 @pytest.mark.parametrize("make", [small_model, heads])
 def test_texts_are_generated_now_and_then(make, tmp_path):
     trainer = trainer_for(make(), tmp_path, ragged_rows())

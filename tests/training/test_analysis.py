@@ -53,6 +53,7 @@ def test_what_is_left_out_bounds_the_error(options):
         assert cut.branches[0, 0].tolist() == [1, 5, 5]
 
 
+@pytest.mark.core
 def test_positions_and_padding():
     model = small()
     whole = marginal_log_probs(model, PREFIX, 2, mass=1.0, positions=[2, -1])
@@ -76,6 +77,7 @@ def test_what_cannot_be_enumerated_is_refused_by_name():
         marginal_log_probs(tiny_model(), PREFIX)
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_lens_and_spread_by_definition():
     model = small()

@@ -21,6 +21,7 @@ def test_a_trained_model_has_a_card_and_no_code(tmp_path):
     assert not list(tmp_path.rglob("tokenahead_code"))  # the code is made when the model is pushed
 
 
+@pytest.mark.core
 def test_heads_name_their_backbone_and_no_folder(tmp_path):
     backbone = llama()
     backbone.config._name_or_path = str(tmp_path)
@@ -35,6 +36,7 @@ def test_data_without_a_name_are_not_shown_as_a_number_alone(tmp_path):
     assert "Data that the run did not name: 8 rows." in ModelCard.load(tmp_path / "README.md").text
 
 
+@pytest.mark.core
 def test_data_of_this_machine_are_named_without_their_folder(tmp_path):
     trainer = trainer_for(small_model(), tmp_path, ragged_rows(), max_steps=1)
     trainer.create_model_card(dataset_name=str(tmp_path / "rows.jsonl"))

@@ -65,6 +65,7 @@ def test_the_text_comes_on_the_output_and_the_statistics_stand_apart(capsys, fol
     assert "backbone calls" in captured.err and "bytes per call" in captured.err
 
 
+@pytest.mark.core_cases("arguments0")
 @pytest.mark.parametrize("arguments", [[], ["-"]])
 def test_the_prompt_may_come_through_a_pipe(capsys, monkeypatch, folder, arguments):
     pipe(monkeypatch, "n\u00e9 = 1\n".encode())

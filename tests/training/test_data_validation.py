@@ -102,6 +102,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.core_cases("another head")
 @pytest.mark.parametrize(("earlier", "now", "message"), PAIRS.values(), ids=PAIRS)
 def test_a_checkpoint_of_another_model_is_refused(earlier, now, message, tmp_path):
     def run(model, **options):

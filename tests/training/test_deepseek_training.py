@@ -42,6 +42,7 @@ def test_training_the_modules_alone(kind, name, tmp_path):
         model.train_only("heads")
 
 
+@pytest.mark.core_cases("deepseek_v3")
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
 def test_resuming_in_the_middle_gives_the_same_model(name, tmp_path):
     options = dict(max_steps=6, save_steps=3, save_strategy="steps")
@@ -72,6 +73,7 @@ def test_resuming_from_several_files_gives_the_same_model(name, tmp_path, monkey
     assert fresh._loaded_so_far is None
 
 
+@pytest.mark.core_cases("qwen3_next")
 @pytest.mark.parametrize("name", ["qwen3_next", "mixtral"])
 def test_experts_are_balanced_as_the_main_model_does(name):
     model, ids = family_model(name, output_router_logits=True, router_aux_loss_coef=0.5), random_ids()

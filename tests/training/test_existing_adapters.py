@@ -63,6 +63,7 @@ def test_other_adapters_than_those_that_are_there(field, value, there, adapted, 
         trainer(heads, tmp_path, train="lora", **{field: value})
 
 
+@pytest.mark.core
 def test_all_linear_is_what_it_was(tmp_path):
     fields = dict(train="lora", lora_targets="all-linear", lora_rank=2)
     heads = MTPHeads.from_backbone(llama(num_hidden_layers=2), window=3)

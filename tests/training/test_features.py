@@ -67,6 +67,7 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
     assert trainer.evaluate()["eval_loss"] > 0
 
 
+@pytest.mark.core
 def test_rows_come_back_in_order_without_padding(tmp_path):
     heads = DRAFTERS["layer"]()
     data = cache_features(heads, rows(), tmp_path, tokens_per_shard=60)
@@ -123,6 +124,7 @@ def test_a_killed_writer_goes_on_with_the_next_shard(tmp_path):
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.core
 def test_refusals(tmp_path):
     heads, data = DRAFTERS["cp"](), rows()
     cache_features(heads, data, tmp_path / "f")

@@ -170,6 +170,7 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before
     check_equal(run(tmp_path, resume=str(tmp_path / "checkpoint-2")), run(tmp_path / "whole"))
 
 
+@pytest.mark.core
 def test_a_callback_belongs_to_one_trainer(tmp_path):
     online = run(tmp_path)
     model = online.drafter.backbone

@@ -35,6 +35,7 @@ def test_text_is_the_backbones_own_and_goes_on_where_it_stopped(tmp_path):
     assert found.rows == rows.rows
 
 
+@pytest.mark.core
 def test_refusals(tmp_path):
     backbone = llama()
     regenerate(backbone, PROMPTS, tmp_path, max_new_tokens=2)

@@ -99,6 +99,7 @@ def test_accumulation_is_exact(tmp_path):
     torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
 
 
+@pytest.mark.core
 def test_only_the_assistant_is_learned(tmp_path):
     chats = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     data = Dataset.from_dict({"messages": [chats] * 4})

@@ -103,6 +103,7 @@ def test_a_resumed_training_goes_on_with_the_same_losses(name, tmp_path):
         torch.testing.assert_close(found[key], value, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.core
 def test_in_the_warm_up_only_the_head_learns_and_then_everything(tmp_path):
     trainer = trained("heads, joint", tmp_path, steps=4)
     seen = [state(trainer)]

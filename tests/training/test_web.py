@@ -99,6 +99,7 @@ def test_the_accepted_path_is_on_top_and_double_siblings_stand_once(author):
     assert kinds == ["own", "drafted", "drafted", "own", "rejected", "rejected", "rejected"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["author", "own", "heads"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cycles_are_what_speculation_counts(name, temperature, request):
@@ -127,6 +128,7 @@ def test_a_prompt_that_cannot_be_is_named(author, prompt, message):
         next(author.write(prompt, 16, 0.0, 0, False))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [("own", "own.*LlamaForCausalLM"), ("heads:/nowhere", "/nowhere"), ("transformers:prompt_lookup", "watched")],

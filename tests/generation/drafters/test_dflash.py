@@ -187,6 +187,7 @@ def test_transformers_own_loop_takes_the_drafts(plain_pair):
         assert out[0, len(prompt) :].tolist() == text.tolist()
 
 
+@pytest.mark.core
 def test_copies_and_folders(plain_pair, tmp_path):
     model, drafter = plain_pair
     drafter.save_pretrained(tmp_path)

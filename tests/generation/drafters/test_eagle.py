@@ -137,6 +137,7 @@ def _next(backbone, prompt, path):
     return list(zip(top.indices.tolist(), top.values.softmax(-1).tolist()))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("version", [1, 3])
 def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocabulary(version):
     backbone = tiny_backbone(2)
@@ -166,6 +167,7 @@ def test_distributions_of_a_sampled_chain_are_warped_and_stay_in_the_draft_vocab
                 torch.testing.assert_close(probs.sum(-1), torch.ones(len(probs)))
 
 
+@pytest.mark.core_cases("1")
 def test_transformers_own_assisted_loop_takes_its_chains(trained_pair):
     head, prompts = trained_pair
     backbone, prompt = head.backbone, prompts[1][None]

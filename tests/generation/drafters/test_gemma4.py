@@ -154,6 +154,7 @@ def test_backbones_that_see_and_hear():
     assert torch.equal(out.sequences, text.generate(prompt, **options)) and sum(out.speculation.accepted) > 0
 
 
+@pytest.mark.core_cases("deepcopy")
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 def test_copies_are_detached_and_may_be_attached(plain_pair, twin_of):
     model, drafter = plain_pair
@@ -179,6 +180,7 @@ def test_folders(clusters, tmp_path):
     assert all('"dtype"' in line for line in set(first) ^ set(second))
 
 
+@pytest.mark.core
 def test_other_folders_are_loaded_as_ever(tmp_path):
     model = backbone()
     model.save_pretrained(tmp_path)

@@ -272,6 +272,7 @@ def test_trees_are_checked_at_the_door(given, message):
         model.generate(torch.tensor([[3, 4]]), assistant_model=heads, draft_tree=given, max_new_tokens=6)
 
 
+@pytest.mark.core
 def test_backbones_that_take_chains_only_say_so(monkeypatch):
     base, prompt = backbone("evabyte"), torch.tensor([[7, 8]])
     with pytest.raises(ValueError, match="draft_tree=.*EvaByteForMTPC.*nothing"):

@@ -99,6 +99,7 @@ def test_values_below_one_are_refused(options):
         NgramDrafter(**options)
 
 
+@pytest.mark.core
 def test_a_call_may_ask_for_another_number_of_branches():
     model, prompt = backbone(), torch.tensor([[5, 6, 7, 5, 8, 7, 5]])
     drafter = NgramDrafter().attach(model)

@@ -142,6 +142,7 @@ def test_what_it_cannot_do(pair, tmp_path):
         EagleHead.from_backbone(backbone(), version=1, mask_token_id=3)
 
 
+@pytest.mark.core
 def test_options_of_calls(pair):
     model, head = pair
     for options in ({"assistant_confidence_threshold": 0.6}, {"suppress_tokens": [7, 9, 12]}):

@@ -203,6 +203,7 @@ def test_transformers_own_loop_takes_the_drafts(translate):
     drafter.detach()
 
 
+@pytest.mark.core_cases("assistant_confidence_threshold-text", "assistant_confidence_threshold-vocabulary")
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize(
     "options",

@@ -77,6 +77,7 @@ def test_processors_that_leave_nothing_to_draft(model):
     assert not set(out.sequences[0, 10:].tolist()) & set(kept) and set(out.speculation.accepted) == {0}
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_logits_are_the_head_s_of_those_rows_also_once_it_was_trained():
     model, ids = family_model("gemma"), torch.tensor([7, 2, 90, 33])
@@ -93,6 +94,7 @@ def test_logits_are_the_head_s_of_those_rows_also_once_it_was_trained():
     torch.testing.assert_close(got, model.readout(states)[:, vocabulary.ids])
 
 
+@pytest.mark.core
 def test_the_folder_keeps_it_and_forgets_it(tmp_path):
     model, ids = family_model("llama"), random_ids()
     model.set_draft_vocabulary([5, 1, 9])

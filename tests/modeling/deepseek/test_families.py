@@ -137,6 +137,7 @@ def test_retrofit_projection(eh_init, shares):
     assert torch.equal(weight, torch.cat([share * torch.eye(32) for share in shares], dim=1))
 
 
+@pytest.mark.core
 def test_retrofit_refuses_what_it_cannot_do():
     backbone = AutoModelForCausalLM.from_config(family_config("llama"))
     with pytest.raises(ValueError, match="num_modules=.*0.*1"):

@@ -56,6 +56,7 @@ def test_weights_are_multiplied_by_their_scales(folder):
     assert torch.equal(plain(ids).logits, model(ids).logits)
 
 
+@pytest.mark.core
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes with the codes")
 def test_what_was_dequantised_is_saved_in_full(folder, tmp_path):
     path, _ = folder

@@ -150,6 +150,7 @@ def test_near_depths_may_weigh_more():
     torch.testing.assert_close(out.loss, out.head_losses[0] + 0.3 * (shares * out.head_losses[1:]).sum())
 
 
+@pytest.mark.core
 def test_options_are_checked_and_kept_in_the_folder(tmp_path):
     from tokenahead import DeepSeekMTP
 
@@ -192,6 +193,7 @@ def test_unrolling_is_refused_where_attention_takes_no_mask():
         model(**batch, labels=batch["input_ids"])
 
 
+@pytest.mark.core_cases("sdpa")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_unrolled_training_counts_every_step_and_checkpoints(attention):
     model, ids = family_model("llama", attn_implementation=attention).train(), random_ids()

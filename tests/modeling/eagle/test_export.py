@@ -19,6 +19,7 @@ def exported(head, folder, layout):
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
+@pytest.mark.core_cases("official")
 @pytest.mark.parametrize("layout", ["official", "specforge", "speculators", "vllm", "sglang"])
 def test_every_layout_of_version_3_comes_back(layout, tmp_path):
     case = golden_case("eagle3_llama", aux_layers=[2, 4, 5])
@@ -117,6 +118,7 @@ def test_ids_that_begin_with_1_come_back(layout, tmp_path):
     assert EagleHead.from_pretrained(tmp_path).config.aux_layers == [1, 2]
 
 
+@pytest.mark.core
 def test_new_heads_for_backbones_whose_layers_differ():
     sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     per_layer = dict(vocab_size_per_layer_input=64, hidden_size_per_layer_input=4, head_dim=8)
@@ -136,6 +138,7 @@ def test_new_heads_for_backbones_whose_layers_differ():
     assert torch.equal(backbone.generate(prompt, assistant_model=head, max_new_tokens=6, do_sample=False), want)
 
 
+@pytest.mark.core
 def test_options_of_the_loss_stay_with_a_foreign_folder(tmp_path):
     case = golden_case("eagle3_llama")
     case.head.loss_options.steps = 4

@@ -264,6 +264,7 @@ def test_a_plain_trainer_trains_saves_and_resumes(layout, tmp_path):
     assert trainer.state.global_step == 3 and torch.isfinite(torch.tensor(trainer.evaluate()["eval_loss"]))
 
 
+@pytest.mark.core
 def test_shifted_labels_say_the_same():
     head = head_and_batch(loss_options={"steps": 2})
     labels = IDS.clone()

@@ -92,6 +92,7 @@ def test_sequences_keep_different_numbers_of_tokens(lengths, steps):
         assert cache.lengths == at
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_reorder_repeat_select_and_reset():
     lengths = [40, 70, 33]
@@ -186,6 +187,7 @@ def test_a_batch_of_another_size_is_refused():
         MODEL(TEXT[:3, :5], past_key_values=cache)
 
 
+@pytest.mark.core
 def test_a_row_that_ended_windows_ago_cannot_be_continued_and_that_is_said():
     """What plain decoding fed to it since is folded away, and with it what its text would need."""
     model = tiny_model()

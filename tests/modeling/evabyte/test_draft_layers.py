@@ -65,6 +65,7 @@ def test_drafts_are_exact_across_borders_of_windows(head):
     assert torch.equal(again, want)
 
 
+@pytest.mark.core
 def test_what_is_drafted_follows_from_verified_tokens_alone():
     """Every state that a cycle drafts from is a row of one run over the whole text, without a cache."""
     model = shaken(drafter())
@@ -85,6 +86,7 @@ def test_what_is_drafted_follows_from_verified_tokens_alone():
             assert (whole[row] - state).abs().amax(-1).min() < 1e-4
 
 
+@pytest.mark.core
 def test_a_row_that_went_back_leaves_the_cache_of_one_that_never_drafted():
     model = shaken(drafter())
     states = torch.randn(2, 15, 32)
@@ -119,6 +121,7 @@ def test_only_adapters_and_heads_learn_and_folders_bring_them_back(tmp_path):
         again.train_only("all")
 
 
+@pytest.mark.core_cases("ff")
 @pytest.mark.parametrize("head", HEADS)
 def test_layers_come_below_stored_heads(head, tmp_path):
     plain = drafter(head, 0)

@@ -44,6 +44,7 @@ def test_rows_of_packed_documents():
     check(SequenceMap.from_documents(mask, positions), mask, [[0, 1, 2], [3], [4, 5, 6], [7, 8], [9, 10, 11, 12, 13]])
 
 
+@pytest.mark.core
 def test_one_row_of_positions_serves_the_batch():
     mask = torch.ones(2, 5, dtype=torch.bool)
     rows = SequenceMap.from_documents(mask, documents(2, 3)[None])

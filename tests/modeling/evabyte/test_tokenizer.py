@@ -293,6 +293,7 @@ def test_the_sft_eos_survives_a_round_trip(tmp_path, by_assignment):
     assert again.apply_chat_template(CHAT)["input_ids"] == tokenizer.apply_chat_template(CHAT)["input_ids"]
 
 
+@pytest.mark.core
 def test_a_saved_folder_names_no_code_files_of_the_folder_read(tmp_path):
     for remote_code, folder in (("auto", "plain"), ("bundle", "saved")):
         load(tmp_path, official_config()).save_pretrained(tmp_path / folder, remote_code=remote_code)

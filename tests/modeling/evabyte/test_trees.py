@@ -56,6 +56,7 @@ def test_every_path_equals_the_chain_of_its_tokens_and_any_path_is_kept(lengths,
     check(lengths, nodes, wide, seed)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("batch", [1, 2])
 def test_trees_at_every_offset_in_a_window(batch):
     for length in range(1, 19):

@@ -72,6 +72,7 @@ def test_chunks_on_a_frozen_backbone(kind, monkeypatch):
     assert leaf.weight_total is None
 
 
+@pytest.mark.core
 def test_no_gradients_are_made_where_none_are_wanted(monkeypatch):
     head, config, hidden, targets = head_and_batch()
     want = plain_loss(head, config, hidden, targets, None)[0]

@@ -131,6 +131,7 @@ def test_training_with_the_backbone_trains_the_next_byte_head_too(kind):
     assert model.draft_heads.weight.grad is None
 
 
+@pytest.mark.core
 def test_masked_tokens_are_observed_or_summed_out():
     model = tiny_model()
     model.set_head(head_type="cp", window=3, rank=3)

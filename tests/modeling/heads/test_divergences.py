@@ -12,6 +12,7 @@ def probs(scale=3.0, rows=50, size=40):
     return drawn.log_softmax(-1)
 
 
+@pytest.mark.core
 def test_values():
     log_p, log_q = probs()
     p, q = log_p.exp(), log_q.exp()

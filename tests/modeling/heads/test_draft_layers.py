@@ -31,6 +31,7 @@ def backbone(**changes):
     return model
 
 
+@pytest.mark.core_cases("1")
 @pytest.mark.parametrize("k", [1, 3])
 def test_zero_adapters_are_the_drafter_without_layers(k):
     base = backbone()
@@ -81,6 +82,7 @@ def test_experts_are_computed_as_the_backbone_computes_its_own(options):
     assert torch.equal(found, base.generate(**given, **options))
 
 
+@pytest.mark.core
 def test_what_is_drafted_follows_from_verified_tokens_alone():
     """The state that a cycle drafts from is that of one run over the whole text."""
     base = backbone()

@@ -22,6 +22,7 @@ def gradients(model):
     return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.core_cases("False-backbone")
 @pytest.mark.parametrize("first", ["backbone", "own"])
 @pytest.mark.parametrize("joint", [False, True])
 def test_the_same_loss_and_gradients_as_without_recomputation(first, joint, monkeypatch):

@@ -53,6 +53,7 @@ def test_hydra_by_hand():
     torch.testing.assert_close(heads.distribution(IDS).conditional_log_probs(tokens), want, atol=1e-5, rtol=0)
 
 
+@pytest.mark.core
 @torch.no_grad()
 def test_weighted_layer_heads_are_the_backbone_with_another_last_layer():
     base, heads = made("layer-weighted")
@@ -135,6 +136,7 @@ def test_chunks_change_no_gradient(kind, target, monkeypatch):
         torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.core
 def test_losses_are_weighed_taught_and_balanced_as_defined():
     base, heads = made("medusa", loss_weights=[0.5, 1.0, 2.0, 4.0])
     with torch.no_grad():

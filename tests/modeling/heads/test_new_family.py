@@ -115,6 +115,7 @@ def test_its_card_says_what_the_record_says(registered):
     assert "heads of width 4" in text and "N. 2026" in text and "title={Narrow Heads}" in text
 
 
+@pytest.mark.core
 def test_its_export_is_answered_by_what_it_reads(registered, tmp_path):
     registered()
     _, heads = made()

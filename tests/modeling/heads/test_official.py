@@ -37,6 +37,7 @@ def distribution_of(heads):
     return heads.distribution(IDS).conditional_log_probs(TOKENS)
 
 
+@pytest.mark.core_cases("hydra_mlp")
 @pytest.mark.parametrize("name", ["hydra_mlp", "gloeckle"])
 def test_distributions_losses_and_gradients_are_the_authors(name):
     base, heads, gold = golden(name)
@@ -95,6 +96,7 @@ def test_a_layout_reads_back_what_it_wrote(kind, layout, changes, tmp_path):
         torch.testing.assert_close(whole(IDS).logits, base(IDS).logits, atol=1e-5, rtol=0)
 
 
+@pytest.mark.core
 def test_names_are_the_authors(tmp_path):
     _, heads = made("medusa-own")
     heads.export(tmp_path / "medusa", "medusa")
@@ -186,6 +188,7 @@ def _broken(folder, **changes):
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
 
 
+@pytest.mark.core
 def test_damaged_and_foreign_folders_are_refused_by_name(tmp_path):
     _broken(tmp_path / "more", **{"3.9.gate.weight": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"1.*3\.9\.gate\.weight"):

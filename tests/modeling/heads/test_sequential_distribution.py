@@ -56,6 +56,7 @@ def test_drafts_follow_the_distributions_that_they_state():
     torch.testing.assert_close(probs, q.conditional_log_probs(padded)[:, :3].exp(), atol=1e-12, rtol=0)
 
 
+@pytest.mark.core
 def test_samples_have_the_distribution():
     q, count = distribution(), 20_000
     wide = SequentialDistribution(

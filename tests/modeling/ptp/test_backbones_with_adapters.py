@@ -32,6 +32,7 @@ MADE = {
 }
 
 
+@pytest.mark.core_cases("add_adapter, default")
 @pytest.mark.parametrize("how", MADE)
 @torch.no_grad()
 def test_adapters_are_kept_and_the_model_is_not_touched(how):
@@ -73,6 +74,7 @@ def test_adapters_that_are_off_or_merged_already():
         assert torch.equal(student(base=model)(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.core
 def test_what_cannot_be_merged_is_refused_by_name():
     prompts = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
     with pytest.raises(ValueError, match="PeftModelForCausalLM"):

@@ -79,6 +79,7 @@ def test_goldens_of_features():
     np.testing.assert_allclose(uniform_features(u, "interpolate", 3).numpy(), weights, atol=1e-7)
 
 
+@pytest.mark.core
 def test_beta_placements_have_the_moments_of_beta():
     probs = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64)
     tokens = torch.ones(40_000, dtype=torch.long)

@@ -96,6 +96,7 @@ def test_masks_see_the_prefix_and_the_masks_before_them():
     assert (one != other).any(-1).tolist() == [False] * 5 + [True, True]
 
 
+@pytest.mark.core_cases("mlp")
 @pytest.mark.parametrize("sampler", ["mlp", "none"])
 @torch.no_grad()
 def test_folders_keep_the_distribution(sampler, tmp_path):

@@ -138,6 +138,7 @@ def test_only_the_student_learns(features):
         model.train_only("heads")
 
 
+@pytest.mark.core
 def test_checkpointed_activations_give_the_same_gradients():
     grads = []
     for checkpointed in (False, True):

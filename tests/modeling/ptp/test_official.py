@@ -61,6 +61,7 @@ def test_pickles_that_run_code_are_refused(folder):
     assert not (path / "trace").exists()
 
 
+@pytest.mark.core_cases("official_binary")
 def test_folders_that_cannot_be_read(folder):
     path, weights, _ = folder
     with pytest.raises(FileNotFoundError, match="no weights"):

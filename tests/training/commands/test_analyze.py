@@ -61,6 +61,7 @@ def test_heads_complete_with_the_backbone_that_they_learned_with(learns, setting
     assert json.loads(capsys.readouterr().out)["text"] == expected
 
 
+@pytest.mark.core
 def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings_of, tmp_path):
     """New FF heads with the backbone's own distribution at every depth: known losses at depth 1, and one order of the
     others."""
@@ -76,6 +77,7 @@ def test_the_marginal_of_a_backbone_that_is_its_own_head(folders, data, settings
     assert settings.drafter.drafter == "heads"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("name", "told"), [("ptp", "PTPForCausalLM"), ("evabyte", "depth=200")])
 def test_drafters_without_distributions_and_rows_that_are_too_short_are_refused(name, told, settings_of):
     settings = settings_of(name)

@@ -90,6 +90,7 @@ def test_heads_say_which_backbone_they_went_on_with(settings_of, folders, tmp_pa
     assert MTPHeads.from_pretrained(tmp_path / "second").config.base_model_name_or_path == other
 
 
+@pytest.mark.core
 def test_adapters_are_no_backbone(settings_of, tmp_path):
     train(settings_of(drafter="heads", strategy={"train": "lora"}, max_steps=1))
     adapters = tmp_path / "run" / "backbone"

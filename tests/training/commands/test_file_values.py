@@ -44,6 +44,7 @@ def test_what_would_be_right_is_said(values, named, tmp_path):
     assert named in str(caught.value)
 
 
+@pytest.mark.core
 def test_what_a_parser_makes_of_text_is_taken(tmp_path):
     settings = read(
         tmp_path, learning_rate="1e-4", packing="true", lr_scheduler_kwargs='{"num_cycles": 2}', save_steps=0.5,

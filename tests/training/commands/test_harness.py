@@ -58,6 +58,7 @@ def stub(monkeypatch):
     sys.modules.pop("tokenahead.training.commands.harness", None)
 
 
+@pytest.mark.core
 def test_the_class_of_lm_eval_drafts(stub):
     assert run("run", "--tasks", "toy") == 0
     assert stub["words"] == ["run", "--tasks", "toy"]

@@ -2,6 +2,8 @@
 
 import io
 
+import pytest
+
 from tests.benchmark_modules import analysis_figure
 
 
@@ -18,6 +20,7 @@ def test_one_value_alone_stands_at_a_whole_number():
     assert all(line.get_marker() not in ("None", "") for line in drawn.axes[-1].get_lines())
 
 
+@pytest.mark.core
 def test_marginals_that_leave_much_out_are_hollow():
     depths = [{"depth": depth, "marginal": 1.0 + depth, "missing_mass": 0.06 * (depth - 1)} for depth in (1, 2, 3)]
     hollow = analysis_figure({"depths": depths, "layers": []}).axes[0].get_lines()[-1]

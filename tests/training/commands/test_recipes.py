@@ -107,6 +107,7 @@ def test_hydra_plus_plus(run, folders, tmp_path):
     check_lossless(backbone, heads.attach(backbone), drafts=4)
 
 
+@pytest.mark.core
 def test_an_eagle_head_learns_text_that_its_backbone_wrote(folders, settings_of, tmp_path):
     """From the directory of `regenerate`: the backbone's distribution, and its words, on completions alone."""
     backbone = AutoModelForCausalLM.from_pretrained(folders / "llama").eval()

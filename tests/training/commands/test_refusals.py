@@ -141,6 +141,7 @@ ROWS = {
 }  # fmt: skip
 
 
+@pytest.mark.core_cases("no rows")
 @pytest.mark.parametrize(("rows", "message"), ROWS.values(), ids=ROWS)
 def test_rows_that_cannot_be_learned_are_named(rows, message, settings_of, tmp_path, capsys):
     file = write(tmp_path / "rows.jsonl", rows)

@@ -127,6 +127,7 @@ def test_text_that_repeats_itself_is_hollow_and_claims_nothing():
     assert not bench.axes[0].patches and bench.axes[0].texts and len(bench.axes[1].patches) == 9
 
 
+@pytest.mark.core
 def test_plain_decoding_stands_on_the_line_of_its_own_speed():
     axes = drawn("frontier, six methods").axes[0]
     (plain,) = [line for line in axes.lines if line.get_marker() == "x"]

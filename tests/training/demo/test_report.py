@@ -41,6 +41,7 @@ def test_bytes_are_coloured_by_origin():
     assert spans == [("x = ", report.PROMPT), ("1", report.VERIFIED), (" + ", report.DRAFTED), ("2", report.VERIFIED)]
 
 
+@pytest.mark.core
 def test_only_the_last_lines_of_a_prompt_are_shown():
     completion = Completion("a\nb\nc\nd\n", ids("e"), [False])
     assert coloured(completion, prompt_lines=2).plain == "c\nd\ne"
@@ -82,6 +83,7 @@ def test_the_table_has_every_figure_and_fits_80_columns():
     assert "n/a: own: no drafts" in text and "NOT LOSSLESS" not in text
 
 
+@pytest.mark.core
 def test_text_that_loops_claims_no_speed_up():
     text = " ".join(shown(result(repeated_share=0.8, looping=7)).split())
     assert "2.50x" not in text and " loops " in text and "Up to 7 calls" in text
@@ -97,6 +99,7 @@ def test_where_plain_against_plain_is_unstable_no_speed_up_is_told(ratios):
     assert "5.86x" in calm and "unstable" not in calm
 
 
+@pytest.mark.core
 def test_a_failed_comparison_is_named():
     text = shown(result(identical=False, texts=4, differing=2, near_ties=1), result(name="other"))
     assert "2/4 NOT LOSSLESS" in text and "NOT LOSSLESS: greedy" in text and "yes" in text

@@ -35,6 +35,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return untrained_box(tmp_path_factory.mktemp("box"))
 
 
+@pytest.mark.core
 def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80, color_system=None)
     threads = torch.get_num_threads()
@@ -49,6 +50,7 @@ def test_the_demo_shows_outputs_results_and_figures(box: Path, tmp_path: Path) -
     check_output(tmp_path / "out", overwrite=False)  # one's own may be replaced
 
 
+@pytest.mark.core
 def test_results_come_with_their_circumstances(box: Path) -> None:
     measured, bench = Measurement(**FEW).measure(box_model(box, 2))
     names = ["plain", "plain, again", "ff", "btree 2"]
@@ -69,6 +71,7 @@ def test_results_come_with_their_circumstances(box: Path) -> None:
     assert {"torch", "transformers", "python", "processor", "threads"} <= set(measured.environment)
 
 
+@pytest.mark.core
 def test_a_damaged_file_is_named_before_anything_is_measured(box: Path, tmp_path: Path) -> None:
     weights = box / "btree.safetensors"
     before = weights.read_bytes()
@@ -81,6 +84,7 @@ def test_a_damaged_file_is_named_before_anything_is_measured(box: Path, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.core
 def test_someone_elses_directory_is_refused_unless_told_otherwise(tmp_path: Path) -> None:
     check_output(tmp_path / "new" / "deep", overwrite=False)
     check_output(tmp_path / "new" / "deep", overwrite=False)

@@ -97,6 +97,7 @@ def test_every_method_is_measured_beside_plain_decoding(folders, tmp_path, capsy
     assert MeasuredResults.from_json(tmp_path / "out" / "results.json").not_measured == refused
 
 
+@pytest.mark.core
 def test_a_run_goes_on_where_it_ended(folders, tmp_path, monkeypatch, capsys):
     out, words = tmp_path / "out", ("--methods", "ngram")
     file = out / bench_module.LINES
@@ -258,6 +259,7 @@ def test_no_drafter_has_read_the_answer_in_another_unit(folders):
     assert drafted[0] == drafted[1] and any(map(len, drafted[0]))
 
 
+@pytest.mark.core
 def test_what_pays_is_recommended(folders, tmp_path, capsys):
     words = ["bench", "--recommend", "--model", folders / "base", "--prompts", folders / "prompts.jsonl"]
     words += ["--methods", "ngram", f"smaller=assistant:{folders / 'base'}", "--new-tokens", "12", "--output", tmp_path]

@@ -78,6 +78,7 @@ def tampering(monkeypatch, change):
     monkeypatch.setattr(bench_module, "decode", tampered)
 
 
+@pytest.mark.core
 def test_a_difference_is_found_and_is_no_near_tie(model, monkeypatch):
     def change(ids):
         if len(ids) > 5:

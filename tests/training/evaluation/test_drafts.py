@@ -59,6 +59,7 @@ def test_the_verifier_reads_the_backbone_where_the_draft_stands():
     assert torch.equal(probs.tokens[:, 0], batch["input_ids"][rows, columns + 2])
 
 
+@pytest.mark.core_cases("1")
 @pytest.mark.parametrize("version", [1, 3])
 def test_an_eagle_head_drafts_what_its_distributions_say(version):
     """The distribution of step i at a row is that of drafting by hand behind the same prefix with the true tokens."""

@@ -95,6 +95,7 @@ def ways_to_write(cycles: dict[tuple[int, ...], float]):
     return write
 
 
+@pytest.mark.core_cases("0-token")
 @pytest.mark.parametrize("rule", ["block", "token", "greedy"])
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_along_a_text_are_those_of_all_the_ways_to_write_it(rule, seed):

@@ -43,6 +43,7 @@ def test_accuracies_are_those_of_proposals_one_by_one(kind, temperature):
     torch.testing.assert_close(found, hits / counts[:, None].double(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.core
 def test_a_tree_of_measured_accuracies_keeps_more_than_one_of_equal_size_without():
     model = backbone()
     heads = train_heads(model, steps=12)
@@ -61,6 +62,7 @@ def test_a_tree_of_measured_accuracies_keeps_more_than_one_of_equal_size_without
     assert kept["measured"] > kept["flat"]
 
 
+@pytest.mark.core
 def test_text_without_targets_is_refused():
     heads = MTPHeads.from_backbone(backbone(), window=3)
     ids = torch.randint(2, 48, (1, 6))

@@ -64,6 +64,7 @@ def test_evaluation_on_written_texts_repeats_itself(tmp_path):
     assert first == second and torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.core_cases("one_hot-ce")
 @pytest.mark.parametrize(("variant", "loss"), [("one_hot", "ce"), ("categorical", "kl")])
 def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, monkeypatch):
     """Slots and distributions three rows at a time; no tensor over the vocabulary is larger."""
@@ -108,6 +109,7 @@ def test_data_without_a_target_are_refused(tmp_path):
         trainer(student(), tmp_path, [{"input_ids": row, "labels": torch.full_like(row, -100)}] * 4).train()
 
 
+@pytest.mark.core
 def test_the_default_rate_is_the_trainers_own(tmp_path):
     from transformers import TrainingArguments
 

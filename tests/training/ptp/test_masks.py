@@ -86,6 +86,7 @@ def test_no_gradient_reaches_the_states_that_masks_are_matched_with(tmp_path):
     assert task.tokens[row, completion, 1] == task.sequences.tokens[row, start + 2]
 
 
+@pytest.mark.core
 def test_micro_batches_give_the_gradient_of_the_whole(tmp_path):
     model, row = masked(), ids(1, 9)[0]
     rows = [{"input_ids": row[:n], "labels": row[:n]} for n in (9, 3, 4, 2)]

@@ -116,6 +116,7 @@ def trainer(model, folder, data=None, steps=2, options=None, evaluation=None, **
     return MuToRTrainer(model, how, options=options, train_dataset=data or rows(), eval_dataset=evaluation)
 
 
+@pytest.mark.core
 def test_the_loss_of_tokens_is_the_plain_loss_bit_for_bit_and_both_weigh_as_said(tmp_path):
     base = backbone()
     own = trainer(base, tmp_path, options=MuToROptions(max_offset=3, weight=0.25))

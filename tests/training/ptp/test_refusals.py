@@ -59,6 +59,7 @@ def sequences(positions, mask=None):
     return Sequences.of(inputs if mask is None else inputs | {"attention_mask": torch.tensor([mask])})
 
 
+@pytest.mark.core
 def test_documents_begin_where_positions_do_not_go_on():
     found = sequences([7, 8, 9, 3, 4, 0, 1])
     assert found.documents.tolist() == [[1, 1, 1, 2, 2, 3, 3]]

@@ -185,6 +185,7 @@ def test_a_one_hot_student_learns_what_uniforms_pick(tmp_path):
     assert after["eval_num_correct"] > before["eval_num_correct"] + 0.3
 
 
+@pytest.mark.core
 def test_uninformative_uniforms_are_all_alike(tmp_path):
     model, seen = student(informative=False), []
     own = trainer(model, tmp_path)

@@ -5,14 +5,10 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
     TextStreamer,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from tests.models import left_padded, tiny_model
 from tokenahead import EvaByteTokenizer, GenerateSpeculativeOutput
@@ -48,13 +44,6 @@ def test_speculates_by_default_and_says_what_it_did(trained):
         at += count + 1
 
 
-@pytest.mark.parametrize("number", [1, 2, 5, 7])
-def test_num_assistant_tokens(trained, number):
-    out = trained.generate(PROMPT, num_assistant_tokens=number, **GREEDY, **DICT)
-    assert torch.equal(out.sequences, plain(trained))
-    assert max(len(draft) for draft in out.speculation.drafts) == number
-
-
 def test_one_backbone_call_per_cycle(trained, monkeypatch):
     calls = []
     original = type(trained.model).forward
@@ -77,91 +66,9 @@ def test_never_longer_than_asked(trained, budget):
     assert torch.equal(out, plain(trained, max_new_tokens=budget))
 
 
-def test_stops_at_eos_inside_a_draft(trained):
-    expected = plain(trained)[0, PROMPT.shape[1] :].tolist()
-    for position in range(len(expected)):
-        eos = expected[position]
-        out = trained.generate(PROMPT, eos_token_id=eos, pad_token_id=0, **GREEDY)
-        assert out[0, PROMPT.shape[1] :].tolist() == expected[: expected.index(eos) + 1]
-
-
-def test_stop_strings_and_own_criteria_cut_at_the_first_hit(trained):
-    tokenizer = EvaByteTokenizer()
-    expected = plain(trained)
-    text = tokenizer.decode(expected[0, PROMPT.shape[1] :])
-    stop = text[4:7]
-    options = dict(stop_strings=[stop], tokenizer=tokenizer, **GREEDY)
-    out = trained.generate(PROMPT, **options)
-    assert torch.equal(out, trained.generate(PROMPT, use_mtp=False, **options))
-    assert out.shape[1] < expected.shape[1]
-
-    class LongerThan(StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            return torch.full((len(input_ids),), input_ids.shape[1] > 20)
-
-    out = trained.generate(PROMPT, stopping_criteria=StoppingCriteriaList([LongerThan()]), **GREEDY)
-    assert torch.equal(out, expected[:, :21])
-
-
 def test_max_time_stops_after_the_first_token(trained):
     out = trained.generate(PROMPT, do_sample=False, max_new_tokens=500, max_time=0.0)
     assert out.shape[1] == PROMPT.shape[1] + 1
-
-
-def test_ragged_batch_with_eos_pads_on_the_right(trained):
-    prompts = texts(4)
-    alone = [plain(trained, p[None])[0, len(p) :].tolist() for p in prompts]
-    eos = alone[1][10]
-    out = trained.generate(**left_padded(prompts), eos_token_id=eos, pad_token_id=0, **GREEDY)
-    for row, expected in zip(out[:, -(out.shape[1] - 66) :].tolist(), alone):
-        end = expected.index(eos) + 1 if eos in expected else len(expected)
-        assert row == expected[:end] + [0] * (len(row) - end)
-
-
-def test_several_return_sequences(trained):
-    out = trained.generate(PROMPT, do_sample=True, top_k=0, max_new_tokens=20, num_return_sequences=5, **DICT)
-    assert out.sequences.shape == (5, PROMPT.shape[1] + 20)
-    assert len(out.speculation.accepted) == 5
-    assert len({tuple(row) for row in out.sequences.tolist()}) > 1
-
-
-def test_sampling_is_reproducible_by_seed(trained):
-    runs = []
-    for _ in range(2):
-        torch.manual_seed(4)
-        runs.append(trained.generate(PROMPT, do_sample=True, max_new_tokens=20))
-    assert torch.equal(*runs)
-
-
-def test_scores_logits_and_hidden_states_have_one_entry_per_token(trained):
-    options = dict(output_scores=True, output_logits=True, output_hidden_states=True, temperature=None)
-    ours = trained.generate(PROMPT, repetition_penalty=1.2, **GREEDY, **DICT, **options)
-    theirs = plain(trained, repetition_penalty=1.2, **DICT, **options)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert len(ours.scores) == len(ours.logits) == len(ours.hidden_states) == 30
-    for name in ("scores", "logits"):
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=2e-5, rtol=0)
-    for step, expected in zip(ours.hidden_states, theirs.hidden_states):
-        torch.testing.assert_close(step, expected, atol=2e-5, rtol=0)
-
-
-def test_scores_of_a_ragged_batch_are_each_rows_own(trained):
-    prompts = texts(3)
-    out = trained.generate(**left_padded(prompts), output_scores=True, **GREEDY, **DICT)
-    for row, prompt in enumerate(prompts):
-        alone = plain(trained, prompt[None], output_scores=True, **DICT)
-        for ours, theirs in zip(out.scores, alone.scores):
-            torch.testing.assert_close(ours[row], theirs[0], atol=2e-5, rtol=0)
-
-
-def test_the_returned_cache_continues_the_text(trained):
-    whole = plain(trained, max_new_tokens=40)
-    first = trained.generate(PROMPT, do_sample=False, max_new_tokens=17, **DICT)
-    assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
-    options = dict(past_key_values=first.past_key_values, do_sample=False, max_new_tokens=23, **DICT)
-    second = trained.generate(first.sequences, **options)
-    assert torch.equal(second.sequences, whole)
-    assert second.speculation.backbone_calls < 24
 
 
 def test_the_returned_cache_of_a_ragged_batch_continues_every_row(trained):
@@ -220,27 +127,6 @@ def test_chunked_prefill(trained, chunk):
     prompt = torch.randint(64, 320, (1, 120))
     out = trained.generate(prompt, prefill_chunk_size=chunk, **GREEDY)
     assert torch.equal(out, plain(trained, prompt))
-
-
-class Column(BaseStreamer):
-    def __init__(self):
-        self.seen, self.ended = [], False
-
-    def put(self, value):
-        self.seen.append(value.tolist())
-
-    def end(self):
-        self.ended = True
-
-
-def test_streamer_gets_every_token_once_and_in_order(trained):
-    streamer = Column()
-    out = trained.generate(PROMPT, streamer=streamer, **GREEDY)
-    assert streamer.ended and streamer.seen[0] == PROMPT.tolist()
-    assert [column[0] for column in streamer.seen[1:]] == out[0, PROMPT.shape[1] :].tolist()
-    streamer = Column()
-    out = trained.generate(**left_padded(texts(3)), streamer=streamer, **GREEDY)
-    assert torch.equal(torch.tensor(streamer.seen[1:]).T, out[:, -30:])
 
 
 def test_text_streamer_prints_the_text(trained, capsys):
@@ -308,18 +194,6 @@ def test_other_assistants_win(trained):
     assistant = tiny_model(1)
     assistant.generation_config = GenerationConfig(num_assistant_tokens=3)
     assert torch.equal(trained.generate(PROMPT, assistant_model=assistant, **GREEDY), expected)
-
-
-def test_transformers_own_assisted_loop_takes_our_drafter(trained, monkeypatch):
-    monkeypatch.setattr(type(trained), "_assisted_decoding", GenerationMixin._assisted_decoding)
-    forwards = []
-    original = type(trained.model).forward
-    monkeypatch.setattr(
-        type(trained.model), "forward", lambda self, *a, **k: forwards.append(1) or original(self, *a, **k)
-    )
-    out = trained.generate(PROMPT, **GREEDY)
-    assert len(forwards) < 25
-    assert torch.equal(out, plain(trained))
 
 
 def test_one_head_decodes_plainly_and_warns_only_when_asked(caplog):

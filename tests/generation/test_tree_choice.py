@@ -9,7 +9,7 @@ import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.internals import chain_options, fastest_tree
-from tests.matrix.excuses import warnings_of
+from tests.matrix.decoding import warnings_of
 from tokenahead import EagleHead, MTPHeads, Speculation
 
 

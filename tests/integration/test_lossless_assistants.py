@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.backbones import ATTENTION_WINDOW, backbone, blurred, check_greedy, code_prompts, coder
+from tests.backbones import backbone, blurred, code_prompts
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.internals import AssistantSession
 from tests.models import left_padded
@@ -31,33 +31,6 @@ from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC, NgramDra
 NAMES = ["llama", "mistral", "gpt2"]
 NEW, DRAFT = 30, 4
 NEW_GREEDY = dict(max_new_tokens=NEW, do_sample=False)
-
-
-@pytest.mark.parametrize("branches", [1, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_ngrams_on_code(name, branches):
-    model = coder(name)
-    drafter = NgramDrafter(branches=branches).attach(model)
-    seen = check_greedy(model, drafter, code_prompts(12), NEW, num_assistant_tokens=DRAFT)
-    drafter.detach()
-    assert seen == set(range(DRAFT + 1))
-
-
-@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
-@pytest.mark.parametrize("name", NAMES)
-def test_assistants_on_code(name, schedule):
-    model = coder(name)
-    drafter = AssistantDrafter(blurred(model, 0.3), num_tokens=DRAFT).attach(model)
-    seen = check_greedy(model, drafter, code_prompts(20), NEW, num_assistant_tokens_schedule=schedule)
-    assert seen == set(range(DRAFT + 1))
-    drafter.schedules.clear()  # the next call is to begin with trials
-    out = model.generate(
-        **left_padded(code_prompts(4)), max_new_tokens=NEW, do_sample=False, assistant_model=drafter,
-        num_assistant_tokens_schedule=schedule, return_dict_in_generate=True,
-    )  # fmt: skip
-    drafter.detach()
-    lengths = {len(draft) for row in out.speculation.rows_drafts for draft in row[:4]}
-    assert (0 in lengths) == (schedule == "adaptive") and DRAFT in lengths
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,25 +67,6 @@ def test_ngram_statistics_hold_what_was_found(branches):
     found = [draft for draft in out.speculation.rows_drafts[0] if draft]
     assert found and all(len(draft) % branches == 0 and set(draft) <= set(text) for draft in found)
     assert max(map(len, found)) == 3 * branches
-
-
-@pytest.mark.parametrize("processors", [{}, {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
-@pytest.mark.parametrize("kind", ["block", "token", "ngram"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_sampled_distribution(name, kind, processors):
-    model, prompt = backbone(name, vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
-    assert prompt.shape[1] > ATTENTION_WINDOW
-    options = {"top_k": 0} | processors
-    drafter = NgramDrafter(branches=2) if kind == "ngram" else AssistantDrafter(blurred(model, 0.5))
-    drafter.attach(model)
-    out = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=True, num_return_sequences=3_000, max_new_tokens=6,
-        assistant_model=drafter, verification="token" if kind == "token" else "block", num_assistant_tokens=3,
-        return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    assert {count for row in out.speculation.rows_accepted for count in row} == {0, 1, 2, 3}
-    distribution = continuation_distribution(model, prompt, 3, **options)
-    assert continuation_p_value(out.sequences[:, 8:11], distribution) > 0.001
 
 
 def test_sampled_distribution_of_ragged_rows():

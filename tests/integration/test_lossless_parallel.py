@@ -131,9 +131,6 @@ def tiny(variant, **options):
 @pytest.mark.parametrize(
     ("variant", "rule", "many"),
     [
-        ("categorical", "block", 1),
-        ("categorical", "token", 1),
-        ("one_hot", "block", 1),
         ("independent", "token", 1),
         ("independent", "block", 1),
         ("independent", "coupled", 2),

@@ -15,10 +15,6 @@ VOCAB, LENGTH, DRAWS = 5, 3, 6_000
 PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
 SETTINGS = {
     "plain": {},
-    "temperature": {"temperature": 0.6},
-    "top_k": {"top_k": 3},
-    "top_p": {"top_p": 0.8},
-    "repetition penalty": {"repetition_penalty": 1.4},
     "all": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "repetition_penalty": 1.2},
 }
 

@@ -1,64 +1,67 @@
-"""`python -m tests.matrix [HABIT ...]`: runs the cells and prints the table, models by habits."""
+"""`python -m tests.matrix [NAME ...]`: runs the tests of every drafter and prints the table, tests by drafters.
+
+A name says which tests: those that contain it.
+"""
 
 from __future__ import annotations
 
 import sys
-import warnings
 
+import pytest
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.live import Live
 from rich.table import Column, Table
-from transformers.utils import logging
 
-from tests.matrix.excuses import EXCUSES
-from tests.matrix.life_cycle import HABITS
-from tests.matrix.models import NAMES, entry
+from tests.conformance import DrafterConformance
 
-MARKS = {"ok": "[green]✓[/]", "excused": "[yellow]e[/]", "fails": "[bold red]✗[/]"}
+MARKS = {"passed": "[green]✓[/]", "overridden": "[yellow]e[/]", "failed": "[bold red]✗[/]"}
 
 
-def outcome(model: str, habit: str) -> str:
-    """Runs a cell: its habit, or the check of its excuse."""
-    excuse = EXCUSES.get((model, habit))
-    check = HABITS[habit] if excuse is None else excuse.check
-    try:
-        check(entry(model))
-    except Exception:  # whatever it is, it is a failing cell
-        return "fails"
-    return "ok" if excuse is None else "excused"
+class Results:
+    """A plugin that keeps the outcome of every test, by its name and its class."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a test that ran, or whose fixtures failed."""
+        if report.when == "call" or report.failed:
+            _, drafter, test = report.nodeid.split("::", 2)
+            self.rows.setdefault(test, {})[drafter] = report.outcome
 
 
-def table(rows: dict[str, dict[str, str]]) -> Table:
-    """Habits as rows and models as numbered columns, so that it fits a terminal."""
-    columns = (Column(str(number), justify="center") for number in range(1, len(NAMES) + 1))
-    shown = Table(Column("habit", no_wrap=True), *columns, box=SIMPLE_HEAD, padding=(0, 1))
-    for habit, outcomes in rows.items():
-        shown.add_row(habit.replace("_", " "), *(MARKS[outcomes[name]] if name in outcomes else "" for name in NAMES))
-    return shown
+def is_overridden(drafter: str, test: str) -> bool:
+    """Return whether a drafter does something else than all others."""
+    name = test.partition("[")[0]
+    kinds = [kind for kind in subclasses(DrafterConformance) if kind.__name__ == drafter]
+    return getattr(kinds[0], name) is not getattr(DrafterConformance, name)
 
 
-def main(habits: list[str]) -> int:
-    """Prints the table while it fills, then the excuses; returns the number of failing cells."""
-    rows: dict[str, dict[str, str]] = {}
+def subclasses(kind: type) -> list[type]:
+    """Return all classes below one."""
+    return [each for below in kind.__subclasses__() for each in (below, *subclasses(below))]
+
+
+def main(names: list[str]) -> int:
+    """Print the table; return the exit status of pytest."""
+    results, file = Results(), f"{__package__.replace('.', '/')}/test_matrix.py"
+    status = pytest.main([file, "-q", "--no-header", "-k", " or ".join(names)], plugins=[results])
+    drafters = list(dict.fromkeys(drafter for row in results.rows.values() for drafter in row))
+    columns = (Column(str(number), justify="center") for number in range(1, len(drafters) + 1))
+    table = Table(Column("test", no_wrap=True), *columns, box=SIMPLE_HEAD, padding=(0, 1))
+    for test, outcomes in results.rows.items():
+        marks = [
+            "overridden"
+            if outcomes.get(drafter) == "passed" and is_overridden(drafter, test)
+            else outcomes.get(drafter)
+            for drafter in drafters
+        ]
+        table.add_row(test.removeprefix("test_").replace("_", " "), *(MARKS.get(mark, "") for mark in marks))
     console = Console()
-    console.print(", ".join(f"{number} {name}" for number, name in enumerate(NAMES, 1)), highlight=False)
-    with Live(table(rows), console=console, refresh_per_second=2, vertical_overflow="visible") as live:
-        for habit in habits or HABITS:
-            rows[habit] = {}
-            for name in NAMES:
-                rows[habit][name] = outcome(name, habit)
-                live.update(table(rows))
-    results = [result for outcomes in rows.values() for result in outcomes.values()]
-    console.print(", ".join(f"{results.count(kind)} {kind} ({mark})" for kind, mark in MARKS.items()))
-    for reason in dict.fromkeys(excuse.reason for (_, habit), excuse in EXCUSES.items() if habit in rows):
-        excused = sorted({habit for (_, habit), excuse in EXCUSES.items() if excuse.reason == reason})
-        console.print(f"  excused, {', '.join(excused)}: {reason}")
-    return results.count("fails")
+    console.print(", ".join(f"{number} {name}" for number, name in enumerate(drafters, 1)), highlight=False)
+    console.print(table)
+    return int(status)
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    sys.exit(min(main(sys.argv[1:]), 1))
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,4 @@
-"""What happens to models beside `generate`: copies, directories, dtypes, offload, training, adapters; then they write.
-
-`HABITS` is whole once this module is imported.
-"""
+"""What happens to models beside `generate`: copies, directories, dtypes, offload, adapters; then they write."""
 
 from __future__ import annotations
 
@@ -20,38 +17,10 @@ from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests.internals import ParallelAssistant, StrictLoadingMixin
-from tests.matrix.habits import DICT, HABITS, as_plain, habit
+from tests.matrix.decoding import DICT, as_plain
 from tests.matrix.models import Entry
 from tests.models import checkpoint_activations
 from tokenahead import AssistantDrafter
-
-__all__ = ["HABITS"]
-
-
-@habit
-def deepcopy(entry: Entry) -> None:
-    """A copy writes and drafts the same."""
-    same(entry.through(copy.deepcopy), entry)
-
-
-@habit
-def pickled(entry: Entry) -> None:
-    """So does a pickle."""
-    same(entry.through(lambda thing: pickle.loads(pickle.dumps(thing))), entry)  # noqa: S301 - our own
-
-
-@habit
-def saved(entry: Entry) -> None:
-    """So does a directory."""
-    with tempfile.TemporaryDirectory() as folder:
-        same(entry.through(lambda thing: reloaded(thing, Path(folder))), entry)
-
-
-@habit
-def remote_code(entry: Entry) -> None:
-    """So does the code that travels with the directory, where there is any of ours."""
-    with tempfile.TemporaryDirectory() as folder:
-        same(entry.through(lambda thing: by_its_own_code(thing, Path(folder))), entry)
 
 
 def by_its_own_code(thing: Any, folder: Path) -> Any:
@@ -68,8 +37,8 @@ def by_its_own_code(thing: Any, folder: Path) -> Any:
 
 def same(twin: Entry, entry: Entry) -> None:
     """Writes and drafts the same."""
-    assert twin.model is not entry.model and torch.equal(twin.generate(twin.inputs(3)), entry.text())
-    assert twin.drafts() == entry.drafts()
+    assert twin.model is not entry.model and twin.drafts() == entry.drafts()
+    assert torch.equal(twin.generate(twin.inputs(3)), entry.text())
 
 
 def reloaded(thing: Any, folder: Path, **options: Any) -> Any:
@@ -77,7 +46,8 @@ def reloaded(thing: Any, folder: Path, **options: Any) -> Any:
     if isinstance(thing, ParallelAssistant):
         return ParallelAssistant(reloaded(thing.model, folder, **options))
     if isinstance(thing, AssistantDrafter):
-        return AssistantDrafter(reloaded(thing.model, folder, **options), thing.num_tokens)
+        texts = dict(zip(("tokenizer", "assistant_tokenizer"), thing.tokenizers)) | {"translate": thing.translate}
+        return AssistantDrafter(reloaded(thing.model, folder, **options), thing.num_tokens, **texts)
     if not isinstance(thing, nn.Module):
         return copy.deepcopy(thing)
     thing.save_pretrained(folder / str(id(thing)))
@@ -93,17 +63,6 @@ def halved(thing: Any) -> Any:
     return twin
 
 
-@habit
-def dtype_auto(entry: Entry) -> None:
-    """A directory in bfloat16 loads as such and runs; its values in float32 write the plain text."""
-    with tempfile.TemporaryDirectory() as folder:
-        twin = entry.through(lambda thing: reloaded(halved(thing), Path(folder), dtype="auto"))
-    assert twin.model.dtype == torch.bfloat16
-    assert twin.generate(twin.inputs(3)).shape == entry.text().shape
-    exact = twin.through(lambda thing: floated(copy.deepcopy(thing)))
-    as_plain(exact, exact.inputs(3))
-
-
 def floated(thing: Any) -> Any:
     """The same in float32."""
     for module in (thing, getattr(thing, "model", None)):
@@ -112,45 +71,68 @@ def floated(thing: Any) -> Any:
     return thing
 
 
-@habit
-def offloaded(entry: Entry) -> None:
-    """A backbone whose weights lie elsewhere between calls."""
-    twin = entry.through(copy.deepcopy, lambda model: cpu_offload(copy.deepcopy(model), execution_device="cpu"))
-    assert {parameter.device.type for parameter in twin.model.parameters()} == {"meta"}
-    assert torch.equal(twin.generate(twin.inputs(3)), entry.text())
+class LifeCycleConformance:
+    """What happens to models beside `generate`: copies, directories, dtypes, offload, training; then they write."""
 
+    def test_deepcopy(self, entry: Entry) -> None:
+        """A copy writes and drafts the same."""
+        same(entry.through(copy.deepcopy), entry)
 
-@habit
-def train_mode(entry: Entry) -> None:
-    """A model that was left in train mode, with checkpointed activations."""
-    twin = entry.through(copy.deepcopy)
-    checkpoint_activations(twin.model)
-    twin.model.train()
-    assert torch.equal(twin.generate(twin.inputs(3)), entry.text()) and twin.model.training
+    def test_pickled(self, entry: Entry) -> None:
+        """So does a pickle."""
+        same(entry.through(lambda thing: pickle.loads(pickle.dumps(thing))), entry)  # noqa: S301 - our own
 
+    def test_saved(self, entry: Entry) -> None:
+        """So does a directory."""
+        with tempfile.TemporaryDirectory() as folder:
+            same(entry.through(lambda thing: reloaded(thing, Path(folder))), entry)
 
-@habit
-def peft(entry: Entry) -> None:
-    """LoRA on the attention of the backbone changes the text, and drafts follow."""
-    torch.manual_seed(0)
-    adapter = LoraConfig(r=2, target_modules=[entry.lora_target], init_lora_weights=False)
-    twin = entry.through(copy.deepcopy, lambda model: get_peft_model(copy.deepcopy(model), adapter).eval())
-    assert not torch.equal(as_plain(twin, twin.inputs(3)), entry.text())
-    assert twin.generate(twin.inputs(3), **DICT).speculation.rows_drafts
-    with twin.model.disable_adapter():
+    def test_remote_code(self, entry: Entry) -> None:
+        """So does the code that travels with the directory, where there is any of ours."""
+        with tempfile.TemporaryDirectory() as folder:
+            same(entry.through(lambda thing: by_its_own_code(thing, Path(folder))), entry)
+
+    def test_dtype_auto(self, entry: Entry) -> None:
+        """A directory in bfloat16 loads as such and runs; its values in float32 write the plain text."""
+        with tempfile.TemporaryDirectory() as folder:
+            twin = entry.through(lambda thing: reloaded(halved(thing), Path(folder), dtype="auto"))
+        assert twin.model.dtype == torch.bfloat16
+        assert twin.generate(twin.inputs(3)).shape == entry.text().shape
+        exact = twin.through(lambda thing: floated(copy.deepcopy(thing)))
+        as_plain(exact, exact.inputs(3))
+
+    def test_offloaded(self, entry: Entry) -> None:
+        """A backbone whose weights lie elsewhere between calls."""
+        twin = entry.through(copy.deepcopy, lambda model: cpu_offload(copy.deepcopy(model), execution_device="cpu"))
+        assert {parameter.device.type for parameter in twin.model.parameters()} == {"meta"}
         assert torch.equal(twin.generate(twin.inputs(3)), entry.text())
 
+    def test_train_mode(self, entry: Entry) -> None:
+        """A model that was left in train mode, with checkpointed activations."""
+        twin = entry.through(copy.deepcopy)
+        checkpoint_activations(twin.model)
+        twin.model.train()
+        assert torch.equal(twin.generate(twin.inputs(3)), entry.text()) and twin.model.training
 
-@habit
-def state_dict(entry: Entry) -> None:
-    """Weights that go through `torch.save` into a fresh model; nothing of `generate` is among them."""
-    entry.generate(entry.inputs(1))
-    file = io.BytesIO()
-    torch.save(entry.model.state_dict(), file)
-    file.seek(0)
-    twin = entry.through(copy.deepcopy)
-    with torch.no_grad():
-        for parameter in twin.model.parameters():
-            parameter.zero_()
-    twin.model.load_state_dict(torch.load(file, weights_only=True))
-    same(twin, entry)
+    def test_peft(self, entry: Entry) -> None:
+        """LoRA on the attention of the backbone changes the text, and drafts follow."""
+        torch.manual_seed(0)
+        adapter = LoraConfig(r=2, target_modules=[entry.lora_target], init_lora_weights=False)
+        twin = entry.through(copy.deepcopy, lambda model: get_peft_model(copy.deepcopy(model), adapter).eval())
+        assert not torch.equal(as_plain(twin, twin.inputs(3)), entry.text())
+        assert twin.generate(twin.inputs(3), **DICT).speculation.rows_drafts
+        with twin.model.disable_adapter():
+            assert torch.equal(twin.generate(twin.inputs(3)), entry.text())
+
+    def test_state_dict(self, entry: Entry) -> None:
+        """Weights that go through `torch.save` into a fresh model; nothing of `generate` is among them."""
+        entry.generate(entry.inputs(1))
+        file = io.BytesIO()
+        torch.save(entry.model.state_dict(), file)
+        file.seek(0)
+        twin = entry.through(copy.deepcopy)
+        with torch.no_grad():
+            for parameter in twin.model.parameters():
+                parameter.zero_()
+        twin.model.load_state_dict(torch.load(file, weights_only=True))
+        same(twin, entry)

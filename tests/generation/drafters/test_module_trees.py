@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from tests.distributions import chi_square
 from tests.families import family_model
-from tests.integration.test_lossless_modules import CHECKPOINT, enumerate_outcomes, greedy, prompts
+from tests.integration.test_lossless_modules import CHECKPOINT, greedy, prompts
 from tests.internals import ModuleGrowth, Processing, Sequences
 from tests.internals import drafters_modules as modules
 from tests.internals import growth_module as growth
@@ -105,20 +104,6 @@ def test_every_node_is_followed_by_what_a_chain_through_it_says(family, count):
         torch.testing.assert_close(tree.found[level + 1][:, node], seen[level + 1], atol=1e-5, rtol=1e-4)
 
 
-def test_greedy_text_is_the_backbones_own_alone_and_in_ragged_batches(model):
-    batch, alone, ragged = prompts(12), set(), set()
-    expected = [greedy(model, [p], use_mtp=False).sequences[0, len(p) :] for p in batch]
-    for prompt, want in zip(batch, expected):
-        out = greedy(model, [prompt], **TREE)
-        assert torch.equal(out.sequences[0, len(prompt) :], want)
-        alone |= set(out.speculation.accepted)
-    for start in range(0, len(batch), 4):
-        out = greedy(model, batch[start : start + 4], **TREE)
-        assert torch.equal(out.sequences[:, -24:], torch.stack(expected[start : start + 4]))
-        ragged |= set().union(*out.speculation.accepted)
-    assert alone == ragged == set(range(5))
-
-
 def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
     """Distributions of a cycle's first token in a ragged batch are those of a fresh drafter on the row alone."""
     batch, seen = prompts(8)[4:], []
@@ -143,21 +128,6 @@ def test_between_cycles_it_knows_verified_tokens_only(model, monkeypatch):
     monkeypatch.setattr(modules, "grow", watched)
     greedy(model, batch, **TREE)
     assert len(seen) > 8 and max(seen) < 1e-3
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_samples_follow_the_target(model, rule):
-    prompt, warp = torch.arange(30, 42)[None], {"do_sample": True, "temperature": 2.0, "top_k": 3}
-    outcomes, distribution = enumerate_outcomes(model, prompt)
-    torch.manual_seed(11)
-    rows = prompt.expand(1500, -1)
-    tree = dict(depth=2, top_k=2, total_tokens=8)
-    out = model.generate(
-        rows, attention_mask=torch.ones_like(rows), max_new_tokens=4, draft_tree=tree, verification=rule, **warp
-    )[:, -4:]
-    cells = (out[:, None] == outcomes).all(-1)
-    assert cells.any(1).all()
-    assert chi_square(cells.long().argmax(1), distribution) > 0.001
 
 
 def test_a_smaller_draft_vocabulary_and_fixed_shapes(model):

@@ -8,8 +8,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
-from tests.assisted import assisted_generate
-from tests.backbones import backbone, check_greedy, plain_continuations
+from tests.backbones import backbone, check_greedy
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.gemma4_models import assistant as gemma4_assistant
 from tests.gemma4_models import gemma4
@@ -189,18 +188,6 @@ def test_the_call_of_transformers():
     with pytest.raises(ValueError, match="assistant_tokenizer=.*AssistantDrafter.*NgramDrafter"):
         model.generate(ids, assistant_model=ngrams, **options, **both)
     ngrams.detach()
-
-
-@pytest.mark.parametrize("translate", WAYS)
-def test_transformers_own_loop_takes_the_drafts(translate):
-    """Through `CandidateAdapter`, past our patch."""
-    model, drafter = pair(translate=translate)
-    batch = prompts(3, SIZE)
-    for prompt, text in zip(batch, plain_continuations(model, batch, 20)):
-        mask = torch.ones_like(prompt)[None]
-        out = assisted_generate(model, prompt[None], drafter, attention_mask=mask, max_new_tokens=20, do_sample=False)
-        assert out[0, len(prompt) :].tolist() == text.tolist()
-    drafter.detach()
 
 
 @pytest.mark.core_cases("assistant_confidence_threshold-text", "assistant_confidence_threshold-vocabulary")

@@ -22,6 +22,7 @@ TESTED_VERSIONS = ("5.21", "5.22", "5.23", "5.24")
 
 CORE = {
     "transformers.generation.utils:GenerationMixin": {
+        "_get_candidate_generator": "replaced on a model to which a drafter's candidates were given",
         "_has_unfinished_sequences": "asks all processes whether a sequence is unfinished (synced_gpus)",
         "_pad_token_tensor": "pads finished sequences",
         "_prefill": "runs the prompt, in chunks where the generation config says so",

@@ -5,6 +5,7 @@ Importing this package registers its own model types with transformers' Auto cla
 
 __version__ = "0.1.0"
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -35,8 +36,8 @@ from .modeling import (
     PTPForCausalLM,
     PTPStudent,
 )
+from .modeling.common.remote_code import hand_in
 from .modeling.deepseek.conversion import MiMoForCausalLM
-from .training.release import hand_in
 
 check_names(CORE)
 warn_of_newer_version()
@@ -56,7 +57,7 @@ AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
 
-hand_in(lambda: import_module(".model_cards.push", __name__))
+hand_in(**{name: partial(import_module, f".model_cards.{name}", __name__) for name in ("bundle", "push")})
 
 __all__ = [
     "AssistantDrafter",

@@ -19,9 +19,8 @@ from transformers.utils.hub import PushInProgress
 from .. import __version__
 from ..generation.attach import AttachableDrafter
 from ..modeling.common.loading import TRAVELLERS
-from ..modeling.common.remote_code import add_code, code_when_pushed
+from ..modeling.common.remote_code import add_code, code_when_pushed, handed
 from ..modeling.heads.joint import JointMTPModel
-from .release import release
 from .utils import without_directories
 
 logger = logging.get_logger(__name__)
@@ -82,16 +81,16 @@ class TrainerPushMixin(_TrainerBase):
         described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
         builder = getattr(self.train_dataset, "builder_name", None)  # the name that `datasets` has for the data
         known = [] if builder in _FILE_READERS else _listed(builder)
-        data_ids = [name for name in _listed(dataset_tags) or known if release().hub_id(name)]
+        data_ids = [name for name in _listed(dataset_tags) or known if handed("push").hub_id(name)]
         of_trainer = getattr(self, "_tag_names", None)  # of TRL's trainers
         # a drafter that was read from the Hub derives from its backbone, which its config names
         origin = finetuned_from or (None if isinstance(model, AttachableDrafter) else model.config.name_or_path)
         try:
-            card = release().render_card(
+            card = handed("push").render_card(
                 model,
                 None,
                 license=license,
-                base_model=release().hub_id(origin),
+                base_model=handed("push").hub_id(origin),
                 model_name=model_name,
                 repo_id=vars(self).get("hub_model_id") or self.args.hub_model_id,
                 language=language,
@@ -105,7 +104,7 @@ class TrainerPushMixin(_TrainerBase):
             super().create_model_card(model_name=model_name, tags=_listed(tags) or None)
             return
         try:
-            release().write_card(str(self.args.output_dir), card)
+            handed("push").write_card(str(self.args.output_dir), card)
         except FileExistsError as error:
             logger.warning(str(error))
 
@@ -202,11 +201,11 @@ class TrainerPushMixin(_TrainerBase):
         """Upload a public copy of a directory, which is made at once: checkpoints are removed while uploads run."""
         # on the same disk, where a copy costs nothing
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
-        release().public_copy(source, Path(copy.name), left_out, also)
+        handed("push").public_copy(source, Path(copy.name), left_out, also)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TRAVELLERS):
                 add_code(saved, Path(copy.name), code_when_pushed(saved))
-        options |= {"repo_id": str(self.hub_model_id), "delete_patterns": release().WEIGHTS}
+        options |= {"repo_id": str(self.hub_model_id), "delete_patterns": handed("push").WEIGHTS}
 
         def upload() -> CommitInfo:
             with copy:

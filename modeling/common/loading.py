@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from transformers import CONFIG_NAME, PreTrainedConfig
 from ... import __version__
 from ...generation.tensors.tensor_files import HUB_OPTIONS, check_contents, unlisted_file, wrapped_names
 from ...generation.tensors.wrapped_models import fingerprint
-from .remote_code import TRAVELS, TravellingTokenizerMixin, add_code, code_obstacle, is_ours, whole_directory
+from .remote_code import TRAVELS, TravellingTokenizerMixin, add_code, code_obstacle, handed, is_ours, whole_directory
 
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
@@ -191,14 +190,12 @@ class StrictLoadingMixin:
 
         Raises:
             ValueError: No token, or a repository that holds another model: nothing is changed there.
-            ConnectionError: The Hub cannot be reached.
         """
         if TRAVELS:  # without the package there is no renderer of cards
             if remote_code not in ("auto", "bundle"):
                 raise ValueError(f"remote_code={remote_code!r}: needs the package tokenahead; leave it out")
             return super().push_to_hub(repo_id, **kwargs)
-        push = import_module(f"{__package__.partition('.')[0]}.model_cards.push").push_model
-        return push(self, repo_id, remote_code=remote_code, **kwargs)
+        return handed("push").push_model(self, repo_id, remote_code=remote_code, **kwargs)
 
 
 TRAVELLERS = (StrictLoadingMixin, TravellingTokenizerMixin)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -83,6 +83,7 @@ TRANSFORMERS = ("5.21", "5.22", "5.23", "5.24")
 REQUIREMENT = "transformers>=5.21,<5.25"
 """The same for pip."""
 _CHOICES = ("auto", "bundle", "package", None)
+_HANDED: dict[str, Callable[[], Any]] = {}
 _README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the directory above is loaded, by the
 Auto classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
 
@@ -91,6 +92,16 @@ Auto classes of transformers that config.json names under `auto_map` (tokenizer_
 It needs torch and transformers {TRANSFORMERS[0]} to {TRANSFORMERS[-1]}, and peft where it imports that. Where
 tokenahead is installed (from a clone or a wheel), that is used in place of this code.
 """
+
+
+def hand_in(**sources: Callable[[], Any]) -> None:
+    """Let models and trainers release with modules of `model_cards`, which lies above them, imported at first need."""
+    _HANDED.update(sources)
+
+
+def handed(name: str) -> Any:
+    """Return a module of `model_cards` that was handed in: `push`, or `bundle`."""
+    return _HANDED[name]()
 
 
 def check_choice(remote_code: str | None) -> None:
@@ -108,7 +119,7 @@ def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[s
         beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
         return kind.__module__.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
     root, _, module = kind.__module__.partition(".")
-    bundle = import_module(f"{root}.model_cards.bundle").bundle(module)
+    bundle = handed("bundle").bundle(module)
     if choice == "bundle":
         return bundle.entry, dict(bundle.files)
     is_public = all(hasattr(import_module(root), name) for name in names)

@@ -24,8 +24,16 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from ..configuration import fields
 from ..configuration.cache_names import CACHE
+from ..configuration.fields import (
+    chooses_blocks,
+    compresses_windows,
+    has_short_convolutions,
+    rotary_border,
+)
+from ..configuration.fields import (
+    field as field_of,
+)
 from .backbone.backbones import can_roll_back, check_trees, is_repackable, takes_fixed_size
 from .backbone.static import planned_cache
 from .backbone.target import layer_class
@@ -278,7 +286,7 @@ def _obstacle_before(call: Call) -> str | None:
             return f"{CACHE} with layers that cannot be rolled back ({type(cache).__name__})"
         if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot be rolled back after a rejection"
-    crosses = fields.field(backbone.config.get_text_config(), "cross_attention_layers")
+    crosses = field_of(backbone.config.get_text_config(), "cross_attention_layers")
     if crosses and model_kwargs.get("pixel_values") is not None:
         return "pixel_values, whose states cross attention puts in the cache"
     has_ids = model_kwargs.get("inputs_embeds") is None or model_kwargs.get("input_ids") is not None
@@ -315,13 +323,13 @@ def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], pr
     chooses blocks of columns, tokens after padding may see nothing, and get the mean of all columns.
     """
     mask, cache, name = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE), type(model).__name__
-    if fields.chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
+    if chooses_blocks(model.config) and mask is not None and not bool(mask.all()):
         return f"padding in attention_mask of {name}, whose attention chooses blocks of columns"
     is_offloaded = isinstance(cache, Cache) and cache.offloading
-    is_special = fields.compresses_windows(model.config) or fields.has_short_convolutions(model.config)
+    is_special = compresses_windows(model.config) or has_short_convolutions(model.config)
     if is_offloaded and (layer_class(model.config) is not None or is_special):
         return f"an offloaded cache of {name}, whose attention reads columns in a way of its own"
-    border = fields.rotary_border(model.config.get_text_config())
+    border = rotary_border(model.config.get_text_config())
     if border is None or end <= border[1]:
         return None
     begins = prompt.shape[1] if mask is None else int(mask.sum(1).max())

@@ -182,7 +182,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.common.loss_options": ("EagleLossOptions", "ModuleLossOptions", "TrainableDrafter"),
     "tokenahead.generation.assistant.models": ("buildable",),
-    "tokenahead.modeling.common.backbone_parts": ("BackboneParts",),
+    "tokenahead.modeling.common.backbone_parts": ("BackboneParts", "part_logits"),
     "tokenahead.modeling.heads.circuit_head": (
         "CircuitHead",
         "circuit_from_logits",

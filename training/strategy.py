@@ -177,7 +177,9 @@ class MTPLossWeightSchedule(TrainerCallback):
     ) -> None:
         """Set the weight of the step that begins."""
         model: nn.Module = kwargs["model"]
-        weighted = (each for each in model.modules() if getattr(each, "mtp_loss_weight", None) is not None)
+        weighted = (
+            each for each in without_peft(model).modules() if getattr(each, "mtp_loss_weight", None) is not None
+        )
         owner: Any = next(weighted, None)
         if owner is None:
             raise TypeError(f"MTPLossWeightSchedule needs a model with mtp_loss_weight, not a {type(model).__name__}")

@@ -88,8 +88,11 @@ def check_lengths(batch: Inputs) -> None:
 
 
 def check_columns(rows: list[Inputs]) -> None:
-    """Refuse rows whose columns are not as long as their ids: padding would hide it."""
+    """Refuse rows whose columns are missing, or not as long as their ids: padding would hide it."""
     for row in rows:
+        if missing := [name for name in ("input_ids", *rows[0]) if name not in row]:
+            hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
+            raise ValueError(f"a row of the data has no {missing[0]}{hint}")
         for name in ("labels", "attention_mask", "position_ids"):
             if name in row and len(row[name]) != len(row["input_ids"]):
                 raise ValueError(

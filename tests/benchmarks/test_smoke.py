@@ -48,7 +48,17 @@ SCRIPTS = {
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
 }
 """Scripts, and the words of their smallest run in a directory with the models of `work`."""
-PARTS = {"corpus", "counting", "markov", "peak_memory", "planned", "serving_cases", "serving_engine", "serving_forks"}
+PARTS = {
+    "analysis",
+    "corpus",
+    "counting",
+    "markov",
+    "peak_memory",
+    "planned",
+    "serving_cases",
+    "serving_engine",
+    "serving_forks",
+}
 PARTS |= {"ptp_students", "serving_models", "serving_server", "smollm2_kinds", "time_budget"}
 """Modules that scripts import."""
 

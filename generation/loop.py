@@ -15,7 +15,7 @@ stop strings, at the length limit) goes back in one copy, and only where sequenc
 from __future__ import annotations
 
 import time
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -331,7 +331,7 @@ class SpeculativeLoop:
             logits=logits,
             hidden_states=hidden_states,
             speculation=self.statistics,
-            **{CACHE: self.target.cache},
+            **cast(Any, {CACHE: self.target.cache}),
         )
 
     def _drop_what_ran_ahead(self, ends: list[int]) -> None:

@@ -245,7 +245,7 @@ def layer_options(
             config=config,
             inputs_embeds=states,
             attention_mask=attention_mask,
-            **{CACHE: cache},
+            **cast(Any, {CACHE: cache}),
             position_ids=text_positions(position_ids),
             layer_idx=slot,
         )

@@ -248,7 +248,7 @@ class EagleNetwork(DraftModel):
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=position_ids,
-            **{CACHE: cache},
+            **cast(Any, {CACHE: cache}),
         )
 
 

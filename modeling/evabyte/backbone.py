@@ -8,7 +8,7 @@ adds how drafts are made and verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -263,7 +263,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         inputs = hidden, attention_mask, position_ids, cache, output_hidden_states
         last, states = self._runner(cache)(*inputs, tree=draft_tree)
         found = cast(tuple[Tensor, ...] | None, states)  # entries that were not requested are None
-        return BaseModelOutputWithPast(last_hidden_state=last, hidden_states=found, **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=last, hidden_states=found, **cast(Any, {CACHE: cache}))
 
     def continue_from(
         self,

@@ -148,7 +148,7 @@ def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
     return options
 
 
-def _own(model: Any, options: dict[str, Any]) -> PreTrainedModel:
+def _own(model: Any, options: dict[str, Any]) -> Any:
     if not isinstance(model, MTPGenerationMixin):
         raise ValueError(
             f"{type(model).__name__} has no drafter of its own: set drafter: heads, eagle, modules or parallel"

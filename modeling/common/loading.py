@@ -15,7 +15,7 @@ from transformers import CONFIG_NAME, PreTrainedConfig
 from ... import __version__
 from ...generation.tensors.tensor_files import HUB_OPTIONS, check_contents, unlisted_file, wrapped_names
 from ...generation.tensors.wrapped_models import fingerprint
-from .remote_code import TRAVELS, TravellingTokenizerMixin, add_code, code_obstacle, handed, is_ours, whole_directory
+from .remote_code import TRAVELS, RemoteCodeTokenizerMixin, add_code, code_obstacle, handed, is_ours, whole_directory
 
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
@@ -198,7 +198,7 @@ class StrictLoadingMixin:
         return handed("push").push_model(self, repo_id, remote_code=remote_code, **kwargs)
 
 
-TRAVELLERS = (StrictLoadingMixin, TravellingTokenizerMixin)
+TRAVELLERS = (StrictLoadingMixin, RemoteCodeTokenizerMixin)
 """Classes whose code can be saved with them."""
 
 

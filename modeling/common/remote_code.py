@@ -184,7 +184,7 @@ def code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, str], dict[
     return {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}, written
 
 
-class TravellingTokenizerMixin:
+class RemoteCodeTokenizerMixin:
     """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere on request."""
 
     remote_classes: Mapping[str, str] = {}

@@ -15,7 +15,7 @@ from typing import Any, cast
 from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ..common.remote_code import TravellingTokenizerMixin
+from ..common.remote_code import RemoteCodeTokenizerMixin
 
 Template = str | dict[str, str] | list[dict[str, str]] | None
 BYTE_OFFSET = 64
@@ -73,7 +73,7 @@ _ASSISTANT, _OTHERS = -1, -2  # marks of chat tokens: negative, to differ from t
 _BASE_TOKENS = (*SPECIAL_TOKENS, *_BYTE_TOKENS)
 
 
-class EvaByteTokenizer(TravellingTokenizerMixin, PreTrainedTokenizer):
+class EvaByteTokenizer(RemoteCodeTokenizerMixin, PreTrainedTokenizer):
     """Byte-level tokenizer of the EvaByte models: 320 ids, `<bos>` in front of every text, no eos.
 
     Text is cut at the literals of the special tokens (`split_special_tokens=True` reads them as bytes), the rest is

@@ -104,7 +104,8 @@ class SpeculativeLoop:
                 else:
                     result = self.verifier.verify(tree, scores)
                 accepted, new_tokens = self._settle(tree, result, outputs, scores)
-                if self.stopping.holds:  # the last token that an open sequence keeps may be a draft
+                is_cut = sum(new_tokens.counts) < sum(accepted) + len(accepted)
+                if is_cut and self.stopping.holds:  # the last token that a sequence keeps is a draft
                     result = result.first(new_tokens.on_device)
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
                 if not self.is_plain:

@@ -297,7 +297,8 @@ class RaggedLayer(CacheLayerMixin):
         elif held.shape[dim] < size:
             held = self._grown(held, dim, size)
         # under autocast blocks may have another dtype than the prompt; both are held in the wider one, as `cat` would
-        held = held.to(torch.promote_types(held.dtype, states.dtype))
+        if held.dtype != states.dtype:
+            held = held.to(torch.promote_types(held.dtype, states.dtype))
         setattr(self, name, held)
         stored = min(count, size)  # a ring stores the end of a longer first block, and attention gets the whole block
         slots = self.layout.slots(self.layout.block_offset + count - stored, stored, size, states.device)

@@ -1,5 +1,6 @@
 """The command line: what is printed where, exit statuses, errors of one line."""
 
+import dataclasses
 import io
 import shutil
 import sys
@@ -51,6 +52,19 @@ def test_version(capsys):
 def test_the_help_of_a_command_has_its_options(capsys, command, named):
     assert run(command, "--help") == 0
     assert named in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["demo", "generate", "bench", "card"])
+def test_the_help_of_a_command_names_each_field_of_its_request(capsys, command):
+    run(command, "--help")
+    words = capsys.readouterr().out
+    for entry in dataclasses.fields(cli._COMMANDS[command][1]):
+        name = entry.name.replace("_", "-")
+        assert (f"\n  {name} " if entry.metadata.get("positional") else f"\n  --{name}") in words
+
+
+def test_a_flag_leaves_the_word_after_it_alone():
+    assert cli._parse(["card", "--overwrite", "directory"]).model == "directory"
 
 
 @pytest.mark.core_cases("arguments0---seconds: '0' must be a number above 0")
@@ -109,6 +123,9 @@ def test_a_missing_prompt_is_named_where_nobody_pipes_one_in(capsys, monkeypatch
         (["--model", "m", "--", "-h"], "-h"),
         (["--model", "m", "-"], "-"),
         (["--model", "m"], None),
+        (["--model", "m", "--plain", "x"], "x"),
+        (["--model", "m", "--chat", "--json", "yes"], "yes"),
+        (["--model", "m", "--plain", "--", "--seed"], "--seed"),
     ],
 )
 def test_a_prompt_may_begin_with_a_dash(arguments, prompt):

@@ -98,12 +98,13 @@ def _method(request: GenerateRequest, model: PreTrainedModel) -> Method:
 
 
 def _prompt_ids(request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    prompt = request.prompt or ""
     if not request.chat:
-        ids = tokenizer(request.prompt)["input_ids"]
+        ids = tokenizer(prompt)["input_ids"]
     elif tokenizer.chat_template is None:
         raise ValueError(f"--chat: the tokenizer of {request.model} has no chat template; leave --chat out")
     else:
-        chat = [{"role": "user", "content": request.prompt}]
+        chat = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     if not ids:
         raise ValueError("the prompt is empty, and this model's tokenizer adds nothing to it; write at least one word")

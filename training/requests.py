@@ -1,13 +1,15 @@
-"""Options of the commands `generate`, `bench` and `card`: a field is an option of the command line."""
+"""Options of the commands `demo`, `generate`, `bench` and `card`: a field is an option of the command line."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAME = "directory, or name on the Hub (owner/name)"
@@ -51,28 +53,73 @@ SECONDS, SEED = number("above 0", lambda x: x > 0), whole(0, 2**32 - 1)
 
 
 def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
-    """Return a field of a dataclass that is an option of the command line, with arguments of `add_argument`."""
+    """Return a field of a dataclass that is an option of the command line, with arguments of `add_argument`.
+
+    `read` parses a word, in place of the field's type; `positional` makes it no option but an argument.
+    """
     if isinstance(value, list):
         return field(default_factory=lambda: [*value], metadata={"help": help, **options})
     return field(default=value, metadata={"help": help, **options})
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type, *exclusive: str) -> None:
-    """Add the fields of a dataclass to a parser as options; `exclusive` ones exclude each other."""
-    group = parser.add_mutually_exclusive_group() if exclusive else parser
-    for entry in fields(kind):
-        options: dict[str, Any] = dict(entry.metadata)
-        default = entry.default if entry.default_factory is MISSING else entry.default_factory()
-        name = f"--{entry.name.replace('_', '-')}"
+class RequestParser(HfArgumentParser):
+    """Reads the options of a command as the dataclass of its request, and reports an error in one line."""
+
+    def __init__(self, request_class: type | tuple[()], **options: Any) -> None:
+        super().__init__(request_class, formatter_class=argparse.HelpFormatter, **options)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]
+        """Add an option as `HfArgumentParser` describes it, but for positional ones and flags."""
+        if read := options.pop("read", None):
+            options["type"] = read
+        if options.get("const") is True:  # a flag takes no word: it may be the prompt
+            options = {"action": "store_true", "help": options["help"]}
         if options.pop("positional", False):
-            name = entry.name
-        elif default is MISSING:
-            options["required"] = True
-        elif default is False:
-            options["action"] = "store_true"
-        if default is not MISSING and default is not False:
-            options.setdefault("default", default)
-        (group if entry.name in exclusive else parser).add_argument(name, *options.pop("others", ()), **options)
+            options.pop("required", None)
+            return super().add_argument(names[0].removeprefix("--"), **options)
+        return super().add_argument(*(name for name in names if "_" not in name), **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one line, where argparse would print the usage first."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+@dataclass(frozen=True)
+class DemoRequest:
+    """Options of `tokenahead demo`."""
+
+    seconds: float = option(40.0, "time for measuring (%(default)g)", read=SECONDS)
+    new_tokens: int = option(
+        128,
+        "per completion, at most; bytes of the model in the box (%(default)s)",
+        read=whole(1),
+        aliases=["--new-bytes"],
+    )
+    batch_size: int = option(1, "measure batches of so many prompts, too", read=whole(1))
+    output: Path = option(Path("tokenahead-demo"), "directory of results (%(default)s)")
+    # of a first text that does not repeat itself, greedily, as the small model's mostly do
+    seed: int = option(13, "of prompts and samples (%(default)s)", read=SEED)
+    overwrite: bool = option(False, "write into a directory that no demo made")
+    web: str | None = option(None, "serve a page instead (at 127.0.0.1)", nargs="?", const="", metavar="HOST:PORT")
+    model: str | None = option(None, f"{NAME}; the model in the box if left out")
+    dtype: str = option("auto", **OF_WEIGHTS)
+    drafter: str | None = option(
+        None, "a method of `tokenahead bench`; the model's own drafts, or ngram, if left out", metavar="METHOD"
+    )
+    heads: str | None = option(None, "short for --drafter heads:SOURCE", metavar="SOURCE")
+    eagle: str | None = option(None, "short for --drafter eagle:SOURCE", metavar="SOURCE")
+    prompts: Path | None = option(
+        None, "file of prompts for --model, as `tokenahead bench` takes it; eight requests if left out", metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        if self.prompts and (self.web is not None or not self.model):
+            raise ValueError("--prompts needs a --model that answers them, in the terminal: leave out --web")
+
+    def method(self) -> str | None:
+        """Return what drafts, as a method of `tokenahead bench`."""
+        named = [f"{kind}:{source}" for kind in ("heads", "eagle") if (source := vars(self)[kind])]
+        return named[-1] if named else self.drafter
 
 
 @dataclass(frozen=True)
@@ -80,24 +127,37 @@ class GenerateRequest:
     """Options of `tokenahead generate`. Greedy, unless `temperature`, `top_k` or `top_p` asks for samples."""
 
     model: str = option(help=NAME)
-    prompt: str = option("", "the text to complete; '-', or none: the standard input; write '--' before a prompt that "
-                          "begins with '-'", positional=True, nargs="?", default=None)  # fmt: skip
-    heads: str | None = option(None, "directory, or name on the Hub, of heads, an EAGLE head or a student that were "
-                               "trained for this model", others=["--eagle", "--student"], metavar="SOURCE")  # fmt: skip
+    prompt: str | None = option(
+        None,
+        "the text to complete; '-', or none: the standard input; write '--' before a prompt that begins with '-'",
+        positional=True,
+        nargs="?",
+    )
+    heads: str | None = option(
+        None,
+        "directory, or name on the Hub, of heads, an EAGLE head or a student that were trained for this model",
+        aliases=["--eagle", "--student"],
+        metavar="SOURCE",
+    )
     plain: bool = option(False, "one token at a time, without drafts")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
     dtype: str = option("auto", **OF_WEIGHTS)
     device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
     temperature: float | None = option(
-        None, "sample; 0 is greedy, the default", type=number("at least 0", lambda x: x >= 0)
+        None, "sample; 0 is greedy, the default", read=number("at least 0", lambda x: x >= 0)
     )
-    top_k: int | None = option(None, "sample from the k most probable tokens (0: from all)", type=whole(0))
+    top_k: int | None = option(None, "sample from the k most probable tokens (0: from all)", read=whole(0))
     top_p: float | None = option(
-        None, "sample from the nucleus", type=number("above 0 and at most 1", lambda x: 0 < x <= 1)
+        None, "sample from the nucleus", read=number("above 0 and at most 1", lambda x: 0 < x <= 1)
     )
-    seed: int = option(0, "of the samples (%(default)s)", type=SEED)
-    max_new_tokens: int = option(256, "%(default)s if left out", type=whole(1))
-    num_assistant_tokens: int | None = option(None, "tokens to draft; as many as fit if left out", type=whole(1))
+    seed: int = option(0, "of the samples (%(default)s)", read=SEED)
+    max_new_tokens: int = option(256, "%(default)s if left out", read=whole(1))
+    num_assistant_tokens: int | None = option(None, "tokens to draft; as many as fit if left out", read=whole(1))
+    json: bool = option(False, "write one JSON object: the text and statistics")
+
+    def __post_init__(self) -> None:
+        if self.plain and self.heads:
+            raise ValueError("argument --plain: not allowed with argument --heads")
 
 
 @dataclass(frozen=True)
@@ -106,19 +166,19 @@ class BenchRequest:
 
     model: str = option(help=NAME)
     prompts: Path = option(
-        help="Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line", type=Path
+        help="Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line"
     )
     methods: list[str] = option(help=_METHODS, nargs="+", metavar="METHOD")
-    output: Path = option(help="directory of results; an earlier run there continues", type=Path)
+    output: Path = option(help="directory of results; an earlier run there continues")
     decoding: list[str] = option(["greedy"], "'greedy', 'T=1', 'T=0.7' (greedy)", nargs="+")
-    batch_size: list[int] = option([1], "prompts per call (1)", nargs="+", type=whole(1))
-    new_tokens: int = option(128, "per answer, at most (%(default)s)", type=whole(1))
-    per_category: int | None = option(None, "prompts of each category; all if left out", type=whole(1))
-    seconds: float | None = option(None, "time after which nothing is begun", type=SECONDS)
+    batch_size: list[int] = option([1], "prompts per call (1)", nargs="+", read=whole(1))
+    new_tokens: int = option(128, "per answer, at most (%(default)s)", read=whole(1))
+    per_category: int | None = option(None, "prompts of each category; all if left out", read=whole(1))
+    seconds: float | None = option(None, "time after which nothing is begun", read=SECONDS)
     dtype: str = option("auto", **OF_WEIGHTS)
     device: str = option("cpu", "such as cpu or cuda (%(default)s)")
-    threads: int | None = option(None, "of PyTorch", type=whole(1))
-    seed: int = option(0, "of the samples (%(default)s)", type=SEED)
+    threads: int | None = option(None, "of PyTorch", read=whole(1))
+    seed: int = option(0, "of the samples (%(default)s)", read=SEED)
     raw: bool = option(False, "prompts as they are, without the chat template")
     force_length: bool = option(False, "let no answer end early; such texts often loop")
     skip_broken: bool = option(False, "leave out lines that hold no prompt")
@@ -132,14 +192,16 @@ class CardRequest:
 
     model: str = option(help=NAME, positional=True)
     results: Path | None = option(
-        None, "file of results of `tokenahead bench`; the one beside the card if left out", type=Path, metavar="FILE"
+        None, "file of results of `tokenahead bench`; the one beside the card if left out", metavar="FILE"
     )
     methods: list[str] | None = option(
-        None, "the methods of the results that drafted with this model; those that name its directory if left out",
-        nargs="+", metavar="NAME",
-    )  # fmt: skip
+        None,
+        "the methods of the results that drafted with this model; those that name its directory if left out",
+        nargs="+",
+        metavar="NAME",
+    )
     name: str | None = option(None, f"title{_KEEPS}, or else the name of the directory")
-    output: Path | None = option(None, "directory of the card and the figures; the model's if left out", type=Path)
+    output: Path | None = option(None, "directory of the card and the figures; the model's if left out")
     license: str | None = option(None, f"licence id of the weights{_KEEPS}")
     language: list[str] | None = option(None, f"codes of the languages that it writes{_KEEPS}", nargs="+")
     base_model: str | None = option(None, f"name on the Hub of what it derives from{_KEEPS}")

@@ -140,7 +140,7 @@ def test_a_drafter_that_does_not_fit_is_named(llama, drafter, message):
 
 @pytest.mark.parametrize("words", [("--web", "--model", "m"), ()], ids=["of the page", "without a model"])
 def test_prompts_of_a_file_need_a_model_in_the_terminal(capsys, tmp_path, words):
-    assert run(*words, "--prompts", tmp_path / "p.txt") == 1
+    assert run(*words, "--prompts", tmp_path / "p.txt") == 2
     assert "--prompts needs a --model" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from ..modeling.common.online import OnlineLearner, OnlineMixin
 
-_DIRECTORY = "online_drafter"
+ONLINE_DIRECTORY = "online_drafter"
 """Its name in a checkpoint."""
 _COUNTS = ("tokens", "done_updates", "_learned_at", "_accepted", "_verified")
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -28,7 +28,9 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
     recorded without a further forward. After each step of the policy the drafter takes small steps of its own. The
     policy's parameters, gradients and outputs are unchanged. On several processes the drafter is the same on all of
     them: each records its own rollouts, and gradients are averaged. Checkpoints of the trainer get a directory
-    `online_drafter` with the drafter, its optimizer and the records, and a resumed run continues with them.
+    `online_drafter` with the drafter, its optimizer and the records, and a resumed run continues with them. The records
+    are what users wrote: trainers of this library never push them, and a `Trainer` of transformers or TRL does only
+    where `hub_strategy` asks for whole checkpoints.
 
     Without a trainer, call `update()` to learn, and `save` and `load`.
 
@@ -96,13 +98,13 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         resumed = args.resume_from_checkpoint
         checkpoints = [Path(resumed)] if isinstance(resumed, str) and Path(resumed).is_dir() else []
         checkpoints.append(_checkpoint(args, state))
-        checkpoint = next((each for each in checkpoints if (each / _DIRECTORY).is_dir()), None)
+        checkpoint = next((each for each in checkpoints if (each / ONLINE_DIRECTORY).is_dir()), None)
         if checkpoint is None:
             run = checkpoints[-1].parent
-            known = ", ".join(sorted(each.parent.name for each in run.glob(f"*/{_DIRECTORY}"))) or "none"
+            known = ", ".join(sorted(each.parent.name for each in run.glob(f"*/{ONLINE_DIRECTORY}"))) or "none"
             raise FileNotFoundError(
-                f"{checkpoints[0]} has no directory {_DIRECTORY}, so that the drafter could not continue: resume from "
-                f"a checkpoint that has one (in {run}: {known})"
+                f"{checkpoints[0]} has no directory {ONLINE_DIRECTORY}, so that the drafter could not continue: resume "
+                f"from a checkpoint that has one (in {run}: {known})"
             )
         self.load(checkpoint)
 
@@ -122,8 +124,8 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
 
         All processes must call it. `online_drafter/drafter` is a drafter for `from_pretrained`.
         """
-        target, rank = Path(folder) / _DIRECTORY, _rank()
-        temporary = target.with_name(f".{_DIRECTORY}.tmp")
+        target, rank = Path(folder) / ONLINE_DIRECTORY, _rank()
+        temporary = target.with_name(f".{ONLINE_DIRECTORY}.tmp")
         self.prepare()
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -149,7 +151,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         Raises:
             ValueError: The directory is of another drafter, or of a buffer of another capacity.
         """
-        source, rank = Path(folder) / _DIRECTORY, _rank()
+        source, rank = Path(folder) / ONLINE_DIRECTORY, _rank()
         if self.part is self.drafter:
             drafter = cast(PreTrainedModel, self.part)
             stored = type(drafter).from_pretrained(source / "drafter").state_dict()

@@ -5,36 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from huggingface_hub import CommitInfo, HfApi
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.modelcard import extract_hyperparameters_from_trainer, make_markdown_table, parse_log_history
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..generation.attach import AttachableDrafter
 from ..modeling.common.loading import TRAVELLERS
-from ..modeling.common.remote_code import add_code, code_when_pushed, handed
+from ..modeling.common.remote_code import CODE_DIRECTORY, add_code, code_when_pushed, handed
 from ..modeling.heads.joint import JointMTPModel
+from .online import ONLINE_DIRECTORY
 from .utils import without_directories
 
 logger = logging.get_logger(__name__)
 _FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
-_OF_THE_RUN = (
-    *("run.json", "config.yaml", "training_args.bin", "results.json"),
-    *("checkpoint-*", "_*", ".*"),
-)
-"""Files of a run directory that name paths and commands, and those that `Trainer` leaves out."""
 _OF_RESUMING = (
+    ONLINE_DIRECTORY,
     *("training_args.bin", "trainer_state.json", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
-    *("pytorch_model_fsdp*", "global_step*", "latest", "zero_to_fp32.py", "*.distcp", "checksums.json", ".*"),
+    *("pytorch_model_fsdp*", "latest", "zero_to_fp32.py", "checksums.json", ".*"),
 )
 """Files of a checkpoint that are no part of the model."""
+_OF_CHECKPOINTS = ("training_args.bin", ONLINE_DIRECTORY, ".*")
+"""What is left out of whole checkpoints: paths of this machine, and the rollouts of users."""
+_OF_THE_RUN = (*_OF_RESUMING, "run.json", "config.yaml", "results.json", "checkpoint-*", "_*")
+"""Files of a run directory that name paths and commands, and those that `Trainer` leaves out."""
 _API = HfApi()
 """One for all: uploads in the background run one after the other."""
 _TrainerBase = Trainer if TYPE_CHECKING else object
@@ -75,8 +76,7 @@ class TrainerPushMixin(_TrainerBase):
         """
         if not self.is_world_process_zero():
             return
-        model = self.accelerator.unwrap_model(self.model)
-        model = model.heads if isinstance(model, JointMTPModel) else model
+        model = self._described()
         named = [without_directories(name) for name in _listed(dataset) or _listed(dataset_name)]
         described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
         builder = getattr(self.train_dataset, "builder_name", None)  # the name that `datasets` has for the data
@@ -127,6 +127,13 @@ class TrainerPushMixin(_TrainerBase):
         figures = [f"- {name}: {value}" for name, value in (last or {}).items()]
         return "\n\n".join(filter(None, (table.strip(), "\n".join(figures)))) or None
 
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """As in `Trainer`, which does it at its start; a repository that holds another model is refused."""
+        super().init_hf_repo(token=token, private=private)
+        model = self._described()
+        if self.is_world_process_zero() and isinstance(model, PreTrainedModel):  # adapters alone have no config
+            handed("push").check_same_model(HfApi(token=token or self.args.hub_token), self.hub_model_id, model)
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -136,21 +143,13 @@ class TrainerPushMixin(_TrainerBase):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model, write its card and upload `output_dir`; settings and paths of this machine are left out.
-
-        Args:
-            commit_message: First line of the commit.
-            blocking: Wait for the upload.
-            token: Access token; None takes `hub_token`, or the one of this machine.
-            revision: Branch; None takes `hub_revision`.
-            private: Whether a new repository is private; None takes `hub_private_repo`.
-            **kwargs: As for `create_model_card`.
+        """As in `Trainer`, with the library's card; settings, paths and what only resuming needs are left out.
 
         Returns:
             The commit, or its `Future` without `blocking`; None on other processes than the first.
 
         Raises:
-            ValueError: A card that would show a path of this machine.
+            ValueError: A card that would show a path of this machine, or a repository that holds another model.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
@@ -162,14 +161,8 @@ class TrainerPushMixin(_TrainerBase):
         tags = [*_listed(kwargs.pop("tags", None)), *_listed(getattr(self.model, "model_tags", None))]
         self.create_model_card(model_name=name.split("/")[-1], tags=list(dict.fromkeys(tags)), **kwargs)
         self._finish_current_push()
-        return self._uploaded(
-            self._output(),
-            _OF_THE_RUN,
-            blocking=blocking,
-            commit_message=commit_message,
-            token=token if token is not None else self.args.hub_token,
-            revision=revision if revision is not None else self.args.hub_revision,
-        )
+        options = {"commit_message": commit_message, "token": token, "revision": revision}
+        return self._uploaded(self._output(), _OF_THE_RUN, blocking=blocking, **options)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push while training: a checkpoint's model with its code, the card, and if requested the whole checkpoint."""
@@ -180,38 +173,61 @@ class TrainerPushMixin(_TrainerBase):
             return
         self.callback_handler.on_push_begin(args, self.state, self.control)
         message = f"Training in progress, step {self.state.global_step}"
-        options: dict[str, Any] = {"blocking": False, "token": args.hub_token, "revision": args.hub_revision}
         card = [file for file in [self._output() / "README.md"] if file.is_file()]
-        jobs = [self._uploaded(checkpoint, _OF_RESUMING, card, commit_message=message, **options)]
+        jobs = [self._uploaded(checkpoint, _OF_RESUMING, card, commit_message=message)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            is_last = args.hub_strategy == HubStrategy.CHECKPOINT
-            options |= {"path_in_repo": "last-checkpoint" if is_last else checkpoint.name}
-            left_out = ("training_args.bin", ".*")
-            jobs.append(self._uploaded(checkpoint, left_out, commit_message=f"{message}, checkpoint", **options))
+            name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
+            options = {"path_in_repo": name, "commit_message": f"{message}, checkpoint"}
+            jobs.append(self._uploaded(checkpoint, _OF_CHECKPOINTS, **options))
         if self.push_in_progress is None or self.push_in_progress.is_done():
-            self.push_in_progress = PushInProgress(cast(Any, []))  # annotated as one job, and a list
-        cast(list, self.push_in_progress.jobs).extend(jobs)
+            self.push_in_progress = PushInProgress([])
+        self.push_in_progress.jobs.extend(jobs)
+
+    def _described(self) -> Any:
+        """Return the model that the card and config.json at the top are of."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model.heads if isinstance(model, JointMTPModel) else model
 
     def _output(self) -> Path:
         return Path(str(self.args.output_dir)).absolute()
 
     def _uploaded(
-        self, source: Path, left_out: Sequence[str], also: Sequence[Path] = (), *, blocking: bool, **options: Any
+        self,
+        source: Path,
+        left_out: Sequence[str],
+        also: Sequence[Path] = (),
+        *,
+        blocking: bool = False,
+        **options: Any,
     ) -> Any:
         """Upload a public copy of a directory, which is made at once: checkpoints are removed while uploads run."""
         # on the same disk, where a copy costs nothing
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
+        if left_out is not _OF_CHECKPOINTS:
+            left_out = [*left_out, *(each.name for each in source.iterdir() if each.is_dir() and not _is_model(each))]
         handed("push").public_copy(source, Path(copy.name), left_out, also)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TRAVELLERS):
                 add_code(saved, Path(copy.name), code_when_pushed(saved))
-        options |= {"repo_id": str(self.hub_model_id), "delete_patterns": handed("push").WEIGHTS}
+        defaults = {"token": self.args.hub_token, "revision": self.args.hub_revision}
+        options = defaults | {name: value for name, value in options.items() if value is not None}
 
         def upload() -> CommitInfo:
             with copy:
-                return cast(CommitInfo, _API.upload_folder(folder_path=copy.name, **options))
+                return _API.upload_folder(
+                    repo_id=str(self.hub_model_id),
+                    folder_path=copy.name,
+                    delete_patterns=handed("push").WEIGHTS,
+                    **options,
+                )
 
         return upload() if blocking else _API.run_as_future(upload)
+
+
+def _is_model(directory: Path) -> bool:
+    """Return whether a directory in that of a run belongs to its model, or is the log that the Hub shows."""
+    files = (CONFIG_NAME, "adapter_config.json")
+    return directory.name in ("runs", CODE_DIRECTORY) or any((directory / name).is_file() for name in files)
 
 
 def _listed(value: str | Iterable[str] | None) -> list[str]:

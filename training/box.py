@@ -98,11 +98,8 @@ def check_box(directory: Path) -> None:
         raise BoxDamagedError(f"{directory} holds no {CHECKSUMS}: there is no model in the box; reinstall tokenahead")
     for line in sums.read_text().splitlines():
         expected, name = line.split(maxsplit=1)
-        file = directory / name
-        if not file.is_file():
-            raise BoxDamagedError(f"{file} is missing; reinstall tokenahead")
-        if sha256(file) != expected:
-            raise BoxDamagedError(f"{file} does not have the checksum that {CHECKSUMS} states; reinstall tokenahead")
+        if not (file := directory / name).is_file() or sha256(file) != expected:
+            raise BoxDamagedError(f"{file} is missing, or not as {CHECKSUMS} states; reinstall tokenahead")
 
 
 def sha256(file: Path) -> str:

@@ -21,7 +21,6 @@ from .trainer_base import (
     Inputs,
     check_depths,
     check_ids,
-    check_lengths,
     without_peft,
 )
 
@@ -76,8 +75,12 @@ class MTPTrainer(BaseTrainer):
         strategy: TrainingStrategy | None = None,
         **kwargs: Any,
     ) -> None:
-        if model is not None:
-            _check_model(model)
+        if model is not None and not isinstance(without_peft(model), TrainableDrafter):
+            raise TypeError(
+                f"MTPTrainer needs a model that predicts several tokens, not a {type(without_peft(model)).__name__}: "
+                "add heads with MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model); "
+                "students have PTPTrainer"
+            )
         config = None if model is None else model.config
         use_cache = {name: value for name, value in vars(config or self).items() if name == "use_cache"}
         if strategy is not None:
@@ -88,7 +91,6 @@ class MTPTrainer(BaseTrainer):
         self.balance: LossBalance | None = None
         self._unwrapped: tuple[Any, Any] = None, None
         super().__init__(model, *args, **kwargs)
-        _check_model(self.model)  # `model_init` may have made it
         for callback in [] if strategy is None else callbacks_of(strategy):
             self.add_callback(callback)
         heads = self._drafter.head_config
@@ -213,20 +215,18 @@ class MTPTrainer(BaseTrainer):
         counts = items if isinstance(items, torch.Tensor) else None
         if self.balance is not None:
             self.balance.close(self.accelerator)
-        if self.state.global_step == self._initial_global_step:
-            check_ids(batches, self._drafter.config.get_text_config().vocab_size)
-            if counts is not None:
-                depths = counts.view(-1, self._drafter.num_losses)[0]
-                check_depths(depths, self._depth_counts, self.get_train_dataloader)
+        if counts is not None and self.state.global_step == self._initial_global_step:
+            depths = counts.view(-1, self._drafter.num_losses)[0]
+            check_depths(depths, self._depth_counts, self.get_train_dataloader)
         return batches, counts
 
     def _get_num_items_in_batch(self, batch_samples: list[Inputs], device: torch.device) -> torch.Tensor | None:
         """Return the targets per depth in all micro-batches of an update and, if processes share it, on all of them."""
+        if self.state.global_step == vars(self).get("_initial_global_step"):  # not in an evaluation alone
+            check_ids(batch_samples, self._drafter.config.get_text_config().vocab_size)
         has_labels = batch_samples and {"labels", "shift_labels"} & batch_samples[0].keys()
         if not has_labels or not self.model_accepts_loss_kwargs:
             return None
-        for batch in batch_samples:
-            check_lengths(batch)
         counts = torch.stack([self._depth_counts(batch) for batch in batch_samples]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = cast(torch.Tensor, self.accelerator.reduce(counts, "sum"))
@@ -252,13 +252,3 @@ def _warn_of_few_bits(model: nn.Module) -> None:
                 "learning rate: call .to(torch.float32) on what learns, and pass TrainingArguments(bf16=True)"
             )
             return
-
-
-def _check_model(model: object) -> None:
-    """Refuse models that cannot be trained here."""
-    owner = without_peft(model)
-    if not isinstance(owner, TrainableDrafter):
-        raise TypeError(
-            f"MTPTrainer needs a model that predicts several tokens, not a {type(owner).__name__}: add heads with "
-            "MTPHeads.from_backbone(model), or modules with DeepSeekMTP.from_backbone(model); students have PTPTrainer"
-        )

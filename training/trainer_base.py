@@ -28,15 +28,7 @@ logger = logging.get_logger(__name__)
 BATCHES_TO_SEARCH = 1000
 """Batches that are searched for a target, where the first update has none."""
 Inputs = dict[str, Any]
-
-
-def check_data(arguments: Mapping[str, Any]) -> None:
-    """Refuse `train_dataset` or `eval_dataset` without rows, or several of which one has none."""
-    for name in ("train_dataset", "eval_dataset"):
-        data = arguments.get(name)
-        for part in data.values() if isinstance(data, Mapping) else [data]:
-            if isinstance(part, Sized) and len(part) == 0:
-                raise ValueError(f"{name} is empty; give at least one row with a target, or None")
+_IDS = ("input_ids", "labels", "shift_labels")
 
 
 def check_depths(
@@ -68,23 +60,20 @@ def check_depths(
 
 
 def check_ids(batches: Sequence[Inputs], vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary, which on an accelerator would only show as a failed assertion of a kernel."""
+    """Refuse labels of another shape than their ids, and ids outside the vocabulary.
+
+    On an accelerator these would only show as a failed assertion of a kernel.
+    """
     for batch in batches:
-        check_lengths(batch)
-        for name in ("input_ids", "labels", "shift_labels"):
-            ids = batch.get(name)
-            if isinstance(ids, torch.Tensor) and ids.numel():
-                check_targets(ids.cpu(), vocab_size, name)
-
-
-def check_lengths(batch: Inputs) -> None:
-    """Refuse labels of another shape than their ids."""
-    ids, labels = batch.get("input_ids"), batch.get("labels")
-    if isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor) and ids.shape != labels.shape:
-        raise ValueError(
-            f"labels have shape {list(labels.shape)}, and input_ids {list(ids.shape)}: give every id one label, "
-            f"{IGNORE} where nothing is scored"
-        )
+        tensors = {name: batch[name] for name in _IDS if isinstance(batch.get(name), torch.Tensor)}
+        shapes = {name: list(tensors[name].shape) for name in ("labels", "input_ids") if name in tensors}
+        if len(shapes) > 1 and shapes["labels"] != shapes["input_ids"]:
+            raise ValueError(
+                f"labels have shape {shapes['labels']}, and input_ids {shapes['input_ids']}: give every id one label, "
+                f"{IGNORE} where nothing is scored"
+            )
+        for name, ids in tensors.items():
+            check_targets(ids.cpu(), vocab_size, name)
 
 
 def check_columns(rows: list[Inputs]) -> None:
@@ -156,9 +145,10 @@ class BaseTrainer(TrainerPushMixin, Trainer):
     _owner: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_data(kwargs)
         super().__init__(*args, **kwargs)
-        check_data(vars(self))
+        for name in ("train_dataset", "eval_dataset"):
+            if isinstance(data := getattr(self, name), Sized) and not len(data):
+                raise ValueError(f"{name} is empty; give at least one row with a target, or None")
         plugin = plugin_of_deepspeed(self)
         if plugin is not None and plugin.zero_stage == 3:
             raise ValueError(

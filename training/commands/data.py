@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from ...modeling.heads.losses import IGNORE
 from ..regeneration import RegeneratedText, holds_text
+from ..trainer_base import check_ids
 from ..utils import needs_extra, one_line
 from .settings import Settings
 
@@ -144,22 +145,15 @@ def _checked(rows: Data, name: str, settings: Settings, vocab_size: int) -> Data
 
 
 def _check_ids(name: str, vocab_size: int, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row; refuse values that are no ids, and labels of another length than the ids."""
+    """Return the row; refuse values that are no ids of the model, and labels of another length than the ids."""
     arrays = {column: np.asarray(row[column]) for column in _IDS if column in row}
     for column, ids in arrays.items():
         if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
             raise ValueError(f"{column!r} of the {name} data must hold lists of whole numbers, not {row[column]!r:.40}")
-        wrong = ids[((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (column == "input_ids"))]
-        if len(wrong):
-            raise ValueError(
-                f"{column} of the {name} data hold {wrong[0]}; the model has ids from 0 to {vocab_size - 1}"
-            )
-    lengths = [len(ids) for ids in arrays.values()]
-    if len({*lengths}) > 1:
-        raise ValueError(
-            f"a row of the {name} data has {lengths[0]} input_ids and {lengths[1]} labels: every id needs one, "
-            f"{IGNORE} where nothing is scored"
-        )
+    try:
+        check_ids([{column: torch.from_numpy(ids.astype(np.int64)) for column, ids in arrays.items()}], vocab_size)
+    except ValueError as error:
+        raise ValueError(f"a row of the {name} data: {error}") from None
     return row
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn, Union, get_args, get_origin, get_typ
 
 import torch
 
+from ...configuration.fields import refuse
 from ..requests import option
 from ..strategy import TrainingStrategy
 from ..utils import needs_extra
@@ -226,24 +227,22 @@ def read_settings(argv: Sequence[str]) -> Settings:
 def _check_settings(settings: Settings) -> None:
     """Refuse settings that would be ignored."""
     model, drafter = settings.model, settings.drafter
-    if settings.mixture.datasets and settings.data.dataset_name:
-        raise ValueError(
-            f"dataset_name={settings.data.dataset_name} beside `datasets`: either is read; leave one of them out"
-        )
-    if model.load_in_4bit or model.load_in_8bit:
-        name = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
-        raise ValueError(f"{name}=True: backbones are not quantised here; leave it out, or set dtype: bfloat16")
+    of_drafter = (
+        f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone"
+    )
     hint = "leave use_peft out, and set strategy: {train: lora}"
-    if model.use_peft and drafter.drafter in ("heads", "eagle"):
-        raise ValueError(
-            f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone; "
-            + (hint if drafter.drafter == "heads" else "leave it out: an EAGLE head learns on a frozen backbone")
-        )
-    if model.use_peft and drafter.strategy:
-        raise ValueError(
-            f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides then what learns; leave strategy "
-            f"out, or {hint}"
-        )
+    instead = hint if drafter.drafter == "heads" else "leave it out: an EAGLE head learns on a frozen backbone"
+    name, alone = settings.data.dataset_name, f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides"
+    quantised = "backbones are not quantised here; leave it out, or set dtype: bfloat16"
+    refuse(
+        [
+            (settings.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
+            (model.load_in_4bit, f"load_in_4bit=True: {quantised}"),
+            (model.load_in_8bit, f"load_in_8bit=True: {quantised}"),
+            (model.use_peft and drafter.drafter in ("heads", "eagle"), f"{of_drafter}; {instead}"),
+            (model.use_peft and drafter.strategy, f"{alone} then what learns; leave strategy out, or {hint}"),
+        ]
+    )
     defaults = {entry.name: entry.default for entry in fields(model)}
     for name, value in vars(model).items():
         if name.startswith("lora_") and not model.use_peft and value != defaults[name]:

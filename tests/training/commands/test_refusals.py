@@ -109,7 +109,7 @@ USER = {"role": "user", "content": "hi"}
 UNREADY = "rows.jsonl: could not be prepared"
 ROWS = {
     "no rows": ([], "empty"),
-    "ids outside the vocabulary": ([{"input_ids": [70, 999]}] * 3, "input_ids of the train data hold 999"),
+    "ids outside the vocabulary": ([{"input_ids": [70, 999]}] * 3, "a row of the train data: input_ids hold 999"),
     "turns without content": ([{"messages": [{"role": "user"}, {"role": "assistant"}]}] * 3, UNREADY),
     "a chat that is a text": ([{"messages": "hello"}] * 3, "train_dataset"),
     "text that is null": ([{"text": None}] * 3, UNREADY),
@@ -132,11 +132,11 @@ ROWS = {
     "ids that are no whole numbers": ([{"input_ids": [1.5, 2.5]}] * 3, "'input_ids' of the train data"),
     "labels of another length": (
         [{"input_ids": [70, 71, 72], "labels": [70, 71, 72]}, {"input_ids": [70, 71, 72], "labels": [70]}],
-        "a row of the train data has 3 input_ids and 1 labels",
+        "a row of the train data: labels have shape [1], and input_ids [3]",
     ),
     "rows of one token": ([{"input_ids": [70]}] * 3, "train_dataset"),
     "labels outside the vocabulary": (
-        [{"input_ids": [70, 71], "labels": [-5, 71]}] * 3, "labels of the train data hold -5"
+        [{"input_ids": [70, 71], "labels": [-5, 71]}] * 3, "a row of the train data: labels hold -5"
     ),
 }  # fmt: skip
 
@@ -150,10 +150,13 @@ def test_rows_that_cannot_be_learned_are_named(rows, message, settings_of, tmp_p
 
 
 STREAMS = {
-    "a late id": ([{"input_ids": [70] * 9}] * 9 + [{"input_ids": [70, 999]}], "input_ids of the train data hold 999"),
+    "a late id": (
+        [{"input_ids": [70] * 9}] * 9 + [{"input_ids": [70, 999]}],
+        "a row of the train data: input_ids hold 999",
+    ),
     "late labels": (
         [{"input_ids": [70] * 9, "labels": [70] * 9}] * 9 + [{"input_ids": [70] * 9, "labels": [70]}],
-        "a row of the train data has 9 input_ids and 1 labels",
+        "a row of the train data: labels have shape [1], and input_ids [9]",
     ),
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configuration.fields import refuse
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import GENERATE_KWARGS
 from ..generation.drafter import BaseDrafter
@@ -153,13 +154,16 @@ def export(
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
     options = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
     _check_class(model)
-    if model.is_apart:
-        _refuse_options(options, f"{type(model).__name__} is served beside its backbone's own directory")
+    family = None if model.is_apart else family_of(model.config)
+    reason = f"{type(model).__name__} is served with its backbone's own directory"
+    if family is not None:
+        options, reason = {"copies": copies}, f"files of model_type={model.config.model_type!r} have none"
+    if family is None or not family.copies:
+        refuse((value is not None, f"{name}={value!r} would not be read: {reason}") for name, value in options.items())
+    if family is None:
         return write_drafter(model, Path(folder), engine)
-    warnings, folder = _check_model(model, engine), Path(folder)
-    family = family_of(model.config)
-    if not family.copies:
-        _refuse_options({"copies": copies}, f"files of model_type={model.config.model_type!r} have none")
+    _check_model(model, engine)
+    warnings, folder = _warnings(model, engine), Path(folder)
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if family.retrofit:
         save_retrofit(model, folder, **shards)
@@ -173,18 +177,10 @@ def export(
     return ExportReport(folder, engine, num_tensors, command, warnings, [_checked(model, engine)])
 
 
-def _refuse_options(options: dict[str, object], reason: str) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name}={value!r} would not be read: {reason}")
-
-
 def _check_class(model: object) -> None:
     """Refuse what no engine runs, and models that do not draft."""
-    reason = BaseDrafter.not_served
-    if isinstance(model, BaseDrafter):
-        reason = model.not_served
-    elif isinstance(model, PreTrainedModel):
+    reason = getattr(model, "not_served", BaseDrafter.not_served)
+    if isinstance(model, PreTrainedModel) and not isinstance(model, BaseDrafter):
         reason = (
             "a plain model is written by its own save_pretrained; to draft for it, use DeepSeekMTP.from_backbone, "
             "MTPHeads.from_backbone or EagleHead.from_backbone"
@@ -228,7 +224,8 @@ def _save_tokenizer(model: DeepSeekMTP, tokenizer: PreTrainedTokenizerBase | Non
     return []
 
 
-def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
+def _check_model(model: DeepSeekMTP, engine: str) -> None:
+    """Refuse a model whose directory an engine would not load."""
     model_type, count = model.config.model_type, model.num_modules
     if not count:
         raise ValueError("the model was loaded without its modules (inference_only=True); load them to export them")
@@ -245,7 +242,11 @@ def _check_model(model: DeepSeekMTP, engine: str) -> list[str]:
         raise ValueError(f"SGLang loads exactly one module of {model_type!r}, and this model has {count}; train one")
     if model_type == "ernie4_5_moe" and count > 1:
         raise ValueError(f"vLLM knows the names of ERNIE's module 0 only, and this model has {count}; train one")
-    warnings = sampling_on_cpus(engine)
+
+
+def _warnings(model: DeepSeekMTP, engine: str) -> list[str]:
+    """Return what to know of a directory that an engine loads."""
+    model_type, count, warnings = model.config.model_type, model.num_modules, sampling_on_cpus(engine)
     if model.draft_vocabulary is not None:
         warnings.append(f"{engine} drafts the whole vocabulary: it does not read {DRAFT_VOCABULARY}")
     if reason := _ENGINE_ONLY.get(model_type):

@@ -138,32 +138,25 @@ def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module)
     """Compare the backbone's own calls with ours, without and with left padding; the first block copies `layer`."""
     if any(weight.device.type == "meta" for weight in main.parameters()):
         return  # offloaded weights cannot be compared
-    was_training = main.training
-    main.eval()
-    try:
-        for padding in (0, _PADDING):
-            _check(main, modules, layer, padding)
-    finally:
-        main.train(was_training)
-
-
-def _check(main: PreTrainedModel, modules: MTPModules, layer: nn.Module, padding: int) -> None:
     ids = (torch.arange(2 * _LENGTH, device=main.device) * 7 % main.config.vocab_size).view(2, _LENGTH)
-    mask = torch.ones_like(ids)
-    mask[1, :padding] = 0
-    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-    inputs = {"attention_mask": mask, "position_ids": position_ids, "use_cache": False}
+    embeds, was_training = main.get_input_embeddings()(ids), main.training
     seen: dict[str, Tensor] = {}
+    main.eval()
     hook = layer.register_forward_hook(_remember(seen), with_kwargs=True)
     try:
-        want = main(input_ids=ids, **inputs).logits
+        for padding in (0, _PADDING):
+            mask = torch.ones_like(ids)
+            mask[1, :padding] = 0
+            position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+            inputs = {"attention_mask": mask, "position_ids": position_ids, "use_cache": False}
+            got = LMHeadView(main)(main.get_decoder()(inputs_embeds=embeds, **inputs).last_hidden_state)
+            want = main(input_ids=ids, **inputs).logits
+            _compare(main, "its logits are not what its head makes of its states", got, want, mask)
+            copied = modules[0].run(seen["input"], **modules.options(0, seen["input"], position_ids, mask))
+            _compare(main, "its layer, called apart, gives other states", copied, seen["output"], mask)
     finally:
         hook.remove()
-    embeds = main.get_input_embeddings()(ids)
-    got = LMHeadView(main)(main.get_decoder()(inputs_embeds=embeds, **inputs).last_hidden_state)
-    _compare(main, "its logits are not what its head makes of its states", got, want, mask)
-    copied = modules[0].run(seen["input"], **modules.options(0, seen["input"], position_ids, mask))
-    _compare(main, "its layer, called apart, gives other states", copied, seen["output"], mask)
+        main.train(was_training)
 
 
 def _remember(seen: dict[str, Tensor]) -> Callable[..., None]:

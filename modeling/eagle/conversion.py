@@ -47,16 +47,6 @@ def default_aux_layers(num_layers: int) -> list[int]:
     return [2, num_layers // 2, num_layers - 3]
 
 
-def warn_of_default_layers(config: EagleHeadConfig, num_layers: int) -> None:
-    """Say which hidden states a head from elsewhere reads, where its config.json does not name them."""
-    if config.num_aux and config.aux_layers is None and config.layout != "tokenahead":
-        logger.warning_once(
-            f"{config.name_or_path or 'This EAGLE head'} does not name the hidden states that it reads: taken are "
-            f"aux_layers={default_aux_layers(num_layers)}, as in the official code; if it learned from others, few "
-            "drafts are accepted: pass aux_layers= to from_pretrained"
-        )
-
-
 def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfig:
     """Return the configuration of a new head: the backbone's sizes and rope, unless `options` has others."""
     own = [name for name in options if name not in get_annotations(LlamaConfig)]
@@ -96,16 +86,21 @@ def check_kind(backbone: PreTrainedModel) -> None:
         raise ValueError(f"{name}: its config has no {', '.join(missing)}, as EAGLE heads need; MTPHeads fit any")
 
 
-def warn_of_another_kind(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
-    """Warn about a backbone of another kind than the one the head was made for; output remains exact."""
-    is_named = config.base_model_name_or_path is not None
-    if config.base_model_type is None or (is_named and config.base_model_name_or_path == backbone.config.name_or_path):
-        return
+def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
+    """Warn about what lets fewer drafts be accepted: another kind of backbone, or states that nobody named."""
+    is_own = config.base_model_type is None or config.base_model_name_or_path == backbone.config.name_or_path
     kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
     # several kinds may share a class, and the text model of a multimodal model has its own kind
-    if _class_of(config.base_model_type) not in map(_class_of, kinds):
+    if not is_own and _class_of(config.base_model_type) not in map(_class_of, kinds):
         made = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
         logger.warning_once(f"This EAGLE head was made for {made}: output remains exact, with fewer accepted drafts.")
+    if config.num_aux and config.aux_layers is None and config.layout != "tokenahead":
+        layers = default_aux_layers(backbone.config.get_text_config().num_hidden_layers)
+        logger.warning_once(
+            f"{config.name_or_path or 'This EAGLE head'} does not name the hidden states that it reads: taken are "
+            f"aux_layers={layers}, as in the official code; if it learned from others, few drafts are accepted: pass "
+            "aux_layers= to from_pretrained"
+        )
 
 
 def _class_of(kind: str) -> str:

@@ -34,8 +34,7 @@ from .conversion import (
     foreign_head,
     own_names,
     resolved_aux_layers,
-    warn_of_another_kind,
-    warn_of_default_layers,
+    warn_of_misfit,
 )
 from .export import check_layout, write_layout
 from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
@@ -127,8 +126,7 @@ class EagleHead(EagleNetwork):
             dtype = backbone.dtype if backbone.dtype.is_floating_point else None
             cast(nn.Module, self).to(backbone.device, dtype)
         adopt_special_ids(self.config, backbone)
-        warn_of_another_kind(self.config, backbone)
-        warn_of_default_layers(self.config, backbone.config.get_text_config().num_hidden_layers)
+        warn_of_misfit(self.config, backbone)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """Validate and complete `draft_tree`; a head whose rows run at once takes none."""

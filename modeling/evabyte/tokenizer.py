@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -123,7 +123,10 @@ class EvaByteTokenizer(RemoteCodeTokenizerMixin, PreTrainedTokenizer):
             "pad_token": pad_token,
         }
         added = _complete_added_tokens(kwargs.pop("added_tokens_decoder", None) or {})
-        _check_named_tokens(named, known={token.content for token in added.values()})
+        known = {token.content for token in added.values()}
+        for name, token in named.items():
+            if token is not None and str(token) not in known:
+                raise ValueError(f"{name}={str(token)!r} is not in the vocabulary; take one of the 64 special tokens")
         kwargs.pop("auto_map", None)  # it names code of the directory that is read, which a saved one would not have
         extra = kwargs.pop("extra_special_tokens", None) or kwargs.pop("additional_special_tokens", None) or ()
         kwargs["extra_special_tokens"] = list(dict.fromkeys([*SPECIAL_TOKENS, *map(str, extra)]))
@@ -314,12 +317,6 @@ def _complete_added_tokens(tokens: dict[int, AddedToken]) -> dict[int, AddedToke
         if index >= BYTE_OFFSET:
             added[index] = token
     return added
-
-
-def _check_named_tokens(named: Mapping[str, str | AddedToken | None], known: set[str]) -> None:
-    for name, token in named.items():
-        if token is not None and str(token) not in known:
-            raise ValueError(f"{name}={str(token)!r} is not in the vocabulary; take one of the 64 special tokens")
 
 
 def _marked_template(template: Template) -> Template:

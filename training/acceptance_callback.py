@@ -148,7 +148,7 @@ class AcceptanceCallback(TrainerCallback):
         earlier = [entry for entry in state.log_history if "eval_backbone_loss" in entry]
         bound = min([loss, *(entry["eval_backbone_loss"] for entry in earlier)]) + self.tolerance
         allowed = {
-            entry["step"]: entry["eval_expected_accepted"]
+            int(entry["step"]): entry["eval_expected_accepted"]
             for entry in earlier
             if entry["eval_backbone_loss"] <= bound
             and Path(str(args.output_dir), f"checkpoint-{entry['step']}").is_dir()

@@ -70,7 +70,7 @@ def complete(request: GenerateRequest, shows: bool = False) -> Completed:
     ids = torch.tensor([_prompt_ids(request, tokenizer)], device=model.device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     run = decode(method, batch, _mode(request), request.max_new_tokens, request.seed)
-    return Completed(tokenizer.decode(run.ids[0], skip_special_tokens=True), unit_of(tokenizer), ids.shape[1], run)
+    return Completed(str(tokenizer.decode(run.ids[0], skip_special_tokens=True)), unit_of(tokenizer), ids.shape[1], run)
 
 
 def _mode(request: GenerateRequest) -> DecodingMode:

@@ -33,7 +33,9 @@ _OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
 """The files of a backbone that was trained with heads: its directory, and the tokenizer of the heads."""
 
 
-def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    source: str, dtype: str = "auto", device: str | torch.device | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a causal language model with the modules and adapters of its directory, and its tokenizer.
 
     Args:
@@ -146,7 +148,7 @@ def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModel
     return DeepSeekMTP if config.model_type not in REFUSED and count_modules(config) else AutoModelForCausalLM
 
 
-def usable_device(name: Any) -> torch.device:
+def usable_device(name: str | torch.device | None) -> torch.device:
     """Return a device that holds numbers; for None, a GPU where there is one.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -161,8 +161,8 @@ class TrainerPushMixin(_TrainerBase):
         tags = [*_listed(kwargs.pop("tags", None)), *_listed(getattr(self.model, "model_tags", None))]
         self.create_model_card(model_name=name.split("/")[-1], tags=list(dict.fromkeys(tags)), **kwargs)
         self._finish_current_push()
-        options = {"commit_message": commit_message, "token": token, "revision": revision}
-        return self._uploaded(self._output(), _OF_THE_RUN, blocking=blocking, **options)
+        upload = self._uploaded(self._output(), _OF_THE_RUN, commit_message, token=token, revision=revision)
+        return upload() if blocking else _API.run_as_future(upload)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push while training: a checkpoint's model with its code, the card, and if requested the whole checkpoint."""
@@ -174,16 +174,16 @@ class TrainerPushMixin(_TrainerBase):
         self.callback_handler.on_push_begin(args, self.state, self.control)
         message = f"Training in progress, step {self.state.global_step}"
         card = [file for file in [self._output() / "README.md"] if file.is_file()]
-        jobs = [self._uploaded(checkpoint, _OF_RESUMING, card, commit_message=message)]
+        uploads = [self._uploaded(checkpoint, _OF_RESUMING, message, card)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
-            options = {"path_in_repo": name, "commit_message": f"{message}, checkpoint"}
-            jobs.append(self._uploaded(checkpoint, _OF_CHECKPOINTS, **options))
+            uploads.append(self._uploaded(checkpoint, _OF_CHECKPOINTS, f"{message}, checkpoint", path_in_repo=name))
+        jobs = [_API.run_as_future(upload) for upload in uploads]
         if self.push_in_progress is None or self.push_in_progress.is_done():
-            self.push_in_progress = PushInProgress([])
-        self.push_in_progress.jobs.extend(jobs)
+            self.push_in_progress = PushInProgress()
+        vars(self.push_in_progress)["jobs"].extend(jobs)  # annotated as one job, and a list
 
-    def _described(self) -> Any:
+    def _described(self) -> PreTrainedModel:
         """Return the model that the card and config.json at the top are of."""
         model = self.accelerator.unwrap_model(self.model)
         return model.heads if isinstance(model, JointMTPModel) else model
@@ -195,12 +195,13 @@ class TrainerPushMixin(_TrainerBase):
         self,
         source: Path,
         left_out: Sequence[str],
+        message: str | None,
         also: Sequence[Path] = (),
-        *,
-        blocking: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Upload a public copy of a directory, which is made at once: checkpoints are removed while uploads run."""
+        path_in_repo: str | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> Callable[[], CommitInfo]:
+        """Return the upload of a public copy of a directory, made at once: checkpoints are removed meanwhile."""
         # on the same disk, where a copy costs nothing
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
         if left_out is not _OF_CHECKPOINTS:
@@ -209,19 +210,20 @@ class TrainerPushMixin(_TrainerBase):
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TRAVELLERS):
                 add_code(saved, Path(copy.name), code_when_pushed(saved))
-        defaults = {"token": self.args.hub_token, "revision": self.args.hub_revision}
-        options = defaults | {name: value for name, value in options.items() if value is not None}
 
         def upload() -> CommitInfo:
             with copy:
                 return _API.upload_folder(
                     repo_id=str(self.hub_model_id),
                     folder_path=copy.name,
+                    path_in_repo=path_in_repo,
+                    commit_message=message,
+                    token=self.args.hub_token if token is None else token,
+                    revision=self.args.hub_revision if revision is None else revision,
                     delete_patterns=handed("push").WEIGHTS,
-                    **options,
                 )
 
-        return upload() if blocking else _API.run_as_future(upload)
+        return upload
 
 
 def _is_model(directory: Path) -> bool:

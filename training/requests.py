@@ -65,7 +65,7 @@ def option(value: Any = MISSING, help: str = "", **options: Any) -> Any:
 class RequestParser(HfArgumentParser):
     """Reads the options of a command as the dataclass of its request, and reports an error in one line."""
 
-    def __init__(self, request_class: type | tuple[()], **options: Any) -> None:
+    def __init__(self, request_class: Any, **options: Any) -> None:
         super().__init__(request_class, formatter_class=argparse.HelpFormatter, **options)
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]

@@ -127,7 +127,11 @@ class MTPTrainer(BaseTrainer):
         return without_peft(self._owner)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Return the model's own loss, and add its parts to the means for the log.
 

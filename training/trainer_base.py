@@ -32,7 +32,7 @@ _IDS = ("input_ids", "labels", "shift_labels")
 
 
 def check_depths(
-    counts: torch.Tensor, count: Callable[[Any], torch.Tensor], batches: Callable[[], Iterable[Any]]
+    counts: torch.Tensor, count: Callable[[Inputs], torch.Tensor], batches: Callable[[], Iterable[Inputs]]
 ) -> None:
     """Search for targets at every depth, in the counts [n] of the first update and, where it lacks some, in batches.
 

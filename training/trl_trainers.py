@@ -89,7 +89,7 @@ class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
         >>> PTPSFTTrainer(student, SFTConfig("out"), train_dataset=chats, processing_class=tokenizer).train()
     """
 
-    def _own_collator(self, tokenizer: Any) -> None:
+    def _own_collator(self, tokenizer: object) -> None:
         """TRL's."""
 
 
@@ -152,7 +152,11 @@ class MTPDPOTrainer(DPOTrainer):
         super().__init__(model, ref_model, args, **kwargs)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Return TRL's loss plus the model's own on the chosen half of the batch."""
         whole = without_peft(self.accelerator.unwrap_model(model))

@@ -95,7 +95,7 @@ def shown_word(word: str) -> str:
     return "".join(part and without_directories(part) for part in re.split("([=:?])", word))
 
 
-def check_same(where: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same(where: str, earlier: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Refuse a directory that was made with other settings; `where` is the argument that names it."""
     for name in sorted({*earlier, *now}):
         if earlier.get(name) != now.get(name):

@@ -94,7 +94,7 @@ class Author:
         self.example, self.temperature = (_WORDS, 0.0) if model else (_CODE, 0.7)  # the box repeats itself where greedy
         self.name = described(self.model, model, self.method)
         self.draws_trees = self.method.drafter.drafts_trees and takes_dense_masks(self.model)
-        self.spelled = lru_cache(1 << 14)(lambda *ids: tokenizer.decode(list(ids)))
+        self.spelled = lru_cache(1 << 14)(lambda *ids: str(tokenizer.decode(list(ids))))
         self.worker = ThreadPoolExecutor(1)  # visitors take turns, also after one who left in the middle
 
     def write(
@@ -201,7 +201,7 @@ def build(model: str | None = None, drafter: str | None = None, dtype: str = "au
         gr = import_module("gradio")
     author = Author(model, drafter, dtype)
 
-    def write(*options: Any) -> Iterator[tuple[Any, ...]]:
+    def write(*options: Any) -> Iterator[tuple[object, ...]]:
         try:
             for text, words, cycles in author.write(*options):
                 words = f'<div class="ta">{words}</div>'

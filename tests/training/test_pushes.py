@@ -16,7 +16,7 @@ MODEL = {"config.json", "model.safetensors"}
 class Uploads(list):
     """Stands in for the client of the Hub: a pair of the directory in the repository and the files, per commit."""
 
-    def upload_folder(self, folder_path, path_in_repo=".", **options):
+    def upload_folder(self, folder_path, path_in_repo, **options):
         names = {file.relative_to(folder_path).as_posix() for file in Path(folder_path).rglob("*") if file.is_file()}
         self.append((path_in_repo, {name for name in names if not name.startswith("tokenahead_code")}))
 

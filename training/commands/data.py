@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..regeneration import RegeneratedText, holds_text
-from ..trainer_base import check_ids
+from ..trainer_base import Inputs, check_ids
 from ..utils import needs_extra, one_line
 from .settings import Settings
 
@@ -20,7 +20,7 @@ with needs_extra("train", "reading data"):
     from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
     from pyarrow import ArrowException
-    from trl import get_dataset
+    from trl.scripts.utils import get_dataset
 
 if TYPE_CHECKING:
     Data = Dataset | IterableDataset
@@ -144,7 +144,7 @@ def _checked(rows: Data, name: str, settings: Settings, vocab_size: int) -> Data
     return rows
 
 
-def _check_ids(name: str, vocab_size: int, row: dict[str, Any]) -> dict[str, Any]:
+def _check_ids(name: str, vocab_size: int, row: Inputs) -> Inputs:
     """Return the row; refuse values that are no ids of the model, and labels of another length than the ids."""
     arrays = {column: np.asarray(row[column]) for column in _IDS if column in row}
     for column, ids in arrays.items():

@@ -38,6 +38,7 @@ from ..loading import (
 )
 from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
+from ..trainer_base import Inputs
 from ..utils import needs_extra
 from .data import load_data
 from .settings import DrafterArguments, Settings, filled
@@ -316,7 +317,7 @@ class _Either:
 
     collator: DataCollator
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[Inputs]) -> dict[str, torch.Tensor]:
         return (FeatureDataset.collate if STATES in rows[0] else self.collator)(rows)
 
 
@@ -348,7 +349,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
 
 
-def _beginning(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> Any:
+def _beginning(row: Inputs, tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> list[int]:
     row = maybe_convert_to_chatml(row)
     if turns := row.get("messages") or (row.get("prompt") if isinstance(row.get("prompt"), list) else None):
         answers = [index for index, turn in enumerate(turns) if turn.get("role") == "assistant"]

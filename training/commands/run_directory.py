@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -26,6 +26,9 @@ from .settings import Settings
 
 with needs_extra("train", "a run directory"):
     import yaml
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 RUN = "run.json"
 """Versions, seeds, state of git, command."""
@@ -111,7 +114,7 @@ def write_run(directory: Path, settings: Settings, facts: dict[str, object]) -> 
     replace_file(directory / CONFIG, yaml.safe_dump(config, sort_keys=False))
 
 
-def _resolved(settings: Settings) -> dict[str, dict[str, Any]]:
+def _resolved(settings: Settings) -> dict[str, dict[str, object]]:
     """Return the settings that differ from their defaults, by class, as YAML can hold them."""
     parts = (settings.data, settings.mixture, settings.model, settings.drafter, settings.training)
     return json.loads(json.dumps({type(part).__name__: _changed(part) for part in parts}, default=str))
@@ -151,7 +154,7 @@ def _without_tokens(words: Sequence[str]) -> list[str]:
     return shown
 
 
-def _changed(part: Any) -> dict[str, Any]:
+def _changed(part: DataclassInstance) -> dict[str, object]:
     """Return the fields that differ from their defaults, without access tokens of the Hub."""
     values = ((entry, vars(part).get(entry.name)) for entry in dataclasses.fields(part))
     return {

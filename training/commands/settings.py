@@ -19,7 +19,9 @@ from ..utils import needs_extra
 
 with needs_extra("train", "tokenahead train"):
     import yaml
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl.scripts.utils import DatasetMixtureConfig, ScriptArguments, TrlParser
+    from trl.trainer.model_config import ModelConfig
+    from trl.trainer.sft_config import SFTConfig
 
 _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
@@ -78,7 +80,7 @@ class DrafterArguments:
         return filled("strategy", self.options("strategy"), TrainingStrategy)
 
 
-def _section(name: str, value: Any) -> Any:
+def _section(name: str, value: object) -> object:
     """Return the mapping of a section, from JSON where a flag gave it."""
     value = _from_json(value)
     if isinstance(value, dict):
@@ -88,7 +90,7 @@ def _section(name: str, value: Any) -> Any:
     raise ValueError(f"{name}={value!r} must be a mapping, or JSON that holds one")
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> object:
     """Return what a text holds as JSON, if it does: YAML 1.1 takes 1e-4 for text."""
     if isinstance(value, str):
         with suppress(ValueError):
@@ -158,7 +160,7 @@ class _Parser(TrlParser):
         known = {name: self._typed(name, value, hints[name]) for name, value in kwargs.items() if name in hints}
         return super().set_defaults_with_config(**kwargs | known)
 
-    def _typed(self, name: str, value: Any, hint: Any) -> Any:
+    def _typed(self, name: str, value: object, hint: object) -> object:
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         plain = {get_origin(kind) or kind for kind in kinds}
         if value is None and type(None) not in plain:

@@ -51,7 +51,7 @@ from .settings import Settings, read_settings
 
 with needs_extra("train", "tokenahead train"):
     from jinja2 import TemplateError
-    from trl import get_peft_config
+    from trl.trainer.utils import get_peft_config
 
 
 def main(argv: Sequence[str]) -> int:

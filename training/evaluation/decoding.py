@@ -203,17 +203,17 @@ class _Clock:
         self.started, self.processor = time.perf_counter(), time.process_time()
         return self
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, *_: object) -> None:
         self.calls += 1
         if self.calls == 1:
             self.forward_started = time.perf_counter()
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *_: object) -> None:
         if self.calls == 1:
             self.wait()
             self.prompt_seconds = time.perf_counter() - self.forward_started
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.wait()
         self.seconds = time.perf_counter() - self.started
         self.processor_seconds = time.process_time() - self.processor
@@ -221,7 +221,7 @@ class _Clock:
             hook.remove()
 
 
-def cache_bytes(cache: Any) -> int:
+def cache_bytes(cache: object) -> int:
     """Return the bytes of the tensors in the layers of a cache."""
     tensors = [each for layer in getattr(cache, "layers", ()) for each in vars(layer).values()]
     storages = [each.untyped_storage() for each in tensors if isinstance(each, torch.Tensor)]

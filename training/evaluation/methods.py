@@ -65,7 +65,7 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
             whole = model.name_or_path if kind == "own" and not carries_adapters(model) else ""
             if measured := source if kind in _ALONE else whole:
                 marks[measured] = marks.get(measured) or source_mark(measured)
-            methods.append(replace(method, source=marks.get(measured)))
+            methods.append(replace(method, source=marks.get(measured or "")))
         except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
             refused[name] = one_line(error)
     return methods, refused

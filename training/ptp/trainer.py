@@ -95,7 +95,11 @@ class UpdateTrainer(BaseTrainer):
         return [{**batch, TASK: task} for batch, task in zip(batches, tasks)], totals
 
     def compute_loss(
-        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the share of this batch in the mean loss of an update.
 

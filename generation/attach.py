@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..configuration.fields import field
-from .backbone.backbones import check_backbone
+from .backbone.backbones import check_model
 from .call.options import first_set
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
@@ -169,7 +169,7 @@ class AttachableDrafter(BaseDrafter):
             RuntimeError: The drafter is attached to another model.
         """
         backbone = unwrap(backbone)
-        check_backbone(backbone)
+        check_model(backbone)
         self.check_backbone(backbone)
         if self._backbones and self._backbones[0] is not backbone:
             name, other = type(self).__name__, type(self.backbone).__name__

@@ -33,9 +33,7 @@ _OF_BACKBONE = [f"{BACKBONE}/*", "*.json", "*.jinja", "*.model", "*.txt"]
 """The files of a backbone that was trained with heads: its directory, and the tokenizer of the heads."""
 
 
-def load_model(
-    source: str, dtype: str = "auto", device: str | torch.device | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(source: str, dtype: str = "auto", device: Any = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a causal language model with the modules and adapters of its directory, and its tokenizer.
 
     Args:

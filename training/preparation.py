@@ -191,7 +191,7 @@ def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | Non
     )
 
 
-def _check_adapters(config: LoraConfig, strategy: TrainingStrategy) -> None:
+def _check_adapters(config: Any, strategy: TrainingStrategy) -> None:
     """Refuse fields of a strategy that differ from the config of the backbone's adapters, and would be ignored."""
     pairs = {
         "lora_rank": (strategy.lora_rank, config.r),

@@ -64,16 +64,7 @@ _IMAGES_APART = ("git",)
 """Models whose cache begins with columns of an image, which masks lack."""
 
 
-def check_backbone(backbone: PreTrainedModel) -> None:
-    """Refuse a backbone whose sequences cannot be verified in one batch.
-
-    Raises:
-        ValueError: See `check_model`.
-    """
-    check_model(backbone, "attach to another backbone")
-
-
-def check_model(model: PreTrainedModel, instead: str) -> None:
+def check_model(model: PreTrainedModel, instead: str = "attach to another backbone") -> None:
     """Refuse a model that cannot decode in our loop; the message ends with what to do `instead`.
 
     Raises:

@@ -43,7 +43,11 @@ def check_checkpoint(
     stored = _count_stored(dtypes, family, layers)
     if not stored or stored != (stored if wanted is None else wanted):
         prefixes = [each for k in range((wanted or 0) + 1) for each in family.prefixes(layers, k)]
-        _refuse_unlisted(name, [*dtypes], prefixes)
+        if file := unlisted_file(name, lambda key: key.startswith(tuple(prefixes)) and key not in dtypes):
+            raise ValueError(
+                f"{name}: {file} holds tensors of modules ({prefixes[0]}*), but no index lists it: add them to the "
+                "weight_map of model.safetensors.index.json"
+            )
     if not stored:
         example = family.prefixes(layers, 0)[0]
         raise ValueError(f"{name}: no tensors of modules ({example}*): pass inference_only=True, or use from_backbone")
@@ -57,16 +61,6 @@ def check_checkpoint(
     }
     shared = bool(copies) and all(key in dtypes for key in copies.values())
     return _spare_projection(config, dtypes), shared
-
-
-def _refuse_unlisted(name: str | PathLike, listed: list[str], prefixes: list[str]) -> None:
-    """Refuse a directory whose modules lie in a file that no index lists."""
-    file = unlisted_file(name, lambda key: key.startswith(tuple(prefixes)) and key not in listed)
-    if file is not None:
-        raise ValueError(
-            f"{name}: {file} holds tensors of modules ({prefixes[0]}*), but no index lists it: add them to the "
-            "weight_map of model.safetensors.index.json"
-        )
 
 
 def _count_stored(names: Iterable[str], family: MTPFamily, layers: int) -> int:

@@ -349,7 +349,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
 
 
-def _beginning(row: Inputs, tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> list[int]:
+def _beginning(row: Inputs, tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> Any:
     row = maybe_convert_to_chatml(row)
     if turns := row.get("messages") or (row.get("prompt") if isinstance(row.get("prompt"), list) else None):
         answers = [index for index, turn in enumerate(turns) if turn.get("role") == "assistant"]

@@ -44,7 +44,7 @@ from .call.options import GENERATE_KWARGS, CallOptions
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
-from .plan import LONGEST_PATH, Call, SpeculationPlan, refuse_unread
+from .plan import LONGEST_PATH, Call, SpeculationPlan
 from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, readable
 from .trees.choice import choose_tree
 
@@ -96,7 +96,9 @@ def prepared_call(
     plan = None
     if drafter is None or config.prompt_lookup_num_tokens:
         CallOptions.read(own, sources)
-        refuse_unread(own, config)
+        if unread := next((name for name, value in own.items() if value is not None), None):
+            other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
+            raise ValueError(f"{unread}= is not read by {other}, which drafts here; drop one of them")
     elif call.get("custom_generate") is None:
         # a copy, so that the plan, which `call` gets below, does not hold itself and the cache with it
         sources = (dict(call), *sources[1:])

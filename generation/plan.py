@@ -359,11 +359,3 @@ def _refuse_source(reason: str | None, options: CallOptions) -> None:
     if reason and options.needs_our_loop:
         name = "seed" if "seed" in options.extra else "uniforms"
         raise ValueError(f"{name}= cannot be combined with {reason}; drop one of them")
-
-
-def refuse_unread(own: dict[str, Any], config: GenerationConfig) -> None:
-    """Raise a ValueError where options of our drafters are passed, and another one drafts."""
-    name = next((name for name, value in own.items() if value is not None), None)
-    if name is not None:
-        other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
-        raise ValueError(f"{name}= is not read by {other}, which drafts here; drop one of them")

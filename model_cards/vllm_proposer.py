@@ -110,9 +110,9 @@ class HeadProposer:
                 f"{OPTION}={str(self.directory)!r}: head_type={config.head_type!r} reads {more}, and vLLM passes the "
                 "last hidden state alone"
             )
-        if not 1 <= self.num_tokens < config.window:
+        if not 1 <= self.num_tokens <= config.num_drafts:
             raise ValueError(
-                f"num_speculative_tokens={self.num_tokens}: these heads draft 1 to {config.window - 1} tokens "
+                f"num_speculative_tokens={self.num_tokens}: these heads draft 1 to {config.num_drafts} tokens "
                 f"(window={config.window})"
             )
         text = self.vllm_config.model_config.hf_text_config

@@ -1,7 +1,7 @@
 """A drafter that learns beside a policy that moves for certain, against the same drafter left as it is.
 
     python benchmarks/online.py --model HuggingFaceTB/SmolLM2-135M-Instruct --head model_cards/smollm2/eagle3 \\
-        --answers smollm2/answers/text.jsonl --folder online
+        --answers smollm2/answers --folder online
 
 The policy (adapters of peft) is trained on its own answers, rewritten in another style: small letters, and a comma
 after every word. After each of its steps it answers prompts, sampled at temperature 1, once with each of the drafters;
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from tokenahead import EagleHead
 from tokenahead.training import OnlineDrafterTraining
+from tokenahead.training.regeneration import RegeneratedText
 from tokenahead.training.utils import replace_figure, replace_file
 
 OPENER = "<|im_start|>assistant\n"
@@ -34,7 +35,7 @@ SAVED_EVERY = 5
 
 def conversations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Return prompts, up to where the answer begins, and answers."""
-    texts = [tokenizer.decode(json.loads(line)["ids"]) for line in path.read_text(encoding="utf-8").splitlines()]
+    texts = [tokenizer.decode(row["ids"]) for row in RegeneratedText(path).rows]
     parts = [text.split(OPENER, 1) for text in texts if OPENER in text]
     return [(prompt + OPENER, answer.split("<|im_end|>")[0]) for prompt, answer in parts]
 
@@ -168,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--head", type=Path, required=True)
-    parser.add_argument("--answers", type=Path, required=True)
+    parser.add_argument("--answers", type=Path, required=True, help="what regenerate wrote")
     parser.add_argument("--folder", type=Path, default=Path("online"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=4)

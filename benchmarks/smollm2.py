@@ -11,7 +11,7 @@
 
 The model answers prompts that it wrote itself, from the beginning of its chat template on, and the questions of a file
 of GSM8K, sampled at temperature 1: then losses estimate acceptance. Answers go on where they were interrupted; those of
-several folders are learned together where their text.jsonl are joined. Heads, EAGLE and modules learn over the 8,192
+other folders are learned where `train --also FOLDER ...` names them. Heads, EAGLE and modules learn over the 8,192
 tokens that its answers have most often. Minutes are the processor's, of one thread. The kinds of drafters are in
 smollm2_kinds.py.
 """
@@ -45,6 +45,7 @@ from tokenahead.training.evaluation import DraftMeasures
 from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.evaluation.prompts import groups_of, read_prompts
 from tokenahead.training.features import cache_features
+from tokenahead.training.regeneration import RegeneratedText
 
 MARKS = (5, 10, 20, 60, 120)
 """Minutes after which a head is saved on the way."""
@@ -100,8 +101,9 @@ class SavesOnTheWay(TrainerCallback):
 def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     """Train a head for some minutes, on features that are computed once."""
     torch.manual_seed(arguments.seed)
-    lines = (arguments.folder / "answers" / "text.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if len(row["ids"]) - row["prompt"] >= 8]
+    folders = (folder / "answers" for folder in (*arguments.also, arguments.folder))
+    written = [RegeneratedText(folder) for folder in folders if folder.is_dir()]
+    rows = [row for text in written for row in text.rows if len(row["ids"]) - row["prompt"] >= 8]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     draft_ids = frequent_tokens((row["ids"][row["prompt"] :] for row in rows), arguments.draft_tokens, tokenizer)
     learner = KINDS.get(arguments.kind, heads)(model, draft_ids, arguments)
@@ -155,6 +157,7 @@ def add_training(step: argparse.ArgumentParser) -> None:
     step.add_argument("--rate", type=float, default=1e-3)
     step.add_argument("--draft-tokens", type=int, default=8192)
     step.add_argument("--start", help="directory of a head to go on with")
+    step.add_argument("--also", type=Path, nargs="+", default=[], help="folders with answers, beyond those of --folder")
     step.add_argument("--seed", type=int, default=0)
 
 

@@ -26,6 +26,9 @@ _MODULES = {
     "evaluation_decoding": "tokenahead.training.evaluation.decoding",
     "export_module": "tokenahead.model_cards.export",
     "features_module": "tokenahead.training.features",
+    "parts_module": "tokenahead.training.parts",
+    "processes_module": "tokenahead.training.processes",
+    "regeneration_module": "tokenahead.training.regeneration",
     "growth_module": "tokenahead.generation.trees.growth",
     "heads_chunks": "tokenahead.modeling.common.chunks",
     "heads_losses": "tokenahead.modeling.heads.losses",
@@ -355,6 +358,8 @@ _NAMES = {
         "Teacher",
         "student_drafts",
     ),
+    "tokenahead.training.parts": ("part_files",),
+    "tokenahead.training.processes": ("Processes",),
     "tokenahead.training.regeneration": ("RegeneratedText",),
 }
 """Internal names, by the module that defines them."""

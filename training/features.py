@@ -1,26 +1,22 @@
 """Hidden states of a frozen backbone on disk, so that drafters are trained without running it again.
 
-Rows of a data set go through the backbone once, in order; the states that a drafter reads are written in shards of
-whole rows, and for one with a draft vocabulary what its losses read of the logits of all tokens. Shards and index are
-written atomically, so a process that is killed loses only the shard it was writing: called again, `cache_features`
-continues after the last complete one. The reader has the order of the data set, so that a Trainer makes the same
-batches of both.
+Rows of a data set go through the backbone once; the states that a drafter reads are written in parts of whole rows
+(`parts`), and for one with a draft vocabulary what its losses read of the logits of all tokens. Each process of a run
+writes its share. A process that is killed loses only the part it was writing: called again, by any number of processes,
+`cache_features` writes what is missing or damaged. The reader has the order of the data set, so that a Trainer makes
+the same batches of both.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
@@ -31,7 +27,9 @@ from ..modeling import EagleHead, MTPHeads
 from ..modeling.common.backbone_parts import BackboneParts
 from ..modeling.common.recording import STATES, SUMMARIES, collate
 from ..modeling.common.teacher import logit_summaries
-from .utils import check_same, replace_file
+from .parts import PartWriter, Places, complete, digest_of, read_facts, read_parts, write_facts
+from .processes import Processes
+from .utils import check_same
 
 INDEX = "index.json"
 _IDS = ("input_ids", "labels", "position_ids")
@@ -53,8 +51,8 @@ class FeatureIndex:
         dtype: Dtype of the states.
         data: Checksum of all token ids and labels.
         lengths: Tokens of every row, without padding.
-        shards: File and number of rows of every shard.
         summaries: Whether rows have `cached_summaries`, too.
+        parts: Names of all files, once all rows are written.
     """
 
     backbone: str
@@ -64,18 +62,13 @@ class FeatureIndex:
     dtype: str
     data: str
     lengths: list[int]
-    shards: list[dict[str, Any]] = field(default_factory=list)
     summaries: bool = False
+    parts: list[str] = field(default_factory=list)
 
     @property
-    def rows(self) -> int:
-        """Number of rows that are written."""
-        return sum(shard["rows"] for shard in self.shards)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows are written."""
-        return self.rows == len(self.lengths)
+    def digest(self) -> str:
+        """What parts carry of it: all that decides what their rows hold."""
+        return digest_of({name: vars(self)[name] for name in _SAME})
 
     @classmethod
     def read(cls, folder: str | Path) -> FeatureIndex:
@@ -83,15 +76,19 @@ class FeatureIndex:
 
         Raises:
             FileNotFoundError: The directory holds no features.
+            ValueError: The index is damaged.
         """
         path = Path(folder) / INDEX
         if not path.exists():
             raise FileNotFoundError(f"{folder} holds no features: there is no {INDEX}; write them with cache_features")
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        facts = read_facts(path)
+        if facts.keys() != {each.name for each in fields(cls)}:
+            raise ValueError(f"{path} is no index of features")
+        return cls(**facts)
 
     def write(self, folder: Path) -> None:
         """Replace the index of a directory."""
-        replace_file(folder / INDEX, json.dumps(asdict(self)))
+        write_facts(folder / INDEX, asdict(self))
 
 
 def cache_features(
@@ -101,22 +98,27 @@ def cache_features(
     dtype: str | None = None,
     tokens_per_shard: int = 2**18,
     tokens_per_batch: int = 2**13,
+    verify: bool = True,
 ) -> FeatureDataset:
-    """Write the states that a drafter learns from, or the missing ones.
+    """Write the states that a drafter learns from, or those that are missing or damaged.
+
+    The processes of a group of `torch.distributed` divide the rows; all of them return when all rows are written.
 
     Args:
         drafter: Attached `MTPHeads` or `EagleHead`; its `learning_layers` and its backbone are used.
         data: Rows with `input_ids` and, optionally, `labels`, `attention_mask` (padding is dropped) and `position_ids`.
         folder: Output directory; created if missing.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
-        tokens_per_shard: A shard ends with the row that reaches this number of tokens.
+        tokens_per_shard: A part ends with the row that reaches this number of tokens.
         tokens_per_batch: Rows of the same length go through the backbone together, up to this number of tokens.
+        verify: Read parts that are there through; False, for sets of terabytes: look at their headers and sizes alone.
 
     Returns:
         The rows, to train with.
 
     Raises:
-        ValueError: A data set without rows, or a directory with features of another backbone, data set or layers.
+        ValueError: A data set without rows, a directory with features of another backbone, data set or layers, a
+            damaged index, states that are not finite, or a backbone that several processes hold together.
     """
     folder, backbone = Path(folder), drafter.backbone
     dtype = str(backbone.dtype).removeprefix("torch.") if dtype is None else dtype
@@ -125,24 +127,31 @@ def cache_features(
         earlier = FeatureIndex.read(folder)
         check_same(f"folder={folder}", *({name: vars(each)[name] for name in _SAME} for each in (earlier, index)))
         index = earlier
+    processes = Processes.of(backbone)
     folder.mkdir(parents=True, exist_ok=True)
-    index.write(folder)
+    if processes.rank == 0:
+        index.write(folder)
     backbone.eval()
     size = sum(index.lengths) * len(index.layers) * index.width * _DTYPES[dtype].itemsize
-    what = f"states of the backbone, {size / 1e9:.3g} GB"
-    with logging.tqdm(total=len(index.lengths), initial=index.rows, desc=what) as bar:
-        while not index.is_complete:
-            first, end = index.rows, _end_of_shard(index, tokens_per_shard)
-            rows = [_stripped(data[number]) for number in range(first, end)]
-            states = _states(backbone, rows, index, tokens_per_batch, bar)
-            rows = [row | outputs for row, outputs in zip(rows, states)]
-            name = f"features-{len(index.shards):05d}.safetensors"
-            temporary = folder / f".{name}.tmp"
-            save_file({column: torch.cat([row[column] for row in rows]) for column in rows[0]}, temporary)
-            temporary.replace(folder / name)
-            index.shards.append({"file": name, "rows": end - first})
-            index.write(folder)
-    return FeatureDataset(folder)
+
+    def write(writer: PartWriter, rows: list[int], share: int) -> None:
+        what = f"states of the backbone, {size / 1e9:.3g} GB"
+        with logging.tqdm(total=share, initial=share - len(rows), desc=what) as bar:
+            for numbers in _parts(rows, index.lengths, tokens_per_shard):
+                texts = [_stripped(data[number]) for number in numbers]
+                states = _states(backbone, texts, index, tokens_per_batch, bar)
+                _check_finite(numbers, states, dtype)
+                columns = [text | outputs for text, outputs in zip(texts, states)]
+                joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
+                writer.write(numbers, [index.lengths[number] for number in numbers], joined)
+
+    what, total = "states of the backbone", len(index.lengths)
+    index.parts = complete(folder / INDEX, index.digest, total, write, what, processes, verify=verify)
+    if processes.rank == 0:
+        index.write(folder)
+    dataset = FeatureDataset(folder, verify)
+    dataset.known = {*range(len(dataset.parts))}  # each was read through, or written just now
+    return dataset
 
 
 class FeatureDataset(Dataset):
@@ -150,24 +159,27 @@ class FeatureDataset(Dataset):
 
     Args:
         folder: What `cache_features` wrote.
+        verify: Read a part through when its first row is read, and compare its checksums.
 
     Raises:
         FileNotFoundError: A directory without features.
-        ValueError: Incomplete features.
+        ValueError: Incomplete or damaged features; where a row is read, too.
 
     Example:
         >>> rows = cache_features(heads, data, "features")
         >>> MTPTrainer(heads, args, train_dataset=rows, data_collator=rows.collate).train()
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder, self.index = Path(folder), FeatureIndex.read(folder)
-        if not self.index.is_complete:
-            raise ValueError(
-                f"{folder} holds {self.index.rows} of {len(self.index.lengths)} rows: complete them with cache_features"
-            )
-        self._ends = list(accumulate(shard["rows"] for shard in self.index.shards))
-        self._starts = [0, *accumulate(self.index.lengths)]
+    def __init__(self, folder: str | Path, verify: bool = True) -> None:
+        self.folder, self.index, self.verify = Path(folder), FeatureIndex.read(folder), verify
+        lengths = np.asarray(self.index.lengths)
+        self.parts = read_parts(self.folder, self.index.digest, len(lengths))
+        self.places = Places(self.parts, len(lengths))
+        self.places.check_complete(self.folder / INDEX, self.index.parts, "cache_features")
+        for part in self.parts:
+            if not np.array_equal(part.lengths, lengths[part.rows]):
+                raise ValueError(f"{part.path} is damaged: its rows have other lengths than in {INDEX}")
+        self.known: set[int] = set()  # parts that were read through
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -177,20 +189,19 @@ class FeatureDataset(Dataset):
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         row %= len(self)
-        number = bisect_right(self._ends, row)
-        shard = self._shard(number)
-        before = self._starts[self._ends[number] - self.index.shards[number]["rows"]]
-        start, stop = self._starts[row] - before, self._starts[row + 1] - before
-        return {name: shard.get_slice(name)[start:stop] for name in shard.keys()}  # noqa: SIM118 (not a dict)
+        part, start = int(self.places.part[row]), int(self.places.start[row])
+        stop = start + self.index.lengths[row]
+        file, names = self._part(part), self.parts[part].columns
+        return {name: file.get_slice(name)[start:stop] for name in names}
 
-    def _shard(self, number: int) -> Any:
+    def _part(self, number: int) -> Any:
         if number not in self._open:  # mapped, not read: memory is what a batch needs
-            path = self.folder / self.index.shards[number]["file"]
-            self._open[number] = safe_open(path, framework="pt")
+            self._open[number] = self.parts[number].opened(self.verify and number not in self.known)
+            self.known.add(number)
         return self._open[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for worker processes, which open the shards themselves."""
+        """Return the state for worker processes, which open the parts themselves."""
         return vars(self) | {"_open": {}}
 
     collate = staticmethod(collate)
@@ -232,12 +243,23 @@ def checksum(model: nn.Module, skip: str = "\0") -> str:
     return digest.hexdigest()
 
 
-def _end_of_shard(index: FeatureIndex, tokens: int) -> int:
-    end, total = index.rows, 0
-    while end < len(index.lengths) and total < tokens:
-        total += index.lengths[end]
-        end += 1
-    return end
+def _parts(rows: list[int], lengths: list[int], tokens: int) -> Iterator[list[int]]:
+    """Yield rows by parts; a part ends with the row that reaches a number of tokens."""
+    part, size = list[int](), 0
+    for row in rows:
+        part.append(row)
+        size += lengths[row]
+        if size >= tokens:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _check_finite(rows: list[int], columns: list[dict[str, torch.Tensor]], dtype: str) -> None:
+    for row, each in zip(rows, columns):
+        if not each[STATES].isfinite().all():
+            raise ValueError(f"states of row {row} are not finite in dtype={dtype!r}, so that nothing learns from them")
 
 
 def _stripped(row: Row) -> dict[str, torch.Tensor]:

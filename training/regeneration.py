@@ -1,14 +1,16 @@
 """Completions by the backbone itself, to train its drafter on, because these are what it will draft.
 
-EAGLE-3, Medusa and MtPC's successors replace the answers of a data set by the backbone's own. Rows are written in
-order, one line each; a process that is killed loses the batch it was writing, and called again it continues with the
-same completions, because the seed of every batch is its number.
+EAGLE-3, Medusa and MtPC's successors replace the answers of a data set by the backbone's own. Rows are completed batch
+by batch, and written in parts of whole batches (`parts`), by each process of a run its share. The seed of a batch is
+that of its first row, so that completions, sampled ones too, are the same for any number of processes, and after an
+interruption, which loses what was written in the last minute.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,23 @@ from transformers.utils import logging
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
 from .features import checksum
-from .utils import check_same, eos_ids, replace_file, until_end
+from .parts import (
+    DamagedPartError,
+    Part,
+    PartWriter,
+    Places,
+    complete,
+    digest_of,
+    part_files,
+    read_facts,
+    read_parts,
+    write_facts,
+)
+from .processes import Processes
+from .utils import check_same, eos_ids, until_end
 
-_TEXT, _PLAN = "text.jsonl", "plan.json"
+_PLAN, _PARTS, _IDS, _PROMPTS = "plan.json", "parts", "ids", "prompts"
+_SECONDS = 60.0  # of work that a part holds, at least
 IGNORE = -100
 
 
@@ -33,19 +49,25 @@ class RegeneratedText(Dataset):
     Args:
         folder: What `regenerate` wrote.
 
+    Attributes:
+        rows: By row, `ids` and the length of the `prompt`.
+
     Raises:
         FileNotFoundError: A directory without completions.
-        ValueError: Incomplete completions.
+        ValueError: Incomplete or damaged completions.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        if not (folder / _PLAN).exists():
+        plan = Path(folder) / _PLAN
+        if not plan.exists():
             raise FileNotFoundError(f"{folder} holds no regenerated text: there is no {_PLAN}")
-        plan = json.loads((folder / _PLAN).read_text(encoding="utf-8"))
-        self.rows = _lines(folder / _TEXT)
-        if len(self.rows) != plan["rows"]:
-            raise ValueError(f"{folder} holds {len(self.rows)} of {plan['rows']} rows: complete them with regenerate")
+        facts = read_facts(plan)
+        names = facts.pop(_PARTS, [])
+        parts = read_parts(plan.parent, digest_of(facts), facts["rows"])
+        places = Places(parts, facts["rows"])
+        places.check_complete(plan, names, "regenerate")
+        texts = [_rows_of(part) for part in parts]
+        self.rows = [texts[part][number] for part, number in zip(places.part, places.number)]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,9 +79,19 @@ class RegeneratedText(Dataset):
         return {"input_ids": ids, "labels": labels}
 
 
+def _rows_of(part: Part) -> list[dict[str, Any]]:
+    """Return the rows of a part, which is read through."""
+    file = part.opened()
+    ids, prompts = (file.get_tensor(name) for name in (_IDS, _PROMPTS))
+    texts, lengths = ids.split(part.lengths.tolist()), torch.from_numpy(part.lengths)
+    if (ids < 0).any() or (prompts < 1).any() or (prompts > lengths).any():
+        raise DamagedPartError(f"{part.path} is damaged: it holds what are no ids, or no lengths of prompts")
+    return [{"ids": text, "prompt": size} for text, size in zip(map(torch.Tensor.tolist, texts), prompts.tolist())]
+
+
 def holds_text(folder: str | Path) -> bool:
     """Return whether a directory was written by `regenerate`."""
-    return (Path(folder) / _PLAN).is_file() and (Path(folder) / _TEXT).is_file()
+    return (Path(folder) / _PLAN).is_file() and bool(part_files(folder))
 
 
 def regenerate(
@@ -71,7 +103,10 @@ def regenerate(
     seed: int = 0,
     **options: Any,
 ) -> RegeneratedText:
-    """Let a backbone write the completions of prompts, or the missing ones.
+    """Let a backbone write the completions of prompts, or those that are missing or damaged.
+
+    The processes of a group of `torch.distributed` divide the batches; all of them return when all rows are written.
+    A drafter that remembers text (`SuffixDrafter`) keeps the distribution of samples, but not the samples themselves.
 
     Args:
         backbone: Any causal language model.
@@ -86,7 +121,8 @@ def regenerate(
         The rows, to train with.
 
     Raises:
-        ValueError: No prompts, an empty one, or a directory of another backbone, other prompts or other options.
+        ValueError: No prompts, an empty one, a directory of another backbone, other prompts or other options, a damaged
+            plan, or a backbone that several processes hold together.
     """
     for name, value in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
         if value < 1:
@@ -105,19 +141,41 @@ def regenerate(
         "seed": seed,
         "options": {name: _as_json(value) for name, value in options.items()},
     }
-    written = _lines(folder / _TEXT)
-    if (folder / _PLAN).exists() and written:  # not after a wrong option, where nothing was written
-        check_same(f"folder={folder}", json.loads((folder / _PLAN).read_text(encoding="utf-8")), plan)
+    facts, digest = folder / _PLAN, digest_of(plan)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / _PLAN, json.dumps(plan))
-    done = len(written) - len(written) % batch_size if len(written) < len(ids) else len(ids)
-    replace_file(folder / _TEXT, "".join(json.dumps(row) + "\n" for row in written[:done]))
-    for start in logging.tqdm(range(done, len(ids), batch_size), desc="outputs of the backbone, in batches"):
-        set_seed(seed + start)
-        rows = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
-        with (folder / _TEXT).open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    if part_files(folder) and facts.exists():  # not after a wrong option, where nothing was written
+        earlier = read_facts(facts)
+        names = earlier.pop(_PARTS, [])
+        check_same(f"folder={folder}", earlier, plan)
+    else:
+        names = []
+    processes = Processes.of(backbone)
+    if processes.rank == 0:
+        write_facts(facts, {**plan, _PARTS: names})
+
+    def write(writer: PartWriter, rows: list[int], share: int) -> None:
+        missing, texts, since = {*rows}, dict[int, dict[str, Any]](), time.monotonic()
+        starts = sorted({row - row % batch_size for row in rows})
+        for start in logging.tqdm(starts, desc="outputs of the backbone, in batches"):
+            set_seed(seed + start)
+            found = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
+            texts |= {row: text for row, text in enumerate(found, start) if row in missing}
+            if start == starts[-1] or time.monotonic() - since >= _SECONDS:
+                _write(writer, texts)
+                texts, since = {}, time.monotonic()
+
+    what = "outputs of the backbone"
+    names = complete(facts, digest, len(ids), write, what, processes, batch_size)
+    if processes.rank == 0:
+        write_facts(facts, {**plan, _PARTS: names})
     return RegeneratedText(folder)
+
+
+def _write(writer: PartWriter, texts: Mapping[int, Mapping[str, Any]]) -> None:
+    lengths = [len(text["ids"]) for text in texts.values()]
+    joined = torch.tensor([token for text in texts.values() for token in text["ids"]])
+    prompts = torch.tensor([text["prompt"] for text in texts.values()])
+    writer.write([*texts], lengths, {_IDS: joined, _PROMPTS: prompts})
 
 
 def _identity(backbone: PreTrainedModel) -> str:
@@ -155,11 +213,3 @@ def _completed(
     ends = eos_ids(backbone)
     completions = zip(prompts, output[:, longest:].tolist())
     return [{"ids": [*prompt.tolist(), *until_end(new, ends)], "prompt": len(prompt)} for prompt, new in completions]
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file whose last line may have been cut off."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

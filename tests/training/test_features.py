@@ -1,4 +1,4 @@
-"""Features on disk: the losses of training without them, a writer that may be killed, and what is refused."""
+"""Features on disk: the losses of training without them, a writer that may be killed, damage, and what is refused."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.internals import FeatureDataset, FeatureIndex, eagle_losses, heads_teacher
+from tests.internals import FeatureDataset, FeatureIndex, eagle_losses, heads_teacher, part_files
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
@@ -55,7 +55,7 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
         drafter = DRAFTERS[name]()
         if cached:
             data = cache_features(drafter, data, tmp_path / "f", tokens_per_shard=50)
-            assert len(data.index.shards) > 2
+            assert len(data.parts) > 2
         trainer = trainer_for(drafter, tmp_path, data, max_steps=5, learning_rate=0.05, optim="sgd")
         if cached:
             trainer.data_collator = data.collate
@@ -87,37 +87,38 @@ import sys, time, torch
 from tests.training.test_features import DRAFTERS, rows
 from tokenahead.training import features
 torch.manual_seed(0)
-write = features.save_file
+from tokenahead.training import parts
+write = parts.save_file
 def slow(*args, **kwargs):
     write(*args, **kwargs)
-    print("shard", flush=True)
-    time.sleep(0.3)  # killed here, a shard is written and has no name yet
-features.save_file = slow
+    print("part", flush=True)
+    time.sleep(0.3)  # killed here, a part is written and has no name yet
+parts.save_file = slow
 features.cache_features(DRAFTERS["cp"](), rows(), sys.argv[1], tokens_per_shard=30)
 """
 
 
-def test_a_killed_writer_goes_on_with_the_next_shard(tmp_path):
+def test_a_killed_writer_goes_on_with_the_next_part(tmp_path):
     folder = tmp_path / "killed"
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    shards = 0
-    while shards < 3:
-        shards += process.stdout.readline() == "shard\n"
+    written = 0
+    while written < 3:
+        written += process.stdout.readline() == "part\n"
     time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    index = FeatureIndex.read(folder)
-    assert 1 <= len(index.shards) <= 3 and not index.is_complete
-    with pytest.raises(ValueError, match=f"holds {index.rows} of 12 rows"):
+    times = {path: path.stat().st_mtime_ns for path in part_files(folder)}
+    assert 1 <= len(times) <= 3 and FeatureIndex.read(folder).parts == []
+    with pytest.raises(ValueError, match=r"holds \d+ of 12 rows"):
         FeatureDataset(folder)
-    times = {shard["file"]: (folder / shard["file"]).stat().st_mtime_ns for shard in index.shards}
     torch.manual_seed(0)
     drafter = DRAFTERS["cp"]()
     found = cache_features(drafter, rows(), folder, tokens_per_shard=30)
-    assert all((folder / file).stat().st_mtime_ns == time for file, time in times.items())
+    assert all(path.stat().st_mtime_ns == time for path, time in times.items())
+    assert {path.name for path in folder.iterdir()} == {"index.json", *found.index.parts}
     whole = cache_features(drafter, rows(), tmp_path / "whole", tokens_per_shard=30)
     assert found.index == whole.index
     for one, other in zip(found, whole):

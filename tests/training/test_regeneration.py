@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.internals import RegeneratedText
+from tests.internals import RegeneratedText, part_files, regeneration_module
 from tests.training.test_evaluation_loss import llama
 from tokenahead import NgramDrafter
 from tokenahead.training import regenerate
@@ -11,7 +11,7 @@ from tokenahead.training import regenerate
 PROMPTS = [[70, 71, 72], [80], [90, 91], [100, 101, 102, 103], [75, 76]]
 
 
-def test_text_is_the_backbones_own_and_goes_on_where_it_stopped(tmp_path):
+def test_text_is_the_backbones_own_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     backbone = llama()
     backbone.generation_config.eos_token_id = 84
     options = dict(max_new_tokens=12, batch_size=2)
@@ -23,13 +23,14 @@ def test_text_is_the_backbones_own_and_goes_on_where_it_stopped(tmp_path):
             row["labels"][len(prompt) :], want[len(prompt) :]
         )
     drawn = regenerate(backbone, PROMPTS, tmp_path / "drawn", **options, do_sample=True, top_k=0)
-    text = tmp_path / "drawn" / "text.jsonl"
-    for cut in (0, 150, 250, len(text.read_text()) - 3):
-        text.write_text(text.read_text()[:cut])
+    monkeypatch.setattr(regeneration_module, "_SECONDS", 0.0)  # a part for each batch
+    for left in range(3):
+        for path in part_files(tmp_path / "drawn")[left:]:
+            path.unlink()
         with pytest.raises(ValueError, match="5.*rows"):
             RegeneratedText(tmp_path / "drawn")
         again = regenerate(backbone, PROMPTS, tmp_path / "drawn", **options, do_sample=True, top_k=0)
-        assert again.rows == drawn.rows
+        assert again.rows == drawn.rows and len(part_files(tmp_path / "drawn")) == 3
     drafted = NgramDrafter().attach(backbone)
     found = regenerate(backbone, PROMPTS, tmp_path / "g2", **options, do_sample=False, assistant_model=drafted)
     assert found.rows == rows.rows

@@ -290,9 +290,8 @@ def store_features(trainer: Trainer, settings: Settings) -> None:
     directory, rows = settings.drafter.features, trainer.train_dataset
     if directory is None or not isinstance(rows, Dataset):
         return
-    with trainer.args.main_process_first(desc="states of the backbone"):
-        drafter, data = cast(Any, trainer.model), _Collated(rows, trainer.data_collator)
-        trainer.train_dataset = cache_features(drafter, data, directory)
+    data = _Collated(rows, trainer.data_collator)
+    trainer.train_dataset = cache_features(cast(Any, trainer.model), data, directory)
     trainer.data_collator = _Either(trainer.data_collator)
     trainer.args.remove_unused_columns = False  # TRL's list of columns knows no states
 
@@ -342,9 +341,8 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     if not isinstance(rows, Dataset):
         raise ValueError(f"regenerate={section} takes all rows: set dataset_streaming: false")
     column = settings.training.dataset_text_field
-    with settings.training.main_process_first(desc="outputs of the backbone"):
-        prompts = [_beginning(dict(row), trainee.tokenizer, column, count) for row in rows]
-        regenerate(trainee.backbone, prompts, directory, **options)
+    prompts = [_beginning(dict(row), trainee.tokenizer, column, count) for row in rows]
+    regenerate(trainee.backbone, prompts, directory, **options)
     data = replace(settings.data, dataset_name=directory, dataset_config=None, dataset_train_split="train")
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 from transformers.utils import logging
 
-from tests.internals import JointMTPModel, write_run
+from tests.internals import JointMTPModel, RegeneratedText, part_files, write_run
 from tests.internals import cli_module as cli
 from tests.internals import commands_train as train
 from tests.training.commands.conftest import LINES
@@ -101,7 +101,7 @@ def test_kept_features_teach_the_same(changes, settings_of, data, tmp_path):
         log = train(settings_of(**changes, features=features, output_dir=str(tmp_path / run))).state.log_history
         losses.append([entry[name] for entry in log for name in ("loss", "eval_loss") if name in entry])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[1] == losses[2]
-    assert len(losses[0]) == 5 and (tmp_path / "features" / "features-00000.safetensors").is_file()
+    assert len(losses[0]) == 5 and len(part_files(tmp_path / "features")) == 1
 
 
 @pytest.mark.parametrize("kind, drafter", [("text", "heads"), ("chat", "heads"), ("text", "parallel")])
@@ -109,13 +109,12 @@ def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, setting
     asked = {"folder": str(tmp_path / "own"), "prompt_tokens": 6, "max_new_tokens": 9, "do_sample": True}
     settings = settings_of(drafter=drafter, dataset_name=str(data[kind]), regenerate=asked)
     first = train(settings)
-    lines = (tmp_path / "own" / "text.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = RegeneratedText(tmp_path / "own").rows
     assert len(rows) == (len(LINES) * 6 if kind == "text" else 12)
     assert {row["prompt"] for row in rows} == {6} if kind == "text" else max(row["prompt"] for row in rows) > 6
     assert first.train_dataset[0]["labels"].count(-100) == rows[0]["prompt"]
     again = train(settings)
-    assert (tmp_path / "own" / "text.jsonl").read_text().splitlines() == lines
+    assert RegeneratedText(tmp_path / "own").rows == rows
     assert [entry.get("loss") for entry in again.state.log_history] == [
         entry.get("loss") for entry in first.state.log_history
     ]

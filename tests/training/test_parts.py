@@ -1,0 +1,365 @@
+"""Parts of rows, of states and of answers: damage is named and written again, and processes divide the work."""
+
+import datetime
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.internals import (
+    FeatureDataset,
+    Processes,
+    RegeneratedText,
+    part_files,
+    parts_module,
+    processes_module,
+    regeneration_module,
+)
+from tests.training.conftest import ragged_rows
+from tests.training.test_evaluation_loss import llama
+from tokenahead import MTPHeads
+from tokenahead.training import cache_features, regenerate
+
+PROMPTS = [[70 + row, 71, 72][: 1 + row % 3] for row in range(12)]
+ROWS = len(PROMPTS)
+
+
+def states(folder, count=ROWS, **options):
+    torch.manual_seed(0)
+    heads = MTPHeads.from_backbone(llama(num_hidden_layers=2), window=3, head_type="cp", rank=2)
+    return cache_features(
+        heads, [dict(row) for row in ragged_rows(ROWS)][:count], folder, tokens_per_shard=40, **options
+    )
+
+
+def answers(folder, count=ROWS):
+    options = dict(max_new_tokens=8, batch_size=2, do_sample=True, top_k=0)
+    return regenerate(llama(), PROMPTS[:count], folder, **options)
+
+
+def equal(found, want):
+    """Whether rows have the same columns, bit for bit."""
+    return len(found) == len(want) and all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(found, want)
+    )
+
+
+def kept(rows):
+    return [{name: column.clone() for name, column in row.items()} for row in rows]
+
+
+KINDS = {
+    "states": SimpleNamespace(write=states, read=FeatureDataset, facts="index.json", remedy="cache_features"),
+    "answers": SimpleNamespace(write=answers, read=RegeneratedText, facts="plan.json", remedy="regenerate"),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def store(request, tmp_path_factory):
+    """A directory of several parts, and its rows."""
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regeneration_module, "_SECONDS", 0.0)
+        rows = kept(kind.write(folder))
+    assert len(part_files(folder)) > 3
+    return SimpleNamespace(**vars(kind), folder=folder, rows=rows)
+
+
+@pytest.fixture
+def damaged(store, tmp_path, monkeypatch):
+    """A copy to be damaged."""
+    monkeypatch.setattr(regeneration_module, "_SECONDS", 0.0)
+    shutil.copytree(store.folder, tmp_path / "copy")
+    return SimpleNamespace(**vars(store) | {"folder": tmp_path / "copy"})
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x55
+    path.write_bytes(content)
+
+
+def without_checksums(path, change):
+    save_file({name: change(name, tensor.clone()) for name, tensor in load_file(path).items()}, path)
+
+
+def with_old_checksums(path, change):
+    with safe_open(path, "pt") as file:
+        said = file.metadata()
+    save_file({name: change(name, tensor.clone()) for name, tensor in load_file(path).items()}, path, said)
+
+
+def other_rows(name, tensor):
+    return tensor + 1 if name == "rows" else tensor
+
+
+def as_nan(name, tensor):
+    return tensor * float("nan") if tensor.is_floating_point() else tensor.roll(1) if name != "rows" else tensor
+
+
+DAMAGES = {
+    **{f"byte {at}": (lambda path, at=at: flip(path, at)) for at in (0, 7, 9, 60, 150, 400, -1, -50, -200)},
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-50]),
+    "cut in the header": lambda path: path.write_bytes(path.read_bytes()[:40]),
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"0"),
+    "a page": lambda path: path.write_text("<html>not found</html>"),
+    "no checksums": lambda path: without_checksums(path, as_nan),
+    "other values": lambda path: with_old_checksums(path, as_nan),
+    "other rows": lambda path: with_old_checksums(path, other_rows),
+    "other types": lambda path: with_old_checksums(path, lambda name, tensor: tensor.to(torch.int32)),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("which", [1, -1], ids=["in the middle", "at the end"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_named_and_written_again(damage, which, damaged):
+    path, names = part_files(damaged.folder)[which], [each.name for each in part_files(damaged.folder)]
+    times = {each: each.stat().st_mtime_ns for each in part_files(damaged.folder)}
+    DAMAGES[damage](path)
+    with pytest.raises(ValueError, match=path.name):
+        list(damaged.read(damaged.folder))
+    assert equal(damaged.write(damaged.folder), damaged.rows)
+    assert equal(damaged.read(damaged.folder), damaged.rows)
+    assert [each.name for each in part_files(damaged.folder)] == names
+    assert all(each.stat().st_mtime_ns == time for each, time in times.items() if each != path)
+
+
+def test_parts_are_known_by_their_rows_and_not_by_their_names(damaged):
+    first, second, *_ = part_files(damaged.folder)
+    first.rename(damaged.folder / "other")
+    second.rename(first)
+    (damaged.folder / "other").rename(second)
+    assert equal(damaged.read(damaged.folder), damaged.rows) and equal(damaged.write(damaged.folder), damaged.rows)
+
+
+def test_a_row_in_two_parts_is_refused(damaged):
+    first, *_ = part_files(damaged.folder)
+    shutil.copy(first, other := damaged.folder / "part-00001-of-00002-00000.safetensors")
+    for call in (damaged.read, damaged.write):
+        with pytest.raises(ValueError, match=f"{other.name} and {first.name}|{first.name} and {other.name}"):
+            call(damaged.folder)
+    other.unlink()
+    assert equal(damaged.write(damaged.folder), damaged.rows)
+
+
+def test_a_part_of_another_directory_is_refused_and_stays(damaged, tmp_path):
+    damaged.write(tmp_path / "less", 4)
+    foreign = shutil.copy(part_files(tmp_path / "less")[0], damaged.folder / "part-00001-of-00002-00000.safetensors")
+    for call in (damaged.read, damaged.write):
+        with pytest.raises(ValueError, match=f"{foreign.name}.*another data set"):
+            call(damaged.folder)
+    assert foreign.exists()
+
+
+FACTS = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:50]),
+    "empty": lambda path: path.write_bytes(b""),
+    "a byte": lambda path: flip(path, -9),
+    "a list": lambda path: path.write_text("[]"),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    "another file": lambda path: path.write_text('{"model_type": "llama"}'),
+    "other numbers": lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": 3, "width": 3})),
+}
+
+
+@pytest.mark.parametrize("damage", FACTS)
+def test_damaged_facts_are_named_and_written_again_when_they_are_removed(damage, damaged):
+    path = damaged.folder / damaged.facts
+    FACTS[damage](path)
+    for call in (damaged.read, damaged.write):
+        with pytest.raises(ValueError, match=f"{path.name} is damaged"):
+            call(damaged.folder)
+    path.unlink()
+    times = [each.stat().st_mtime_ns for each in part_files(damaged.folder)]
+    assert equal(damaged.write(damaged.folder), damaged.rows)
+    assert [each.stat().st_mtime_ns for each in part_files(damaged.folder)] == times
+
+
+def test_a_gap_is_named_with_its_rows_and_what_fills_it(damaged):
+    for path in part_files(damaged.folder)[1:]:
+        path.unlink()
+    with pytest.raises(ValueError, match=rf"holds \d+ of 12 rows.*missing.*{damaged.remedy}"):
+        damaged.read(damaged.folder)
+
+
+def test_without_verification_only_sizes_are_looked_at(tmp_path):
+    rows = kept(states(tmp_path))
+    first, second, third, *_ = part_files(tmp_path)
+    flip(first, -1)
+    DAMAGES["cut"](second)
+    with pytest.raises(ValueError, match=second.name):
+        FeatureDataset(tmp_path, verify=False)
+    time = first.stat().st_mtime_ns
+    found = states(tmp_path, verify=False)
+    assert len(list(found)) == ROWS and first.stat().st_mtime_ns == time and not equal(found, rows)
+    assert not equal(FeatureDataset(tmp_path, verify=False), rows)
+    with pytest.raises(ValueError, match=first.name):
+        list(FeatureDataset(tmp_path))
+
+
+def test_checksums_are_read_when_a_part_is_first_opened(tmp_path, monkeypatch):
+    states(tmp_path)
+    read = []
+    checked = parts_module.Part._checked
+    monkeypatch.setattr(
+        parts_module.Part, "_checked", lambda part, file, name: (read.append(name), checked(part, file, name))[1]
+    )
+    rows = FeatureDataset(tmp_path)
+    assert "cached_states" not in read
+    assert equal([rows[0], rows[0]], [rows[0]] * 2) and read.count("cached_states") == 1
+    list(rows)
+    assert read.count("cached_states") == len(part_files(tmp_path))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077], ids=oct)
+@pytest.mark.parametrize("kind", KINDS)
+def test_modes_follow_the_umask(kind, mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        KINDS[kind].write(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~mask}
+
+
+def test_a_link_is_replaced_and_not_followed(damaged, tmp_path):
+    path = part_files(damaged.folder)[0]
+    outside = path.rename(tmp_path / "outside")
+    path.symlink_to(outside)
+    assert equal(damaged.read(damaged.folder), damaged.rows)
+    outside.write_bytes(b"precious")
+    assert equal(damaged.write(damaged.folder), damaged.rows)
+    assert outside.read_bytes() == b"precious" and not path.is_symlink()
+
+
+def test_what_killed_writers_left_is_removed(damaged):
+    ours, theirs = (f".{part_files(damaged.folder)[0].name}.{name}.tmp" for name in (f"{os.uname().nodename}.999999999",
+                                                                                "elsewhere.1"))  # fmt: skip
+    for name in (ours, theirs):
+        (damaged.folder / name).write_bytes(b"half")
+    damaged.write(damaged.folder)
+    assert not (damaged.folder / ours).exists() and (damaged.folder / theirs).exists()
+    os.utime(damaged.folder / theirs, (0, 0))
+    damaged.write(damaged.folder)
+    assert not (damaged.folder / theirs).exists()
+
+
+def test_states_that_are_not_finite_are_refused(tmp_path):
+    heads = MTPHeads.from_backbone(llama(), window=3)
+    with torch.no_grad():
+        heads.backbone.model.norm.weight[0] = 1e6
+    with pytest.raises(ValueError, match="row 0 .*float16"):
+        cache_features(heads, [dict(row) for row in ragged_rows(3)], tmp_path, dtype="float16")
+    assert not part_files(tmp_path)
+
+
+def test_ids_that_cannot_be_are_named(damaged, monkeypatch):
+    if damaged.remedy != "regenerate":
+        pytest.skip("of answers")
+    path = part_files(damaged.folder)[0]
+    with safe_open(path, "pt") as file:
+        of = file.metadata()["of"]
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    tensors["ids"][0] = -5
+    sums = json.dumps({name: parts_module.checksum_of(tensor, of) for name, tensor in tensors.items()})
+    save_file(tensors, path, {"of": of, "crc32": sums})
+    with pytest.raises(ValueError, match=path.name):
+        RegeneratedText(damaged.folder)
+
+
+def test_a_backbone_in_tensor_parallel_parts_is_refused():
+    with pytest.raises(ValueError, match="tp_size=2"):
+        Processes.of(SimpleNamespace(tp_size=2))
+
+
+def work(rank, world, folder, kind, slow):
+    """Be one of the processes, which is a copy of this one."""
+    for stream in (1, 2):
+        os.dup2(os.open(f"{folder}.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=10)  # of collectives
+    init = f"file://{folder}.store"
+    torch.distributed.init_process_group("gloo", init, rank=rank, world_size=world, timeout=limit)
+    processes_module._TELL, regeneration_module._SECONDS, code, write = 0.5, 0.0, 1, parts_module.PartWriter.write
+
+    for module in (processes_module, parts_module):
+        module.logger = SimpleNamespace(warning=lambda words: os.write(1, f"{words}\n".encode()))
+
+    def slowly(*arguments):
+        if slow == "fails" and rank == 0:
+            raise OSError("No space left on device")
+        time.sleep(4 if slow == "waits" and rank == 0 else 0)
+        write(*arguments)
+
+    parts_module.PartWriter.write = slowly
+    try:
+        KINDS[kind].write(Path(folder))
+        code = 0
+    except Exception as error:
+        os.write(1, f"\n{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def run(world, folder, kind, slow="no"):
+    """Write a directory in several processes; return their exit codes, and what each has said."""
+    for path in folder.parent.glob(f"{folder.name}.*"):
+        path.unlink()
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=work, args=(rank, world, folder, kind, slow)) for rank in range(world)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(300)
+    return [each.exitcode for each in started], [Path(f"{folder}.{rank}").read_text() for rank in range(world)]
+
+
+def owners(folder):
+    """How many rows each process has written, by the names of its parts."""
+    found = {}
+    for path in part_files(folder):
+        owner = path.name.rpartition("-")[0]
+        found[owner] = found.get(owner, 0) + len(load_file(path)["rows"])
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_write_the_rows_of_one_each_its_share_and_wait_for_the_slowest(kind, tmp_path):
+    want = kept(KINDS[kind].write(tmp_path / "one"))
+    codes, said = run(2, tmp_path / "two", kind, "waits")
+    assert codes == [0, 0], said
+    assert "waiting for 0 of 2 processes" in said[1] and "parts in" in said[1]
+    found = KINDS[kind].read(tmp_path / "two")
+    if kind == "answers":
+        assert equal(found, want)
+    for one, other in zip(found, want, strict=True):
+        for name in other:
+            torch.testing.assert_close(one[name], other[name], atol=1e-5, rtol=1e-5)
+    assert owners(tmp_path / "two") == {"part-00000-of-00002": 6, "part-00001-of-00002": 6}
+    first, second = part_files(tmp_path / "two")[:2]
+    times = {path: path.stat().st_mtime_ns for path in part_files(tmp_path / "two")}
+    flip(first, -3)  # another number of processes goes on from what is there
+    codes, said = run(3, tmp_path / "two", kind)
+    assert codes == [0] * 3, said
+    assert sum(f"{first.name} is damaged" in text for text in said) == 1
+    found = KINDS[kind].read(tmp_path / "two")
+    assert equal(found, want) if kind == "answers" else len(list(found)) == ROWS
+    assert all(path.stat().st_mtime_ns == time for path, time in times.items() if path != first)
+    assert any("of-00003" in path.name for path in part_files(tmp_path / "two"))
+
+
+def test_an_error_of_one_process_ends_all(tmp_path):
+    codes, said = run(2, tmp_path / "two", "answers", "fails")
+    assert codes == [1, 1] and "No space left" in said[0]
+    assert "process 0 of 2 ended with: No space left" in said[1]

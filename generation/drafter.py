@@ -23,7 +23,11 @@ _TREE_CHOICES: WeakKeyDictionary[BaseDrafter, dict[bool, dict[str, int]]] = Weak
 """By drafter: a copy or a pickle chooses its own trees, for it may have another backbone or another machine."""
 _SCHEDULES: WeakKeyDictionary[BaseDrafter, dict[Hashable, AdaptiveSchedule]] = WeakKeyDictionary()
 """By drafter, and by what the cost of a cycle depends on: what adaptive calls have learned."""
-_KINDS = {"draft_vocabulary": "sequential modules", "assistant_tokenizer": "AssistantDrafter"}
+_KINDS = {
+    "draft_vocabulary": "sequential modules",
+    "assistant_tokenizer": "AssistantDrafter",
+    "scope": "SuffixDrafter",
+}
 """The drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction."""
 
 
@@ -63,6 +67,7 @@ class BaseDrafter:
         mtp_loss_weight: lambda, what its loss is multiplied with beside that of a backbone; None: it learns alone.
         not_served: Why no engine runs it; None: one may.
         recorder: Records what its calls verify, so that it can learn; None: nothing does.
+        own_options: Names of `CallOptions.extra` that it takes, beyond those that its `prepare_call` reads.
     """
 
     rules: tuple[str, ...] = ("block", "token")
@@ -75,6 +80,7 @@ class BaseDrafter:
     mtp_loss_weight: float | None = None
     not_served: str | None = "it is no DeepSeekMTP, MTPHeads or EagleHead, which can be exported"
     recorder: Recorder | None = None
+    own_options: frozenset[str] = frozenset()
 
     def longest_draft(self) -> int | None:
         """Return the most tokens that a draft may have; None: any number.
@@ -142,7 +148,7 @@ class BaseDrafter:
         Raises:
             ValueError: An option that this kind does not have, or an invalid tree.
         """
-        for name in options.extra:
+        for name in (name for name in options.extra if name not in self.own_options):
             kind = _KINDS.get(name, "parallel token prediction")
             raise ValueError(f"{name}= is an option of {kind}, and {type(self).__name__} has none")
         if options.draft_tree is None:

@@ -62,6 +62,7 @@ class DrafterCascade(AttachableDrafter):
         ]  # of greedy and of sampled calls
         self.rules, self.drafts_trees = self.last.rules, self.last.drafts_trees
         self.reads_prompt = any(drafter.reads_prompt for drafter in drafters)
+        self.own_options = frozenset[str]().union(*(drafter.own_options for drafter in drafters))
 
     @property
     def config(self) -> PreTrainedConfig:

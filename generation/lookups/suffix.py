@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from .suffix_counts import Reader, SuffixCounts
 
 _FILE = "suffixes.safetensors"
 _LEAST = {"depth": 2, "num_tokens": 1, "max_nodes": 1000}
+_CALLS = count()
+Scope = str | int
 
 
 class SuffixDrafter(LookUpDrafter):
@@ -35,12 +37,18 @@ class SuffixDrafter(LookUpDrafter):
     where it branches (SuffixDecoding, Oliaro et al. 2024). Drafts are certain tokens, so that sampling stays exact.
     Calls in several threads may share one drafter.
 
+    Its drafts, and how many calls of the backbone a text takes, tell a user what others have sent. Where they must not,
+    give each call a `scope` (`generate(..., scope="user 7")`, or a list of one per prompt): it drafts from the text of
+    this scope alone, and adds to no other. Or let calls add nothing (`read_only`).
+
     Args:
         depth: Tokens of the longest run that is counted.
         num_tokens: The longest draft, unless `num_assistant_tokens` says otherwise.
         factor: Tokens that are drafted for each token of the matched run: long runs are sure.
         least: The smallest probability of a draft's paths, by the counts.
-        max_nodes: Runs that are remembered, at about 300 bytes; the oldest are forgotten first.
+        max_nodes: Runs that are remembered, at about 300 bytes; the oldest are forgotten first. Of all scopes together
+            as many again: those that were used least recently go first.
+        read_only: Calls without a scope draft from the text that was added (`add`), and add none.
 
     Raises:
         ValueError: A value out of range.
@@ -51,8 +59,16 @@ class SuffixDrafter(LookUpDrafter):
         >>> drafter.save_pretrained("suffixes")
     """
 
+    own_options = frozenset({"scope"})
+
     def __init__(
-        self, depth: int = 24, num_tokens: int = 16, factor: float = 1.0, least: float = 0.1, max_nodes: int = 1 << 18
+        self,
+        depth: int = 24,
+        num_tokens: int = 16,
+        factor: float = 1.0,
+        least: float = 0.1,
+        max_nodes: int = 1 << 18,
+        read_only: bool = False,
     ) -> None:
         for name, value in {"depth": depth, "num_tokens": num_tokens, "max_nodes": max_nodes}.items():
             if not isinstance(value, int) or value < _LEAST[name]:
@@ -62,7 +78,8 @@ class SuffixDrafter(LookUpDrafter):
         if not 0 <= least <= 1:
             raise ValueError(f"least={least!r} must be a probability")
         self.depth, self.num_tokens, self.max_nodes = depth, num_tokens, max_nodes
-        self.factor, self.least, self.counts = factor, least, SuffixCounts(depth, max_nodes)
+        self.factor, self.least, self.read_only = factor, least, read_only
+        self.counts, self.scopes = SuffixCounts(depth, max_nodes), dict[Scope, SuffixCounts]()
 
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a vocabulary that lacks tokens of the text that was read.
@@ -88,11 +105,37 @@ class SuffixDrafter(LookUpDrafter):
         return options
 
     def start(self, options: DraftOptions) -> SuffixSession:
-        """Return the session of one call."""
+        """Return the session of one call.
+
+        Raises:
+            ValueError: A `scope` that is none, or text of one that the vocabulary lacks.
+        """
         return SuffixSession(self, options)
 
-    def add(self, ids: Any) -> None:
-        """Read a text [L], or texts, of token ids, which later calls may continue.
+    def store(self, scope: Scope | None) -> SuffixCounts:
+        """Return the text of a scope; None: that of calls without one.
+
+        Of all other scopes, those that were used least recently are forgotten while there are too many nodes.
+
+        Raises:
+            ValueError: Anything but a text or a whole number.
+        """
+        if scope is None:
+            return self.counts
+        if not isinstance(scope, Scope):
+            raise ValueError(f"scope={scope!r} must be a text or a whole number, or a list of one for each prompt")
+        store = self.scopes.setdefault(scope, SuffixCounts(self.depth, self.max_nodes))
+        store.used = next(_CALLS)
+        known = dict(self.scopes)  # several threads may add some
+        total = sum(each.size for each in known.values())
+        for oldest in sorted(known, key=lambda key: known[key].used):
+            if total > self.max_nodes and oldest != scope:
+                total -= known[oldest].size
+                self.scopes.pop(oldest, None)
+        return store
+
+    def add(self, ids: Any, scope: Scope | None = None) -> None:
+        """Read a text [L], or texts, of token ids, which later calls (of a scope) may continue.
 
         Raises:
             ValueError: Texts of anything but whole numbers, or of tokens that the backbone lacks; nothing is read then.
@@ -103,23 +146,39 @@ class SuffixDrafter(LookUpDrafter):
             raise ValueError("ids: must be a text of token ids, or a list of such texts")
         known = [token for text in texts for token in text] or [0]
         _check_ids(min(known), max(known), self.backbone if self.is_attached else None)
+        store = self.store(scope)
         for text in texts:
-            self.counts.read(Reader(), text)
+            store.read(Reader(), text)
 
-    def forget(self) -> None:
-        """Forget all text."""
+    def forget(self, scope: Scope | None = None) -> None:
+        """Forget the text of a scope, or all text."""
+        if scope is not None:
+            self.scopes.pop(scope, None)
+            return
+        self.scopes.clear()
         self.counts.load([], [], [])
 
     def restore_point(self) -> Callable[[], None]:
         """Return a function by which the drafter forgets the text that it has read since."""
-        return partial(self.counts.load, *self.counts.flat())
+        stores = {None: self.counts, **self.scopes}
+        known = {scope: store.flat() for scope, store in stores.items()}
+
+        def restore() -> None:
+            self.forget()
+            for scope, counts in known.items():
+                self.store(scope).load(*counts)
+
+        return restore
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Write the counts to a directory, in one file that appears when it is whole."""
+        """Write the counts, but for those of scopes, to a directory, in one file that appears when it is whole.
+
+        Whoever reads the file can rebuild the text.
+        """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         tensors = dict(zip(("tokens", "parents", "counts"), map(torch.tensor, self.counts.flat())))
-        options = json.dumps({name: getattr(self, name) for name in (*_LEAST, "factor", "least")})
+        options = json.dumps({name: getattr(self, name) for name in (*_LEAST, "factor", "least", "read_only")})
         save_file({name: each.long() for name, each in tensors.items()}, target / f"{_FILE}.tmp", {"options": options})
         (target / f"{_FILE}.tmp").replace(target / _FILE)
 
@@ -168,8 +227,8 @@ class SuffixSession(DraftSession):
     expected: float = 0.0
 
     def __init__(self, drafter: SuffixDrafter, options: DraftOptions) -> None:
-        self.drafter, self.counts, self.num_tokens = drafter, drafter.counts, options.num_tokens
-        self.options = options
+        self.drafter, self.num_tokens, self.options = drafter, options.num_tokens, options
+        self.stores = _stores_of(drafter, options)
         tree = options.draft_tree or {"top_k": 1}
         self.width = tree.get("top_k", 4)
         self.nodes = options.num_tokens if self.width == 1 else tree.get("total_tokens", 2 * options.num_tokens) - 1
@@ -183,8 +242,15 @@ class SuffixSession(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Read the new tokens."""
         if self.tokens is not None:
-            for reader, ids in zip(self.readers, self.tokens.newest_on_host):
-                self.counts.read(reader, ids)
+            for store, reader, ids in zip(self.stores, self.readers, self.tokens.newest_on_host):
+                self._read(store, reader, ids)
+
+    def _read(self, store: SuffixCounts, reader: Reader, ids: list[int]) -> None:
+        if not (self.drafter.read_only and store is self.drafter.counts):
+            store.read(reader, ids)
+            return
+        for token in ids:
+            reader.follow(token, store.depth)
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """See `DraftSession`; sequences that have ended get no draft."""
@@ -194,10 +260,11 @@ class SuffixSession(DraftSession):
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         drafter, drafts, total = self.drafter, list[list[tuple[int, int]]](), 0.0
-        for reader, newest, allowed in zip(self.readers, tokens.newest_on_host, self._allowed(tokens)):
+        rows = zip(self.stores, self.readers, tokens.newest_on_host, self._allowed(tokens))
+        for store, reader, newest, allowed in rows:
             nodes = min(self.nodes, length) if self.width == 1 else self.nodes
             options = (reader.tail, length, nodes, self.width, drafter.factor, drafter.least, allowed)
-            draft, expected = self.counts.draft(*options) if newest else ([], 0.0)  # nothing new: it has ended
+            draft, expected = store.draft(*options) if newest else ([], 0.0)  # nothing new: it has ended
             drafts.append(draft)
             total += expected
         self.expected = total / max(sum(map(bool, tokens.newest_on_host)), 1)
@@ -216,7 +283,20 @@ class SuffixSession(DraftSession):
         real = None if self.mask is None or not prompt else self.mask[:, -prompt:].tolist()
         for index, (reader, ids) in enumerate(zip(self.readers, tokens.ids[:, : max(tokens.lengths)].tolist())):
             columns = range(tokens.lengths[index])
-            self.counts.read(reader, [ids[c] for c in columns if real is None or c >= prompt or real[index][c]])
+            own = [ids[c] for c in columns if real is None or c >= prompt or real[index][c]]
+            self._read(self.stores[index], reader, own)
+
+
+def _stores_of(drafter: SuffixDrafter, options: DraftOptions) -> list[SuffixCounts]:
+    """Return the text that every sequence of a call [B] is drafted from, and adds to."""
+    scope, rows = options.extra.get("scope"), len(options.prompt)
+    scopes = list(scope) if isinstance(scope, (list, tuple)) else [scope]
+    if rows % max(len(scopes), 1) or not scopes or (None in scopes and scope is not None):
+        raise ValueError(f"scope={scope!r} has {len(scopes)} scopes for {rows} sequences: give one for each prompt")
+    stores = [drafter.store(each) for each in scopes]
+    for store in stores if scope is not None else ():
+        _check_ids(*store.bounds(), options.backbone)
+    return [store for store in stores for _ in range(rows // len(stores))]  # as `generate` repeats prompts
 
 
 def _tree(drafts: list[list[tuple[int, int]]], device: torch.device, is_chain: bool) -> DraftTree:

@@ -37,6 +37,10 @@ class Reader:
         self.tail: list[int] = []
         self.generation, self.nodes = 0, list[_Node]()
 
+    def follow(self, token: int, depth: int) -> None:
+        """Move on to the next token of the sequence, and count nothing."""
+        self.tail = [*self.tail[-(depth - 2) :], token] if depth > 2 else [token]
+
 
 class SuffixCounts:
     """Continuations of the last tokens of a sequence, by how often they came next.
@@ -51,7 +55,13 @@ class SuffixCounts:
     def __init__(self, depth: int, max_nodes: int) -> None:
         self.depth, self.max_nodes = depth, max_nodes
         self._young, self._old, self._size, self._generation = _Node(), _Node(), 0, 0
+        self._old_size = self.used = 0
         self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Nodes of both generations."""
+        return self._size + self._old_size
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
@@ -67,7 +77,7 @@ class SuffixCounts:
 
     def _read(self, reader: Reader, token: int) -> None:
         if self._size + self.depth > self.max_nodes // 2:
-            self._old, self._young, self._size = self._young, _Node(), 0
+            self._old, self._young, self._old_size, self._size = self._young, _Node(), self._size, 0
             self._generation += 1
         if reader.generation != self._generation:
             reader.generation, reader.nodes = self._generation, []
@@ -80,7 +90,7 @@ class SuffixCounts:
             child.count += 1
             longer.append(child)
         reader.nodes = longer[: self.depth - 1]
-        reader.tail = [*reader.tail[-(self.depth - 2) :], token] if self.depth > 2 else [token]
+        reader.follow(token, self.depth)
 
     def draft(
         self,
@@ -149,7 +159,8 @@ class SuffixCounts:
         """Replace all counts by those that `flat` returned."""
         nodes = [_Node() for _ in tokens]
         with self._lock:
-            self._young, self._old, self._size, self._generation = _Node(), _Node(), 0, self._generation + 1
+            self._young, self._old, self._generation = _Node(), _Node(), self._generation + 1
+            self._old_size, self._size = len(tokens), 0
             for node, token, parent, count in zip(nodes, tokens, parents, counts):
                 node.count = count
                 (nodes[parent] if parent >= 0 else self._old).children[token] = node

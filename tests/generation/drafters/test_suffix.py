@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.backbones import backbone, prompts
 from tests.internals import Reader, SuffixCounts
 from tests.models import left_padded
-from tokenahead import AssistantDrafter, DrafterCascade, SuffixDrafter
+from tokenahead import AssistantDrafter, DrafterCascade, NgramDrafter, SuffixDrafter
 
 DEPTH = 5
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4)
@@ -154,6 +154,100 @@ def test_threads_share_a_drafter():
     for thread in threads:
         thread.join()
     assert not failures and len(drafter.counts.flat()[0]) <= 2000
+
+
+def calls(model, ids, drafter, **options):
+    """How many cycles each sequence of a call took."""
+    fixed = dict(max_new_tokens=20, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    out = model.generate(ids, **fixed, assistant_model=drafter, **options)
+    return [len(counts) for counts in out.speculation.rows_accepted]
+
+
+@pytest.mark.parametrize("make", [lambda each: each, lambda each: DrafterCascade([each, NgramDrafter()])])
+def test_a_scope_tells_nothing_of_the_text_of_others(make):
+    model, ids = backbone(), prompts(1, seed=5)[0][None]
+    inner = SuffixDrafter()
+    drafter = make(inner).attach(model)
+    (first,) = calls(model, ids, drafter, scope="one")
+    before = inner.counts.flat()
+    for other in ("two", 3):  # as in the first call, nobody has sent it
+        assert calls(model, ids, drafter, scope=other) == [first]
+    assert calls(model, ids, drafter, scope="one")[0] < first
+    assert inner.counts.flat() == before == ([], [], [])
+    (fresh,) = calls(model, ids, drafter)  # nor does what has no scope read the others
+    assert fresh == first and inner.counts.flat()[0]
+    assert calls(model, ids, drafter, scope="four") == [first]
+
+
+def test_a_batch_has_a_scope_for_each_prompt():
+    model, ids = backbone(), prompts(1, seed=5)[0][None]
+    drafter = SuffixDrafter().attach(model)
+    alone = calls(model, ids, drafter, scope="alone")
+    assert calls(model, ids.repeat(2, 1), drafter, scope=["a", "b"]) == alone * 2
+    again = calls(model, ids.repeat(2, 1), drafter, scope=["a", "c"])
+    assert again[0] < again[1] == alone[0]
+    options = dict(max_new_tokens=4, do_sample=True, pad_token_id=0, num_return_sequences=2)
+    model.generate(ids, **options, assistant_model=drafter, scope=["d"])
+    assert {*drafter.scopes} == {"alone", "a", "b", "c", "d"} and drafter.counts.flat() == ([], [], [])
+
+
+def test_a_drafter_that_only_reads_keeps_nothing_of_calls(tmp_path):
+    model, ids = backbone(), prompts(1, seed=5)[0][None]
+    text = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    drafter = SuffixDrafter(read_only=True).attach(model)
+    unknown = calls(model, ids, drafter)
+    assert calls(model, ids, drafter) == unknown == [20 - 1] and drafter.counts.flat() == ([], [], [])
+    drafter.add(text)
+    known = drafter.counts.flat()
+    assert calls(model, ids, drafter)[0] < unknown[0] and drafter.counts.flat() == known
+    drafter.save_pretrained(tmp_path)
+    assert SuffixDrafter.from_pretrained(tmp_path).read_only
+
+
+def test_scopes_are_kept_bounded_and_forgotten(tmp_path):
+    drafter, generator = SuffixDrafter(depth=4, max_nodes=1000), torch.Generator().manual_seed(0)
+    for user in range(40):
+        drafter.add(torch.randint(0, 500, (60,), generator=generator), scope=user)
+        drafter.store(0)  # is in use
+        assert sum(each.size for each in drafter.scopes.values()) <= 1000 + 60 * 4
+    assert 0 in drafter.scopes and 39 in drafter.scopes and 1 not in drafter.scopes
+    for each in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert each.scopes[39].flat() == drafter.scopes[39].flat()
+    restore, kept = drafter.restore_point(), drafter.scopes[39].flat()
+    drafter.add([1, 2, 3], scope=39)
+    drafter.add([1, 2, 3], scope="new")
+    restore()
+    assert drafter.scopes[39].flat() == kept and "new" not in drafter.scopes
+    drafter.forget(39)
+    assert 39 not in drafter.scopes and 0 in drafter.scopes
+    drafter.save_pretrained(tmp_path)
+    assert SuffixDrafter.from_pretrained(tmp_path).counts.flat() == ([], [], [])
+    drafter.forget()
+    assert not drafter.scopes
+
+
+@pytest.mark.parametrize("scope", [1.5, ["a", "b", "c"], [], ["a", None], ("a", 2.0), {"a": 1}], ids=str)
+def test_a_scope_that_is_none_is_named(scope):
+    model = backbone()
+    with pytest.raises(ValueError, match="scope="):
+        calls(model, torch.tensor([[3, 4], [5, 6]]), SuffixDrafter().attach(model), scope=scope)
+
+
+def test_a_scope_without_suffixes_is_refused():
+    model = backbone()
+    for drafter in (NgramDrafter(), DrafterCascade([NgramDrafter(), NgramDrafter()])):
+        with pytest.raises(ValueError, match="scope= is an option of SuffixDrafter"):
+            calls(model, torch.tensor([[3, 4]]), drafter.attach(model), scope="a")
+    with pytest.raises(ValueError, match="scope"):
+        model.generate(torch.tensor([[3, 4]]), scope="a")
+
+
+def test_text_of_a_scope_of_another_vocabulary_is_refused():
+    model, drafter = backbone(vocabulary=40), SuffixDrafter()
+    drafter.add([1, 2, 60], scope="a")
+    drafter.attach(model)
+    with pytest.raises(ValueError, match="ids.*60.*39"):
+        calls(model, torch.tensor([[3, 4]]), drafter, scope="a")
 
 
 def test_an_empty_memory_drafts_nothing_and_the_text_is_plain():

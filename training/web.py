@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from html import escape
 from importlib import import_module
+from ipaddress import ip_address
 from statistics import median
 from typing import Any
 
@@ -31,6 +34,8 @@ _CODE, _WORDS = 'import json\n\n\ndef read_lines(path):\n    """', "Write a shor
 _TURNS, _SECONDS = 3, 20  # of measuring: runs of each method at most, and after so long no further ones
 _PAUSE = 0.05  # seconds between two states of the text
 _CONTEXT = 8  # tokens that decide how the next one is spelled
+_LARGEST = 1 << 20  # bytes of a request
+_DAY = 86_400  # seconds
 _BLANKS = str.maketrans({"\n": "⏎", "\t": "⇥", " ": "␣"})
 _LEGEND = """<style>
 .ta {font: 14px/1.7 ui-monospace, Menlo, Consolas, monospace; color: var(--body-text-color); overflow-x: auto}
@@ -187,10 +192,73 @@ def _speeds(runs: dict[str, list[Run]], is_sampled: bool) -> str:
     return f"<b>{ratio}</b>, {texts} (measured after it, by turns, {len(plain)} × each)<br>{rows}"
 
 
+class Guard:
+    """Refuses requests under another name than the machine's, with files, or larger than a prompt can be.
+
+    A page of somebody else's site that is open in a visitor's browser would else reach this one under that site's name
+    (DNS rebinding); it has no way to do that under an address.
+
+    Args:
+        app: The application, as ASGI has it.
+        names: Names that it answers to, and all addresses; None: all names.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], names: Collection[str] | None = None) -> None:
+        self.app, self.names = app, None if names is None else {name.lower() for name in names}
+
+    async def __call__(
+        self, scope: MutableMapping[str, Any], receive: Callable[..., Any], send: Callable[..., Awaitable[None]]
+    ) -> None:
+        """Answer a request, or pass it on."""
+        status, reason = self.fault(dict(scope.get("headers", ())))
+        if not reason or scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": reason.encode()})
+
+    def fault(self, headers: dict[bytes, bytes]) -> tuple[int, str]:
+        """Return the status of a refusal and its reason, which is empty where there is none."""
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if self.names is not None and _name_of(host) not in self.names and not _is_address(_name_of(host)):
+            return 421, "This page answers to the names of its machine alone."
+        if headers.get(b"content-type", b"").strip().lower().startswith(b"multipart/"):
+            return 403, "This page takes no files."
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > _LARGEST:
+            return 413, f"This page takes requests of at most {_LARGEST} bytes."
+        return 200, ""
+
+
+def _name_of(host: str) -> str:
+    """Return the name, or the address, of a `Host` header."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _launch(launch: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Launch a page behind a `Guard`; with `share`, under any name."""
+    own = {"localhost", socket.gethostname(), socket.getfqdn(), os.environ.get("SPACE_HOST", "localhost")}
+    names = None if options.get("share") else own | {options.get("server_name") or "localhost"}
+    guard = import_module("starlette.middleware").Middleware(Guard, names=names)
+    app = {"middleware": [guard]} | (options.pop("app_kwargs", None) or {})
+    return launch(*arguments, **{"max_file_size": "1kb"} | options, app_kwargs=app)
+
+
 def build(model: str | None = None, drafter: str | None = None, dtype: str = "auto") -> Any:
     """Return the page of a model (None: the one in the box) and a method of `tokenahead bench`, a `gradio.Blocks`.
 
-    `dtype` is that of the weights; `"auto"`: the checkpoint's, float32 of the model in the box.
+    `dtype` is that of the weights; `"auto"`: the checkpoint's, float32 of the model in the box. Its `launch` puts a
+    `Guard` before it.
 
     Raises:
         MissingExtraError: There is no Gradio.
@@ -213,7 +281,7 @@ def build(model: str | None = None, drafter: str | None = None, dtype: str = "au
             alert = f'<div class="ta alert" role="alert">{escape(str(error))}</div>'
             yield alert, "", [], gr.Slider(visible=False), ""
 
-    with gr.Blocks(title="tokenahead", analytics_enabled=False) as page:
+    with gr.Blocks(title="tokenahead", analytics_enabled=False, delete_cache=(_DAY, _DAY)) as page:
         gr.HTML(f"<h2>tokenahead</h2>{escape(author.name)}{_LEGEND}")
         with gr.Row():
             with gr.Column(scale=2, min_width=300):
@@ -232,13 +300,14 @@ def build(model: str | None = None, drafter: str | None = None, dtype: str = "au
         outputs = [text, words, cycles, number, tree]
         button.click(write, fields, outputs, api_name="write", concurrency_limit=1, show_progress_on=words)
         number.input(author.tree, [cycles, number], tree, queue=False, show_progress="hidden", api_visibility="private")
+    page.launch = partial(_launch, page.launch)
     return page
 
 
 def serve(model: str | None, drafter: str | None, dtype: str, address: str) -> int:
     """Serve the page at `HOST:PORT` until Ctrl-C; the defaults are 127.0.0.1, and a free port."""
     host, _, port = address.rpartition(":")
-    if port and not port.isdecimal():
+    if port and not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860")
     page = build(model, drafter, dtype)
     page.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)

@@ -153,7 +153,8 @@ def test_a_missing_gradio_is_named_before_anything_is_loaded(capsys, monkeypatch
 def test_a_model_and_an_address_that_cannot_be_are_named(capsys, monkeypatch):
     pytest.importorskip("gradio")
     assert run("--web", "--model", "./nowhere") == 1 and "./nowhere" in capsys.readouterr().err
-    assert run("--web", "localhost") == 1 and "localhost" in capsys.readouterr().err
+    for address in ("localhost", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:٣", "127.0.0.1:x"):
+        assert run("--web", address) == 1 and address in capsys.readouterr().err
 
 
 def test_a_visitor_who_leaves_disturbs_nobody(own):
@@ -165,6 +166,33 @@ def test_a_visitor_who_leaves_disturbs_nobody(own):
     assert (text, cycles) == (alone[0], alone[2])
 
 
+def answer(url, path="", **request):
+    import httpx
+
+    return httpx.request(request.pop("method", "GET"), url.rstrip("/") + path, **request).status_code
+
+
+def check_guard(url):
+    """A page on loopback takes no files, and answers under no foreign name."""
+    assert answer(url) == 200 and answer(url, headers={"Host": "localhost:7860"}) == 200
+    for host in ("evil.example", "evil.example:7860", "127.0.0.1.evil.example", "localhost.evil.example", ""):
+        assert answer(url, headers={"Host": host}) == 421
+        assert answer(url, "/gradio_api/info", headers={"Host": host}) == 421
+    for path in ("/gradio_api/upload", "/gradio_api/upload/", "/upload"):
+        assert answer(url, path, method="POST", files={"files": b"x"}) == 403
+    assert answer(url, "/gradio_api/queue/join", method="POST", content=b" " * (1 << 20 | 1)) == 413
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1", 200), ("127.0.0.1:7860", 200), ("[::1]:80", 200), ("LocalHost", 200), ("me.lan:1", 200),
+     ("10.0.0.7", 200), ("evil.example", 421), ("evil.example:80", 421), ("[evil", 421), ("::1:evil", 421), ("", 421)],
+)  # fmt: skip
+def test_hosts_of_other_names_are_refused(host, status):
+    assert web.Guard(None, ["localhost", "Me.lan"]).fault({b"host": host.encode()})[0] == status
+    assert web.Guard(None).fault({b"host": host.encode()})[0] == 200
+
+
 def test_visitors_get_their_own_texts(llama, monkeypatch):
     pytest.importorskip("gradio")
     from gradio_client import Client
@@ -173,6 +201,7 @@ def test_visitors_get_their_own_texts(llama, monkeypatch):
     page = web.build(llama)
     _, url, share = page.launch(server_name="127.0.0.1", quiet=True, prevent_thread_lock=True, share=False)
     try:
+        check_guard(url)
         assert url.startswith("http://127.0.0.1:") and not share
         clients = [Client(url, verbose=False, analytics_enabled=False) for _ in range(2)]
         with ThreadPoolExecutor(2) as pool:

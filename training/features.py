@@ -102,7 +102,8 @@ def cache_features(
 ) -> FeatureDataset:
     """Write the states that a drafter learns from, or those that are missing or damaged.
 
-    The processes of a group of `torch.distributed` divide the rows; all of them return when all rows are written.
+    The processes of a group of `torch.distributed`, all of which call this, divide the rows, and return when all rows
+    are written.
 
     Args:
         drafter: Attached `MTPHeads` or `EagleHead`; its `learning_layers` and its backbone are used.

@@ -105,8 +105,9 @@ def regenerate(
 ) -> RegeneratedText:
     """Let a backbone write the completions of prompts, or those that are missing or damaged.
 
-    The processes of a group of `torch.distributed` divide the batches; all of them return when all rows are written.
-    A drafter that remembers text (`SuffixDrafter`) keeps the distribution of samples, but not the samples themselves.
+    The processes of a group of `torch.distributed`, all of which call this, divide the batches, and return when all
+    rows are written. A drafter that remembers text (`SuffixDrafter`) keeps the distribution of samples, but not the
+    samples themselves.
 
     Args:
         backbone: Any causal language model.

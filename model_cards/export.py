@@ -19,6 +19,7 @@ from ..configuration.fields import refuse
 from ..configuration.mtp_families import family_of
 from ..generation.call.options import GENERATE_KWARGS
 from ..generation.drafter import BaseDrafter
+from ..generation.tensors.saving import whole_directory
 from ..generation.tensors.tensor_files import tensor_dtypes
 from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
@@ -165,15 +166,17 @@ def export(
     _check_model(model, engine)
     warnings, folder = _warnings(model, engine), Path(folder)
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    if family.retrofit:
-        save_retrofit(model, folder, **shards)
-        main, command = folder / "backbone", _retrofit_command(model, folder)
-        num_tensors = len(tensor_dtypes(main)) + len(tensor_dtypes(folder / "draft"))
-    else:
-        _save(model, folder, bool(family.copies) if copies is None else copies, **shards)
-        main, command, num_tensors = folder, _command(folder, engine, model.num_modules), len(tensor_dtypes(folder))
-    _drop_options_of_generate(main / "generation_config.json")
-    warnings += _save_tokenizer(model, tokenizer, main)
+    with whole_directory(folder, replaced=() if family.retrofit else [DRAFT_VOCABULARY]) as written:
+        if family.retrofit:
+            save_retrofit(model, written, **shards)
+            main, command = written / "backbone", _retrofit_command(model, folder)
+            num_tensors = len(tensor_dtypes(main)) + len(tensor_dtypes(written / "draft"))
+        else:
+            _save(model, written, bool(family.copies) if copies is None else copies, **shards)
+            main, command = written, _command(folder, engine, model.num_modules)
+            num_tensors = len(tensor_dtypes(main))
+        _drop_options_of_generate(main / "generation_config.json")
+        warnings += _save_tokenizer(model, tokenizer, main)
     return ExportReport(folder, engine, num_tensors, command, warnings, [_checked(model, engine)])
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration import EagleHeadConfig
+from ..generation.tensors.saving import PREFIX, finish
 from ..modeling.common.loading import TRAVELLERS
 from ..modeling.common.remote_code import code_when_pushed
 from ..modeling.eagle.export import layout_config
@@ -73,7 +74,8 @@ def public_copy(source: Path, target: Path, left_out: Sequence[str] = (), also: 
     A card that shows a path of this machine is left out, with a warning. Files are linked where the disk supports it.
     `left_out` are patterns of names in `source`, `also` further files for the top of `target`.
     """
-    ignored = shutil.ignore_patterns(*left_out)
+    finish(source)
+    ignored = shutil.ignore_patterns(*left_out, f"{PREFIX}*")
     shutil.copytree(source, target, ignore=ignored, copy_function=_link, dirs_exist_ok=True)
     for file in also:
         _link(file, target / file.name)

@@ -13,6 +13,7 @@ _MODULES = {
     "cli_module": "tokenahead.cli",
     "commands_run_directory": "tokenahead.training.commands.run_directory",
     "loading_module": "tokenahead.training.loading",
+    "saving_module": "tokenahead.generation.tensors.saving",
     "deepseek_readout": "tokenahead.modeling.deepseek.modules",
     "deepseek_retrofit": "tokenahead.modeling.deepseek.retrofit",
     "demo_figures": "tokenahead.training.commands.bench",
@@ -160,6 +161,7 @@ _NAMES = {
     "tokenahead.model_cards.card": ("card_metadata",),
     "tokenahead.model_cards.export": ("export",),
     "tokenahead.model_cards.facts": ("describe",),
+    "tokenahead.model_cards.push": ("public_copy",),
     "tokenahead.model_cards.vllm_proposer": (
         "HeadProposer",
         "listen",
@@ -334,7 +336,7 @@ _NAMES = {
     "tokenahead.modeling.common.online": ("OnlineLearner",),
     "tokenahead.modeling.common.recording": ("OnlineBuffer",),
     "tokenahead.training.checkpoints": ("last_whole_checkpoint",),
-    "tokenahead.training.loading": ("load_drafter", "load_model", "put_adapters"),
+    "tokenahead.training.loading": ("has_adapters", "holds_model", "load_drafter", "load_model", "put_adapters"),
     "tokenahead.training.trainer_base": ("drafter_of",),
     "tokenahead.training.ptp.completions": (
         "CompletionSequences",

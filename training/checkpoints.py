@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration import MTPHeadConfig
+from ..generation.tensors.saving import files_of, finish
 from ..modeling import EagleHead
 from ..modeling.common.stored_drafters import drafter_class
 from .utils import replace_file
@@ -41,6 +42,7 @@ def last_whole_checkpoint(run: str | PathLike) -> str | None:
 
 def fault_of(checkpoint: Path) -> str | None:
     """Return which file of a checkpoint is missing or damaged, by its checksums and the other ones of its run."""
+    finish(checkpoint)
     if not _state(checkpoint):
         return f"{_STATE} is missing or damaged"
     for name in _LATE_FILES:
@@ -63,7 +65,9 @@ def write_checksums(checkpoint: Path) -> None:
 
 def _checksums(directory: Path) -> dict[str, str]:
     checksums = {}
-    for file in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != _SUMS):
+    for file in files_of(directory):
+        if file.name == _SUMS:
+            continue
         digest = hashlib.sha256()
         with file.open("rb") as stream:
             while chunk := stream.read(2**20):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import cast
@@ -13,11 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..generation.tensors.saving import readable, whole_directory
 from ..modeling.common.online import OnlineLearner, OnlineMixin
 
 ONLINE_DIRECTORY = "online_drafter"
 """Its name in a checkpoint."""
 _COUNTS = ("tokens", "done_updates", "_learned_at", "_accepted", "_verified")
+_FIRST = "counts-0.json"
+_REPLACED = ("buffer-*.safetensors", "counts-*.json", "drafter/*")
+"""Files that depend on the number of processes and on what learns."""
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -98,11 +102,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         resumed = args.resume_from_checkpoint
         checkpoints = [Path(resumed)] if isinstance(resumed, str) and Path(resumed).is_dir() else []
         checkpoints.append(_checkpoint(args, state))
-        checkpoint = next((each for each in checkpoints if (each / ONLINE_DIRECTORY).is_dir()), None)
-        if checkpoint is None:
-            run = checkpoints[-1].parent
-            known = ", ".join(sorted(each.parent.name for each in run.glob(f"*/{ONLINE_DIRECTORY}"))) or "none"
-            raise FileNotFoundError(
+tttt            raise FileNotFoundError(
                 f"{checkpoints[0]} has no directory {ONLINE_DIRECTORY}, so that the drafter could not continue: resume "
                 f"from a checkpoint that has one (in {run}: {known})"
             )
@@ -120,29 +120,22 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         self.save(_checkpoint(args, state))
 
     def save(self, folder: str | PathLike) -> None:
-        """Write drafter, optimizer and buffer to `folder/online_drafter`, which exists whole or not at all.
+        """Write drafter, optimizer and buffer to `folder/online_drafter`, whole or not at all.
 
         All processes must call it. `online_drafter/drafter` is a drafter for `from_pretrained`.
         """
-        target, rank = Path(folder) / ONLINE_DIRECTORY, _rank()
-        temporary = target.with_name(f".{ONLINE_DIRECTORY}.tmp")
-        self.prepare()
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        _wait()
-        records = self.buffer.state_dict() | {"generator": self.generator.get_state()}
-        save_file(records, temporary / f"buffer-{rank}.safetensors")
-        counts = {"curve": self.curve, **{name: vars(self)[name] for name in _COUNTS}}
-        (temporary / f"counts-{rank}.json").write_text(json.dumps(counts), encoding="utf-8")
-        if rank == 0:
-            if self.part is self.drafter:  # else the policy's own checkpoint has it
-                cast(PreTrainedModel, self.part).save_pretrained(temporary / "drafter")
-            save_file(dict(self._optimized()), temporary / "optimizer.safetensors")
-        _wait()
-        if rank == 0:
-            shutil.rmtree(target, ignore_errors=True)
-            temporary.replace(target)
+tttt        self.prepare()
+        with whole_directory(target, replaced=_REPLACED) if rank == 0 else nullcontext() as own:
+            temporary = _path_of_first(own)
+            records = self.buffer.state_dict() | {"generator": self.generator.get_state()}
+            save_file(records, temporary / f"buffer-{rank}.safetensors")
+            counts = {"curve": self.curve, **{name: vars(self)[name] for name in _COUNTS}}
+            (temporary / f"counts-{rank}.json").write_text(json.dumps(counts), encoding="utf-8")
+            if rank == 0:
+                if self.part is self.drafter:  # else the policy's own checkpoint has it
+                    cast(PreTrainedModel, self.part).save_pretrained(temporary / "drafter")
+                save_file(dict(self._optimized()), temporary / "optimizer.safetensors")
+            _wait()
         _wait()
 
     def load(self, folder: str | PathLike) -> None:
@@ -151,8 +144,7 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         Raises:
             ValueError: The directory is of another drafter, or of a buffer of another capacity.
         """
-        source, rank = Path(folder) / ONLINE_DIRECTORY, _rank()
-        if self.part is self.drafter:
+tttt        if self.part is self.drafter:
             drafter = cast(PreTrainedModel, self.part)
             stored = type(drafter).from_pretrained(source / "drafter").state_dict()
             ours = {name: tensor.shape for name, tensor in drafter.state_dict().items()}
@@ -191,6 +183,18 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+
+
+def _has_drafter(checkpoint: Path) -> bool:
+    return (readable(checkpoint / ONLINE_DIRECTORY, [_FIRST]) / _FIRST).is_file()
+
+
+def _path_of_first(path: Path | None) -> Path:
+    """Return the path that the first process has."""
+    paths = [None if path is None else str(path)]
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.broadcast_object_list(paths)
+    return Path(cast(str, paths[0]))
 
 
 def _rank() -> int:

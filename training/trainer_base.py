@@ -18,7 +18,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..configuration.transformers_names import TRAINER, check_names
-from ..modeling.heads.joint import JointMTPModel
+from ..generation.tensors.saving import finish, whole_directory
+from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
 from .checkpoints import check_checkpoint
@@ -223,15 +224,27 @@ class BaseTrainer(TrainerPushMixin, Trainer):
         finally:
             plugin.set_state_dict_type(of_checkpoints)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As in `Trainer`, but model, tokenizer and arguments become one version of the directory."""
+        if not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        target = str(self.args.output_dir) if output_dir is None else output_dir
+        with whole_directory(target, updated=["README.md", f"{BACKBONE}/README.md"]) as directory:
+            super()._save(str(directory), state_dict)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         """As in `Trainer`, or by the model itself; a checkpoint of another model is refused."""
         owner = self._owner
+        finish(resume_from_checkpoint)
         check_checkpoint(resume_from_checkpoint, owner.backbone if isinstance(owner, RegisterModel) else owner)
         if not self._load_several(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """See `_load_from_checkpoint`."""
+        if self.state.best_model_checkpoint is not None:
+            finish(self.state.best_model_checkpoint)
         if not self._load_several(self.state.best_model_checkpoint):
             super()._load_best_model()
 

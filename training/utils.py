@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..generation.tensors.saving import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,23 +49,16 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 def replace_file(path: str | Path, text: str) -> Path:
     """Write a file, and its directory, in UTF-8; after an interruption the old file is unchanged. Return the path."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        # not tempfile: its files are readable by their owner only, and so would the renamed one be
+    with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
+    return Path(path)
 
 
 def replace_figure(path: Path, figure: Figure) -> Path:
     """Write a figure as PNG under a temporary name first; return `path`."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    return temporary.replace(path)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+    return path
 
 
 def eos_ids(model: object) -> list[int]:

@@ -24,7 +24,7 @@ from text import StepBatches, write_text
 from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from tokenahead import EvaByteConfig, EvaByteForMTPC
-from tokenahead.modeling.common.remote_code import whole_directory
+from tokenahead.generation.tensors.saving import whole_directory
 from tokenahead.training import MTPTrainer, TrainingStrategy
 
 BOX_CONFIG = {

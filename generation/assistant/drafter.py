@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from ..backbone.target import is_recurrent
 from ..call.options import CallOptions, DraftOptions
 from ..contract import DraftSession
 from ..tensors.masks import check_attention
+from ..tensors.saving import reads_whole, whole_directory
 from ..tensors.wrapped_models import has_learned_prompts, has_own_cache, uncompiled, unwrap
 from .models import borrows_states, fills_blocks, first_layers, load_assistant
 from .session import AssistantSession, SharedVocabulary, shared_vocabulary
@@ -83,6 +85,7 @@ class AssistantDrafter(AttachableDrafter):
         self.translation: Translation | None = None
 
     @classmethod
+    @reads_whole
     def from_pretrained(
         cls,
         folder: str | PathLike,
@@ -128,7 +131,11 @@ class AssistantDrafter(AttachableDrafter):
     def save_pretrained(self, folder: str | PathLike, **kwargs: Any) -> None:
         """Save the drafting model, an ordinary one of transformers, or a PeftModel's adapters; arguments as for its
         `save_pretrained`."""
-        self.saved.save_pretrained(folder, **kwargs)
+        if kwargs.get("push_to_hub"):  # its name would be that of the temporary directory
+            kwargs.setdefault("repo_id", Path(folder).absolute().name)
+        spread = kwargs.get("distributed_checkpoint", False)
+        with whole_directory(folder, kwargs.get("variant"), updated=["README.md"], in_place=spread) as directory:
+            self.saved.save_pretrained(directory, **kwargs)
 
     def matches(self, model: Any) -> bool:
         """Return whether this is the drafting model itself, or what it was passed in."""

@@ -19,6 +19,7 @@ from ..attach import LookUpDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
+from ..tensors.saving import whole_file
 from ..tensors.tensor_files import naming
 from .suffix_counts import Reader, SuffixCounts
 
@@ -175,12 +176,10 @@ class SuffixDrafter(LookUpDrafter):
 
         Whoever reads the file can rebuild the text.
         """
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
         tensors = dict(zip(("tokens", "parents", "counts"), map(torch.tensor, self.counts.flat())))
         options = json.dumps({name: getattr(self, name) for name in (*_LEAST, "factor", "least", "read_only")})
-        save_file({name: each.long() for name, each in tensors.items()}, target / f"{_FILE}.tmp", {"options": options})
-        (target / f"{_FILE}.tmp").replace(target / _FILE)
+        with whole_file(Path(folder) / _FILE) as file:
+            save_file({name: each.long() for name, each in tensors.items()}, file, {"options": options})
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str]) -> SuffixDrafter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,9 +12,10 @@ from torch import Tensor
 from transformers import CONFIG_NAME, PreTrainedConfig
 
 from ... import __version__
+from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import HUB_OPTIONS, check_contents, unlisted_file, wrapped_names
 from ...generation.tensors.wrapped_models import fingerprint
-from .remote_code import TRAVELS, RemoteCodeTokenizerMixin, add_code, code_obstacle, handed, is_ours, whole_directory
+from .remote_code import TRAVELS, RemoteCodeTokenizerMixin, add_code, code_obstacle, handed, is_ours
 
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
@@ -34,7 +34,7 @@ class StrictLoadingMixin:
     """`from_pretrained` that raises where transformers would warn, and directories that are saved whole or not at all.
 
     To be placed before `PreTrainedModel` among the bases. A class that writes its tensors in its own way overrides
-    `_write_directory`.
+    `_write_directory`, and names in `_optional_files` what it does not always write.
 
     Attributes:
         remote_classes: By Auto class, the class of this module that it loads, `{"AutoModel": "MTPHeads"}`.
@@ -45,8 +45,10 @@ class StrictLoadingMixin:
     remote_classes: Mapping[str, str] = {}
     travels_when_pushed: bool = True
     _config_file: str = CONFIG_NAME
+    _optional_files: tuple[str, ...] = ()
 
     @classmethod
+    @reads_whole
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
         """Load a model as `PreTrainedModel.from_pretrained` does.
 
@@ -131,8 +133,8 @@ class StrictLoadingMixin:
     ) -> None:
         """Save as `PreTrainedModel.save_pretrained` does, whole or not at all.
 
-        Files are written to a temporary directory and moved when all are complete; weights of an earlier save that are
-        not replaced are removed. config.json also names this library and its version.
+        Files are written to a hidden folder in the directory and brought in when all are complete; weights of an
+        earlier save that are not replaced are removed. config.json also names this library and its version.
 
         Args:
             save_directory: The directory, which is created.
@@ -152,7 +154,6 @@ class StrictLoadingMixin:
         hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
         config = self.config
         config.library_name, config.library_version = LIBRARY, __version__
-        # torch's distributed checkpoints are written by all processes into one directory
         spread = kwargs.get("distributed_checkpoint", False)
         base = vars(config).get("base_model_name_or_path")
         if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
@@ -162,7 +163,9 @@ class StrictLoadingMixin:
             config.backbone_fingerprint = fingerprint(vars(self)["_backbones"][0]) or known
         if is_ours(type(config)):  # Auto classes mark a class that came with a directory: its code is added here
             config._auto_class = None
-        with nullcontext(target) if spread else whole_directory(target, kwargs.get("variant")) as directory:
+        for name in self._optional_files if spread and is_main_process else ():
+            (target / name).unlink(missing_ok=True)
+        with whole_directory(target, kwargs.get("variant"), self._optional_files, in_place=spread) as directory:
             self._write_directory(directory, is_main_process, state_dict, **kwargs)
             if is_main_process:
                 add_code(self, directory, remote_code)

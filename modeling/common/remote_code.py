@@ -1,6 +1,4 @@
-"""Directories written whole or not at all, and the code in them.
-
-Code travels with what is saved, so that a directory loads where this library is not installed.
+"""Code that travels with what is saved, so that a directory loads where this library is not installed.
 
 In the package, `model_cards.bundle` flattens the code; a model that was itself loaded from such code saves the files
 next to this one. Knows no model, and imports no torch.
@@ -9,68 +7,18 @@ next to this one. Knows no model, and imports no torch.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import transformers
 from transformers.utils import CONFIG_NAME, logging
 
 from ... import __version__
-
-
-@contextmanager
-def whole_directory(target: str | PathLike, variant: str | None = None) -> Iterator[Path]:
-    """Yield a directory to write into, whose files move to `target` once all of them are complete.
-
-    An exception, Ctrl-C or a full disk leaves `target` unchanged, or absent.
-
-    Args:
-        target: The directory; files of the same names are replaced, config.json last, others stay.
-        variant: As for `save_pretrained`: weights of an earlier save of this variant are removed, when others came.
-
-    Yields:
-        The temporary directory, on the same disk.
-
-    Raises:
-        NotADirectoryError: `target` is a file.
-    """
-    target = Path(target)
-    if target.is_file():
-        raise NotADirectoryError(f"{target} is a file; name a directory to save to")
-    # within an existing directory: it may be a mount point, or its parent may not be writable
-    parent = target if target.is_dir() else target.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".tokenahead-saving.", dir=parent, ignore_cleanup_errors=True) as temporary:
-        yield Path(temporary)
-        _deliver(Path(temporary), target, variant)
-
-
-def _deliver(source: Path, target: Path, variant: str | None) -> None:
-    files = sorted((file for file in source.rglob("*") if file.is_file()), key=lambda file: file.name == CONFIG_NAME)
-    for file in files:
-        moved = target / file.relative_to(source)
-        moved.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(moved)
-    new = {file.name for file in files}
-    if any(name.endswith(".safetensors") for name in new):
-        for file in target.iterdir():
-            if _is_weights(file.name, variant) and file.name not in new:
-                file.unlink()
-
-
-def _is_weights(name: str, variant: str | None) -> bool:
-    """Return whether transformers would save weights of the variant under this name."""
-    part = f"\\.{re.escape(variant)}" if variant else ""
-    weights, index = rf"model{part}(-\d{{5}}-of-\d{{5}})?\.safetensors", rf"model\.safetensors\.index{part}\.json"
-    return bool(re.fullmatch(f"{weights}|{index}", name))
-
+from ...generation.tensors.saving import reads_whole, whole_directory
 
 logger = logging.get_logger(__name__)
 
@@ -201,6 +149,12 @@ class RemoteCodeTokenizerMixin:
     def without_code(self) -> str | None:
         """Return why no code can be saved with it; None where it can."""
         return code_obstacle(self)
+
+    @classmethod
+    @partial(reads_whole, keys=("tokenizer_config.json",))
+    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike, *args: Any, **kwargs: Any) -> Any:
+        """Load as every tokenizer of transformers does."""
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(
         self,

@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
 from ...generation.drafter import DRAFTERS
+from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, tensor_names
 from ..eagle.conversion import is_foreign_head
 from ..eagle.model import EagleHead
@@ -26,6 +27,7 @@ def stored_kinds() -> dict[str | None, Any]:
     return {kind.config_class.model_type: kind for kind in apart}
 
 
+@reads_whole
 def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Any] | None:
     """Return the class of the drafter in a directory or a Hub repository; None where there is none.
 
@@ -44,6 +46,7 @@ def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Any] | None:
         return None
 
 
+@reads_whole
 def holds_drafter_alone(name: str | PathLike[str], **hub: Any) -> bool:
     """Return whether there is a drafter, and not also the model that it drafts for."""
     kind, fields = drafter_class(name, **hub), _fields(name, **hub)
@@ -51,6 +54,7 @@ def holds_drafter_alone(name: str | PathLike[str], **hub: Any) -> bool:
     return kind is not None and (is_own or kind is EagleHead or not holds_backbone(Path(name), fields))
 
 
+@reads_whole
 def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -> Any:
     """Return the drafter in a directory or a Hub repository, whatever its layout; it is not attached.
 

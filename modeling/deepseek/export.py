@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
     shared_copies: bool
     draft_vocabulary: DraftVocabulary | None = None
     _loaded_so_far: dict[str, Tensor] | None = None
+    _optional_files = (FILE,)
 
     def set_draft_vocabulary(self, ids: TokenIds | None) -> None:
         """Restrict drafts of the modules to some tokens; drafting then computes only their logits.
@@ -47,18 +47,6 @@ class OfficialCheckpointModel(StrictLoadingMixin, PreTrainedModel):
             ValueError: No ids, ids out of range, or a repeated id.
         """
         self.draft_vocabulary = None if ids is None else DraftVocabulary(ids, self.config.get_text_config().vocab_size)
-
-    def save_pretrained(
-        self,
-        save_directory: str | PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save as every model does; the draft vocabulary of an earlier save is removed."""
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
-        if is_main_process and self.draft_vocabulary is None:
-            (Path(save_directory) / FILE).unlink(missing_ok=True)
 
     def _write_directory(
         self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any

@@ -17,6 +17,7 @@ from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
+from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
 from ..common.backbone_parts import text_positions
@@ -117,6 +118,7 @@ class DeepSeekMTP(
         return True
 
     @classmethod
+    @reads_whole
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | PathLike | None,

@@ -31,7 +31,6 @@ def write_layout(head: EagleNetwork, directory: Path, layout: str, state: dict[s
     """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
     embeddings = cast(nn.Embedding, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
     tensors = layout_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
-    directory.mkdir(parents=True, exist_ok=True)
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(written, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
     write_json(directory / CONFIG_NAME, layout_config(head.config, layout, head.dtype))

@@ -18,6 +18,7 @@ from ...configuration import EagleHeadConfig
 from ...generation.attach import adopt_special_ids
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
+from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import HUB_OPTIONS, read_tensors, refuse_unknown, weight_files
 from ...generation.tensors.wrapped_models import has_own_cache, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
@@ -160,6 +161,7 @@ class EagleHead(EagleNetwork):
         return EagleSession(self, options)
 
     @classmethod
+    @reads_whole
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | PathLike,
@@ -199,6 +201,7 @@ class EagleHead(EagleNetwork):
         return (head, info) if wants_info else head
 
     @classmethod
+    @reads_whole
     def stored_config(cls, name: str | PathLike) -> EagleHeadConfig:
         """Return the configuration of the head in a directory or a Hub repository, in any layout."""
         return cls._read(name, None, {}, {})[0]
@@ -250,7 +253,8 @@ class EagleHead(EagleNetwork):
             ValueError: An option of this head that the reader does not support.
         """
         check_layout(self.config, layout)
-        write_layout(self, Path(folder), layout)
+        with whole_directory(folder) as directory:
+            write_layout(self, directory, layout)
 
     def export_to(self, engine: str, folder: Path) -> dict[str, Any]:
         """See `BaseDrafter`."""

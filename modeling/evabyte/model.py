@@ -18,6 +18,7 @@ from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions
+from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
@@ -78,6 +79,7 @@ class EvaByteForMTPC(
         self._freeze()
 
     @classmethod
+    @reads_whole
     def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike | None, *args: Any, **kwargs: Any) -> Any:
         """Load a directory or a Hub repository.
 

@@ -23,6 +23,7 @@ from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...generation.attach import adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS
+from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.wrapped_models import unwrap
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
@@ -167,6 +168,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return super().without_code() if self.family.is_built_in else known
 
     @classmethod
+    @reads_whole
     def from_official(cls, folder: str | PathLike, **options: Any) -> MTPHeads:
         """Load heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
 
@@ -196,6 +198,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         super().check_model_type(name, config, **hub)
 
     @classmethod
+    @reads_whole
     def backbone_from_official(cls, folder: str | PathLike) -> PreTrainedModel:
         """Return the backbone in a directory that holds it with its heads (merged Medusa-2, Gloeckle et al.).
 
@@ -216,7 +219,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             ValueError: A layout that cannot hold these heads.
             RuntimeError: The heads are not attached: some layouts repeat tensors of the backbone.
         """
-        export_head(self.config, self.head.state_dict(), lambda: self.backbone, Path(folder), layout)
+        with whole_directory(folder) as directory:
+            export_head(self.config, self.head.state_dict(), lambda: self.backbone, directory, layout)
 
     def export_to(self, engine: str, folder: Path) -> dict[str, Any]:
         """See `BaseDrafter`: in vLLM's Medusa layout, or as they are saved, for a class of vLLM's user to read."""

@@ -84,7 +84,6 @@ def export_head(
     if config.draft_vocab_size is not None:
         raise ValueError(f"layout={layout!r} holds no draft_vocab_size={config.draft_vocab_size}")
     fields, named = chosen.write(config, tensors, backbone())
-    folder.mkdir(parents=True, exist_ok=True)
     named = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in named.items()}
     if chosen.fields_file == "config.json":
         fields = fields | {"base_model_name_or_path": config.base_model_name_or_path}

@@ -13,6 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration import MTPHeadConfig
 from ...generation.attach import AttachableDrafter
+from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import below, read_tensors
 from ...generation.tensors.wrapped_models import WrapperMixin
 from ..common.learning import run_backbone
@@ -133,16 +134,16 @@ class JointMTPModel(OwnLossMixin, WrapperMixin, PreTrainedModel):
         state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the heads' directory and, in it, the backbone's; `state_dict` holds tensors that had to be
-        gathered."""
+        """Write the heads' directory and, in it, the backbone's, as one version; `state_dict` holds tensors that had to
+        be gathered."""
         state = self.state_dict() if state_dict is None else state_dict
-        parts = {
-            "heads": (self.heads, Path(save_directory)),
-            "backbone": (self.backbone, Path(save_directory) / BACKBONE),
-        }
-        for name, (part, place) in parts.items():
-            part.save_pretrained(place, is_main_process, below(state, f"{name}."), **kwargs)
+        spread, card = kwargs.get("distributed_checkpoint", False), f"{BACKBONE}/README.md"
+        with whole_directory(save_directory, kwargs.get("variant"), (), [card], spread) as directory:
+            parts = {"heads": (self.heads, directory), "backbone": (self.backbone, directory / BACKBONE)}
+            for name, (part, place) in parts.items():
+                part.save_pretrained(place, is_main_process, below(state, f"{name}."), **kwargs)
 
+    @reads_whole
     def load_checkpoint(self, folder: str | PathLike) -> None:
         """Take over what `save_pretrained` wrote, into this very model.
 

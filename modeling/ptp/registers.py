@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ...generation.attach import AttachableDrafter
 from ...generation.tensors.masks import additive_mask
+from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import below
 from ...generation.tensors.wrapped_models import WrapperMixin, unwrap
 from ..heads.joint import load_trained
@@ -94,10 +95,13 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
         """Write the plain model and the register; `state_dict` holds tensors that had to be gathered."""
         state = self.state_dict() if state_dict is None else state_dict
         own = below(state, "backbone.")
-        self.backbone.save_pretrained(save_directory, is_main_process=is_main_process, state_dict=own, **kwargs)
-        if is_main_process:
-            save_file({"register": state["register"].detach().cpu()}, Path(save_directory) / REGISTER)
+        spread = kwargs.get("distributed_checkpoint", False)
+        with whole_directory(save_directory, kwargs.get("variant"), (), ["README.md"], spread) as directory:
+            self.backbone.save_pretrained(directory, is_main_process=is_main_process, state_dict=own, **kwargs)
+            if is_main_process:
+                save_file({"register": state["register"].detach().cpu()}, directory / REGISTER)
 
+    @reads_whole
     def load_checkpoint(self, folder: str | PathLike) -> None:
         """Load what `save_pretrained` wrote into this model.
 

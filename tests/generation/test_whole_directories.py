@@ -1,0 +1,338 @@
+"""Directories are one version at every moment: after kills, errors, beside other writers, without locks or links.
+
+A version is text here: a config, shards, a part in a directory, each with the version's name.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.internals import saving_module
+from tests.internals import saving_module as saving
+from tests.kills import before_operation, killed, no_space, stop
+
+FORK = multiprocessing.get_context("fork")
+ONE = ("model.safetensors",)
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+CASES = {
+    "one file": (ONE, ONE),
+    "shards": (SHARDS, SHARDS),
+    "one file to shards": (ONE, SHARDS),
+    "shards to one file": (SHARDS, ONE),
+    "a part": (ONE, (*ONE, "backbone/model.safetensors")),
+}
+
+
+def save(folder, version, shards=ONE):
+    with saving.whole_directory(folder, replaced=["old.json"]) as directory:
+        files = dict.fromkeys(shards, version) | {"config.json": json.dumps([version, shards])}
+        for name, text in files.items():
+            for place in {Path(name), Path(name).parent / "config.json"}:
+                if not (directory / place).parent.is_dir():
+                    (directory / place).parent.mkdir()
+                (directory / place).write_text(text if place == Path(name) else files["config.json"])
+        if version == "old":
+            (directory / "old.json").write_text(version)
+
+
+def foreign(folder):
+    """What a loader reads that knows nothing of unfinished saves; None where it fails."""
+    try:
+        version, shards = json.loads((folder / "config.json").read_text())
+        read = {version, *((folder / name).read_text() for name in shards)}
+        if (folder / "old.json").exists() and "old" not in read:
+            read.add("old")
+    except FileNotFoundError:
+        return None
+    return "mixed" if len(read) > 1 else read.pop()
+
+
+@saving.reads_whole
+def load(folder):
+    found = foreign(Path(folder))
+    if found is None:
+        raise FileNotFoundError(folder)
+    return found
+
+
+def hidden(folder):
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def fresh(folder, shards=ONE):
+    shutil.rmtree(folder, ignore_errors=True)
+    save(folder, "old", shards)
+    (folder / "notes.txt").write_text("mine")
+    return folder
+
+
+def refused(*args, **kwargs):
+    raise PermissionError("not here")
+
+
+@pytest.fixture(params=["locks and links", "no locks", "no links"])
+def disk(request, monkeypatch):
+    if request.param == "no locks":
+        monkeypatch.setattr(saving_module, "_lock", lambda *args, **kwargs: None)
+        monkeypatch.setattr(saving_module, "_DAY", 0.0)  # else what is left behind is kept
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", refused)
+    return request.param
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_kill_before_any_operation_leaves_one_version(disk, case, tmp_path):
+    old, new = CASES[case]
+    seen, number, was_killed = [], 0, True
+    while was_killed:
+        folder = fresh(tmp_path / "saved", old)
+        was_killed = killed(lambda folder=folder: save(folder, "new", new), number)
+        assert foreign(folder) in ("old", "new", None), number
+        copy = shutil.copytree(folder, tmp_path / "copy", dirs_exist_ok=False)
+        seen += [load(folder), load(copy)]  # whoever asks, wherever it is
+        assert seen[-1] == seen[-2] and (folder / "notes.txt").read_text() == "mine"
+        save(folder, "new", new)
+        assert load(folder) == foreign(folder) == "new" and hidden(folder) == [], number
+        shutil.rmtree(copy)
+        number += 1
+    assert seen == sorted(seen, key=["old", "new"].index) and {*seen} == {"old", "new"} and 10 < number < 200
+
+
+@pytest.mark.parametrize("act", [no_space, stop])
+def test_an_error_before_any_operation_leaves_one_version(act, tmp_path):
+    number, count = 0, [1]
+    while count[0] > number:
+        folder = fresh(tmp_path / "saved", SHARDS)
+        with before_operation(number, act()) as count, contextlib.suppress(OSError, KeyboardInterrupt):
+            save(folder, "new", ONE)
+        assert foreign(folder) in ("old", "new", None), number
+        assert load(folder) in ("old", "new") and foreign(folder) == load(folder), number
+        save(folder, "new", ONE)
+        assert foreign(folder) == "new" and hidden(folder) == [], number
+        number += 1
+
+
+@pytest.mark.parametrize("act", [no_space, stop])
+def test_a_first_save_that_fails_leaves_no_directory(act, tmp_path):
+    (tmp_path / "there").mkdir()
+    for number in range(3, 8):
+        with before_operation(number, act()), pytest.raises((OSError, KeyboardInterrupt)):
+            save(tmp_path / "there" / "a" / "b", "new", SHARDS)
+        assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
+@pytest.mark.core
+def test_who_writes_nothing_changes_nothing(tmp_path):
+    folder = fresh(tmp_path / "saved")
+    with saving.whole_directory(folder):
+        pass  # as other processes of a run than the first
+    assert load(folder) == "old" and hidden(folder) == []
+
+
+def test_a_save_within_a_save_belongs_to_its_version(tmp_path):
+    folder = fresh(tmp_path / "saved")
+    with saving.whole_directory(folder) as outer:
+        save(outer, "new")
+        with saving.whole_file(outer / "note") as file:
+            file.write_text("new")
+        save(outer / "part", "new")
+        assert load(folder) == "old" and {path.name for path in folder.iterdir()} >= {outer.name}
+    assert not (folder / "old.json").exists()
+    assert load(folder) == load(folder / "part") == "new" and hidden(folder) == hidden(folder / "part") == []
+
+
+def repeat(folder, version, shards, times):
+    for _ in range(times):
+        save(folder, version, shards)
+
+
+def test_two_writers_and_a_reader_see_whole_versions(tmp_path):
+    folder = fresh(tmp_path / "saved")
+    cases = (("new", SHARDS), ("other", ONE))
+    writers = [FORK.Process(target=repeat, args=(folder, version, shards, 15)) for version, shards in cases]
+    for writer in writers:
+        writer.start()
+    seen = set()
+    while any(writer.is_alive() for writer in writers):
+        seen.add(load(folder))
+    assert [writer.exitcode for writer in writers] == [0, 0] and seen <= {"old", "new", "other"}
+    assert foreign(folder) in ("new", "other") and hidden(folder) == []
+
+
+def test_two_writers_of_a_new_directory(tmp_path):
+    for number in range(5):
+        folder = tmp_path / str(number)
+        writers = [FORK.Process(target=save, args=(folder, version)) for version in ("new", "other")]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        assert foreign(folder) in ("new", "other") and hidden(folder) == []
+
+
+def test_folders_of_living_writers_stay(tmp_path):
+    folder = fresh(tmp_path / "saved")
+    with saving.whole_directory(folder) as directory:
+        (directory / "config.json").write_text('["late", []]')
+        save(folder, "new")
+        assert directory.is_dir() and hidden(folder) == [directory.name]
+    assert json.loads((folder / "config.json").read_text()) == ["late", []] and hidden(folder) == []
+
+
+def test_without_locks_what_is_left_behind_stays_for_a_day(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving_module, "_lock", lambda *args, **kwargs: None)
+    folder = fresh(tmp_path / "saved")
+    for age, name in ((2, "old"), (0.5, "young")):
+        (folder / f".tokenahead-saving.{name}").mkdir()
+        then = time.time() - age * 24 * 3600
+        os.utime(folder / f".tokenahead-saving.{name}", (then, then))
+    save(folder, "new")
+    assert hidden(folder) == [".tokenahead-saving.young"]
+
+
+def test_without_fcntl_directories_are_saved_and_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving_module, "fcntl", None)  # Windows
+    folder = fresh(tmp_path / "saved", SHARDS)
+    save(folder, "new")
+    assert load(folder) == "new" and hidden(folder) == []
+
+
+def unfinished(folder):
+    """A directory whose new version is complete, and not brought in."""
+    fresh(folder)
+    number = 0
+    while not (folder / ".tokenahead-complete").is_dir() or (folder / "config.json").exists():
+        fresh(folder)
+        assert killed(lambda: save(folder, "new"), number)
+        number += 1
+    return folder
+
+
+def test_a_load_that_may_not_finish_a_save_reads_it(tmp_path, monkeypatch):
+    folder = unfinished(tmp_path / "saved")
+    monkeypatch.setattr(saving_module, "_bring_in", refused)
+    assert load(folder) == load(folder=str(folder)) == "new" and foreign(folder) is None
+    with pytest.raises(PermissionError):
+        save(folder, "newer")
+
+
+def test_a_single_file_and_a_save_in_place_come_after_an_unfinished_save(tmp_path):
+    folder = unfinished(tmp_path / "saved")
+    with saving.whole_file(folder / "config.json") as file:
+        file.write_text('["newer", []]')
+    assert foreign(folder) == load(folder) == "newer" and hidden(folder) == []
+    folder = unfinished(tmp_path / "saved")
+    with saving.whole_directory(folder, in_place=True) as directory:
+        assert directory == folder and foreign(folder) == "new"
+
+
+def test_what_is_no_saved_version_is_removed(tmp_path):
+    folder = fresh(tmp_path / "saved")
+    (folder / ".tokenahead-complete").mkdir()
+    (folder / ".tokenahead-complete" / "config.json").write_text('["foreign", []]')
+    assert load(folder) == "old"
+    save(folder, "new")
+    assert load(folder) == "new" and hidden(folder) == []
+
+
+def test_nothing_is_written_or_removed_through_a_link(tmp_path):
+    outside, folder = tmp_path / "outside", fresh(tmp_path / "saved")
+    outside.mkdir()
+    for name in ("model.safetensors", "config.json", "model-00001-of-00002.safetensors"):
+        (outside / name).write_text("precious")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(outside / "model.safetensors")
+    (folder / "old.json").unlink()
+    (folder / "old.json").symlink_to(outside / "config.json")
+    (folder / "backbone").symlink_to(outside)
+    (tmp_path / "linked").symlink_to(folder)
+    save(tmp_path / "linked", "new", CASES["a part"][1])
+    assert {path.read_text() for path in outside.iterdir()} == {"precious"} and len([*outside.iterdir()]) == 3
+    assert foreign(folder) == "new" and not (folder / "backbone").is_symlink() and (tmp_path / "linked").is_symlink()
+    with saving.whole_file(tmp_path / "note") as file:
+        file.write_text("new")
+    (tmp_path / "note").unlink()
+    (tmp_path / "note").symlink_to(outside / "config.json")
+    with saving.whole_file(tmp_path / "note") as file:
+        file.write_text("new")
+    assert (outside / "config.json").read_text() == "precious" and not (tmp_path / "note").is_symlink()
+
+
+def test_a_list_removes_nothing_elsewhere(tmp_path):
+    folder = unfinished(tmp_path / "saved")
+    (tmp_path / "precious").write_text("precious")
+    (folder / "linked").symlink_to(tmp_path)
+    names = ["old.json", "../precious", str(tmp_path / "precious"), "linked/precious"]
+    (folder / ".tokenahead-complete" / ".tokenahead-list.json").write_text(json.dumps(names))
+    assert load(folder) == "new" and (tmp_path / "precious").exists()
+
+
+def test_a_directory_with_the_name_of_a_file_is_refused_in_time(tmp_path):
+    for name, error in (("model.safetensors", IsADirectoryError), ("backbone", NotADirectoryError)):
+        folder = fresh(tmp_path / name / "saved", SHARDS)
+        (folder / name).write_text("mine") if name == "backbone" else (folder / name).mkdir()
+        with pytest.raises(error, match=name):
+            save(folder, "new", CASES["a part"][1])
+        assert load(folder) == "old" and hidden(folder) == []
+
+
+def test_a_file_that_is_updated_is_seen_and_kept(tmp_path):
+    folder = fresh(tmp_path / "saved")
+    (folder / "README.md").write_text("by hand")
+    before = (folder / "README.md").stat().st_ino
+    for text in (None, "by hand, and more"):
+        with saving.whole_directory(folder, updated=["README.md", "backbone/README.md"]) as directory:
+            (directory / "config.json").write_text('["new", []]')
+            assert (directory / "README.md").read_text() == "by hand"
+            if text:
+                (directory / "README.md").write_text(text)
+        assert (folder / "README.md").read_text() == (text or "by hand")
+        assert ((folder / "README.md").stat().st_ino == before) == (text is None)
+
+
+def test_relative_names_survive_a_change_of_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    with saving.whole_directory("saved") as directory:
+        monkeypatch.chdir(tmp_path / "other")
+        (directory / "config.json").write_text('["new", []]')
+    assert load(tmp_path / "saved") == "new" and not list((tmp_path / "other").iterdir())
+
+
+def test_files_and_directories_have_the_usual_modes(tmp_path):
+    save(tmp_path / "saved", "new")
+    with saving.whole_file(tmp_path / "note") as file:
+        file.write_text("new")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "note").write_text("new")
+    for ours, theirs in (("saved", "plain"), ("saved/config.json", "plain/note"), ("note", "plain/note")):
+        assert (tmp_path / ours).stat().st_mode == (tmp_path / theirs).stat().st_mode
+
+
+@pytest.mark.parametrize("act", ["kill", no_space, stop])
+def test_a_single_file_is_old_or_new(act, tmp_path):
+    path, number, more = tmp_path / "note", 0, True
+
+    def write():
+        with saving.whole_file(path) as file:
+            file.write_text("new")
+
+    while more:
+        path.write_text("old")
+        if act == "kill":
+            more = killed(write, number)
+        else:
+            with before_operation(number, act()) as count, contextlib.suppress(OSError, KeyboardInterrupt):
+                write()
+            more = count[0] > number
+        assert path.read_text() in ("old", "new")
+        write()
+        assert [each.name for each in tmp_path.iterdir()] == ["note"] and path.read_text() == "new"
+        number += 1
+    assert number > 4

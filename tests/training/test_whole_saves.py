@@ -1,0 +1,100 @@
+"""What trainers write is one version at every moment: the final model with its tokenizer, and online drafters."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.internals import has_adapters, holds_model, public_copy, saving_module
+from tests.kills import killed
+from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tokenahead import EvaByteForMTPC, EvaByteTokenizer
+
+COMPLETE = ".tokenahead-complete"
+
+
+def hidden(folder):
+    return [path.name for path in folder.rglob(".tokenahead-*")]
+
+
+def trainer_of(folder):
+    model = small_model()
+    trainer = trainer_for(model, folder, ragged_rows())
+    trainer.processing_class = EvaByteTokenizer()
+    return trainer
+
+
+def save(trainer, version):
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.fill_(version)
+    trainer.model.config.initializer_range = version / 1000
+    trainer.processing_class.model_max_length = trainer.processing_class.init_kwargs["model_max_length"] = version
+    trainer.save_model()
+
+
+def versions(folder):
+    model = EvaByteForMTPC.from_pretrained(folder)
+    weights = {each.flatten()[0].item() for each in model.parameters()}
+    fields = {round(model.config.initializer_range * 1000), EvaByteTokenizer.from_pretrained(folder).model_max_length}
+    return weights | fields
+
+
+def test_the_final_save_is_one_version_with_its_tokenizer(tmp_path):
+    trainer = trainer_of(tmp_path / "run")
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "README.md").write_text("by hand")
+    save(trainer, 1)
+    number, more = 0, True
+    while more:
+        save(trainer, 1)
+        more = killed(lambda: save(trainer, 2), number)
+        assert versions(tmp_path / "run") in ({1}, {2}), number
+        number += 5
+    save(trainer, 2)
+    assert versions(tmp_path / "run") == {2} and hidden(tmp_path) == []
+    assert (tmp_path / "run" / "README.md").read_text() == "by hand" and number > 20
+
+
+def unfinished(trainer, folder):
+    number = 0
+    while not (folder / COMPLETE).is_dir():
+        save(trainer, 1)
+        assert killed(lambda: save(trainer, 2), number)
+        number += 1
+
+
+def test_a_push_finishes_first_and_leaves_hidden_folders_out(tmp_path):
+    trainer = trainer_of(tmp_path / "run")
+    unfinished(trainer, tmp_path / "run")
+    (tmp_path / "run" / ".tokenahead-saving.left").mkdir()
+    (tmp_path / "run" / ".tokenahead-saving.left" / "model.safetensors").write_text("")
+    public_copy(tmp_path / "run", tmp_path / "copy")
+    assert versions(tmp_path / "copy") == {2} and hidden(tmp_path / "copy") == []
+
+
+def test_a_run_resumes_from_a_checkpoint_that_it_finishes(tmp_path):
+    trainer = trainer_of(tmp_path / "run")
+    unfinished(trainer, tmp_path / "run")
+    trainer._load_from_checkpoint(str(tmp_path / "run"))
+    assert {each.flatten()[0].item() for each in trainer.model.parameters()} == {2.0}
+    assert not (tmp_path / "run" / COMPLETE).exists()
+
+
+def test_auto_classes_read_what_a_load_of_ours_has_finished(tmp_path):
+    trainer = trainer_of(tmp_path / "run")
+    unfinished(trainer, tmp_path / "run")
+    EvaByteForMTPC.from_pretrained(tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["initializer_range"] == 0.002
+    assert AutoTokenizer.from_pretrained(tmp_path / "run").model_max_length == 2
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_a_directory_with_an_unfinished_model_counts_as_a_model(has_locks, tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path / "run")
+    unfinished(trainer, tmp_path / "run")
+    (tmp_path / "run" / "config.json").unlink(missing_ok=True)
+    if not has_locks:
+        monkeypatch.setattr(saving_module, "_lock", lambda *args, **kwargs: None)
+    assert holds_model(tmp_path / "run") and not has_adapters(tmp_path / "run")

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ..configuration import MTPHeadConfig
+from ..configuration.heads import MTPHeadConfig
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, Recorder

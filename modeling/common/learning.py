@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration import MTPHeadConfig
 from ...configuration.fields import requested_states
+from ...configuration.heads import MTPHeadConfig
 from ...generation.attach import AttachableDrafter, NoGenerationMixin
 from ...generation.drafter import DrafterFacts
 from ..heads.losses import IGNORE, counted, depth_targets, depth_weights

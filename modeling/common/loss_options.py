@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 from .teacher import LOSSES, WEIGHTINGS
 
 logger = logging.get_logger(__name__)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 from ..heads.window_distribution import WindowDistribution, at_tokens
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK

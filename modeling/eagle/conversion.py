@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from ...configuration import EagleHeadConfig
+from ...configuration.eagle import EagleHeadConfig
 from ...configuration.fields import check_options, field
 from ...generation.tensors.tensor_files import Fields
 from ..common.draft_vocabulary import DraftVocabulary

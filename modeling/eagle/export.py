@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from ...configuration import EagleHeadConfig
+from ...configuration.eagle import EagleHeadConfig
 from ...configuration.fields import refuse
 from ...generation.tensors.tensor_files import Fields, write_json
 from .conversion import AUX_IDS, MASK_TOKENS

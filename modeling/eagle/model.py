@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ...configuration import EagleHeadConfig
+from ...configuration.eagle import EagleHeadConfig
 from ...generation.attach import adopt_special_ids
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts

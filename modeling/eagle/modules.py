@@ -24,8 +24,8 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from ...configuration import EagleHeadConfig
 from ...configuration.cache_names import CACHE
+from ...configuration.eagle import EagleHeadConfig
 from ...generation.tensors.masks import model_mask
 from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
 from ..common.learning import DraftModel, States

@@ -26,8 +26,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration import EvaByteConfig
 from ...configuration.cache_names import CACHE, given_cache
+from ...configuration.evabyte import EvaByteConfig
 from ..common.loading import StrictLoadingMixin
 from ..heads.registry import init_head
 from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths, States

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...configuration import EvaByteConfig
 from ...configuration.cache_names import CACHE
+from ...configuration.evabyte import EvaByteConfig
 from ...generation.call.sequences import NewTokens
 from .geometry import EvaBlock
 

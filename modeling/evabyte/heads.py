@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
-from ...configuration import EvaByteConfig, MTPHeadConfig
+from ...configuration.evabyte import EvaByteConfig
+from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.masks import to_device
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration import EvaByteConfig, MTPHeadConfig
 from ...configuration.cache_names import CACHE, cache_of, given_cache
+from ...configuration.evabyte import EvaByteConfig
 from ...configuration.fields import check_options
+from ...configuration.heads import MTPHeadConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DrafterFacts

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configuration import MTPHeadConfig
 from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
+from ...configuration.heads import MTPHeadConfig
 from ...generation.attach import adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS

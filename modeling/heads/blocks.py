@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import Tensors
 from ..common.backbone_parts import BackboneParts, required
 from .ff import FFHead

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ...configuration import MTPHeadConfig
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
+from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts
 from .balanced_trees import TreeDistribution

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import Fields, Tensors, read_json, write_json
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING

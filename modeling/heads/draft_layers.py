@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import CacheLayerMixin
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 from ..common.backbone_parts import (
     BackboneParts,
     LayerSource,

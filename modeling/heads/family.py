@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...configuration import HEAD_TYPES, MTPHeadConfig
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
+from ...configuration.heads import HEAD_TYPES, MTPHeadConfig
 from ...generation.tensors.tensor_files import Fields, Tensors
 from ..common.backbone_parts import BackboneParts
 from .window_distribution import WindowDistribution

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ...configuration import MTPHeadConfig
 from ...configuration.head_families import FF
+from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import Fields, Tensors
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts, output_embeddings, required

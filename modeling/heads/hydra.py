@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ...configuration import MTPHeadConfig
 from ...configuration.fields import field
 from ...configuration.head_families import HYDRA
+from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import (
     Fields,
     Names,

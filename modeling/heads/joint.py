@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 from ...generation.attach import AttachableDrafter
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import below, read_tensors

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 
-from ...configuration import MTPHeadConfig
 from ...configuration.head_families import LAYER
+from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import Tensors, read_json, read_tensors, renamed
 from ...generation.tensors.wrapped_models import is_unit
 from ..common.backbone_parts import (

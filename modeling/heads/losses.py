@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...configuration import MTPHeadConfig
 from ...configuration.head_families import MEDUSA
+from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import (
     Fields,
     Names,

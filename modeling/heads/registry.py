@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 from ..common.backbone_parts import BackboneParts
 from ..common.draft_vocabulary import DraftVocabulary
 from .circuit_head import CircuitHead as CircuitHead

@@ -102,7 +102,11 @@ class OnlineDrafterTraining(OnlineLearner, TrainerCallback):
         resumed = args.resume_from_checkpoint
         checkpoints = [Path(resumed)] if isinstance(resumed, str) and Path(resumed).is_dir() else []
         checkpoints.append(_checkpoint(args, state))
-tttt            raise FileNotFoundError(
+        checkpoint = next(filter(_has_drafter, checkpoints), None)
+        if checkpoint is None:
+            run = checkpoints[-1].parent
+            known = ", ".join(sorted(each.name for each in run.glob("*") if _has_drafter(each))) or "none"
+            raise FileNotFoundError(
                 f"{checkpoints[0]} has no directory {ONLINE_DIRECTORY}, so that the drafter could not continue: resume "
                 f"from a checkpoint that has one (in {run}: {known})"
             )
@@ -124,7 +128,8 @@ tttt            raise FileNotFoundError(
 
         All processes must call it. `online_drafter/drafter` is a drafter for `from_pretrained`.
         """
-tttt        self.prepare()
+        target, rank = Path(folder) / ONLINE_DIRECTORY, _rank()
+        self.prepare()
         with whole_directory(target, replaced=_REPLACED) if rank == 0 else nullcontext() as own:
             temporary = _path_of_first(own)
             records = self.buffer.state_dict() | {"generator": self.generator.get_state()}
@@ -144,7 +149,8 @@ tttt        self.prepare()
         Raises:
             ValueError: The directory is of another drafter, or of a buffer of another capacity.
         """
-tttt        if self.part is self.drafter:
+        source, rank = readable(Path(folder) / ONLINE_DIRECTORY, [_FIRST]), _rank()
+        if self.part is self.drafter:
             drafter = cast(PreTrainedModel, self.part)
             stored = type(drafter).from_pretrained(source / "drafter").state_dict()
             ours = {name: tensor.shape for name, tensor in drafter.state_dict().items()}

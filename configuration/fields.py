@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from inspect import get_annotations
 from typing import Any
@@ -119,6 +120,30 @@ def refuse(refusals: Iterable[tuple[object, str]]) -> None:
     for refused, message in refusals:
         if refused:
             raise ValueError(message)
+
+
+_COUNTS = re.compile(r"(\w+_)?(num|n)_(\w+_)?(layers?|blocks|slots|modules|pred_heads)|window|draft_layers")
+_SHARED = 256
+"""More layers, heads and slots than any model has: some share a tensor, and those of a backbone have none in its
+drafter."""
+
+
+def check_counts(owner: object, fields: Mapping[str, Any], tensors: int) -> None:
+    """Refuse numbers of layers, heads, blocks and slots that a checkpoint cannot hold, before any of them is built.
+
+    Args:
+        owner: Where config.json is, for the message.
+        fields: Of config.json.
+        tensors: How many tensors there are.
+
+    Raises:
+        ValueError: Such a number, or a negative one, by the name of its field.
+    """
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            check_counts(owner, value, tensors)
+        elif isinstance(value, int) and _COUNTS.fullmatch(name) and not 0 <= value <= tensors + _SHARED:
+            raise ValueError(f"{owner}: config.json has {name}={value}, but there are {tensors} tensors")
 
 
 def learned_positions(config: PreTrainedConfig | None) -> int | None:

@@ -113,7 +113,7 @@ def candidate_generator(
     """
     number, longest = drafter.default_draft(), drafter.longest_draft()
     number = min(config.num_assistant_tokens or number, number if longest is None else longest)
-    options = CallOptions(num_assistant_tokens=number, speculates=True)
+    options = CallOptions(num_assistant_tokens=number, speculates=True).cut(backbone, input_ids, config.max_length)
     made = DraftOptions.of_call(options, backbone, config, processors, input_ids)
     session = drafter.start(made)
     if session.lookahead:

@@ -40,11 +40,11 @@ from transformers.utils import logging
 from ..configuration.cache_names import CACHE, renamed
 from ..configuration.fields import rotary_border
 from .backbone.backbones import check_prompt, check_user_cache
-from .call.options import GENERATE_KWARGS, CallOptions
+from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
-from .plan import LONGEST_PATH, Call, SpeculationPlan
+from .plan import Call, SpeculationPlan
 from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, readable
 from .trees.choice import choose_tree
 

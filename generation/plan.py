@@ -38,7 +38,7 @@ from .backbone.backbones import can_roll_back, check_trees, is_repackable, takes
 from .backbone.static import planned_cache
 from .backbone.target import layer_class
 from .call.keywords import USUAL, Keywords
-from .call.options import GENERATE_KWARGS, CallOptions, DraftOptions, Sources
+from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions, DraftOptions, Sources
 from .call.processing import counts_calls
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, SpeculativeCache
@@ -47,8 +47,6 @@ from .tensors.wrapped_models import is_base, peft_arguments
 from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
-LONGEST_PATH = 32
-"""More tokens than a path of any tree has: drafts of the longest sequences go beyond the end, and slots follow them."""
 _PLAIN = {
     "num_beams": lambda value: (value or 1) == 1,
     "use_cache": lambda value: value is not False,
@@ -179,6 +177,7 @@ class SpeculationPlan:
         """
         self.prompt, self.processors, self.criteria = prompt, processors, criteria
         self.config, self.model_kwargs = config, model_kwargs
+        self.options = self.options.cut(self.call.backbone, prompt, config.max_length)
         if not self.options.is_ours:
             return False
         reason = self._obstacle_after()

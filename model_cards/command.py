@@ -12,6 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..generation.tensors.tensor_files import check_index
 from ..modeling.common.remote_code import CODE_DIRECTORY
 from ..modeling.common.stored_drafters import holds_drafter_alone, read_drafter
 from ..training.evaluation.bench import CONTROL, PLAIN
@@ -77,6 +78,7 @@ def _load(source: str) -> PreTrainedModel:
     if holds_drafter_alone(source):
         return read_drafter(source).eval()
     config = AutoConfig.from_pretrained(source)
+    check_index(source)
     return causal_class(config).from_pretrained(source, config=config, dtype="auto").eval()
 
 

@@ -22,7 +22,7 @@ from transformers import (
 from ..configuration.mtp_families import REFUSED, count_modules
 from ..generation.drafter import DRAFTERS
 from ..generation.tensors.saving import finish, readable
-from ..generation.tensors.tensor_files import HUB_OPTIONS
+from ..generation.tensors.tensor_files import HUB_OPTIONS, check_index
 from ..generation.tensors.wrapped_models import carries_adapters
 from ..modeling import DeepSeekMTP
 from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
@@ -79,6 +79,7 @@ def load_backbone(
             f"head as {of_drafters}; of a student, what student.whole.save_pretrained(directory) writes"
         )
     config = load_config(source, option)
+    check_index(source, **hub)
     return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
 
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils import find_adapter_config_file
 
 from ...configuration.fields import field
-from ..tensors.tensor_files import HUB_OPTIONS
+from ..tensors.tensor_files import HUB_OPTIONS, check_index
 from ..tensors.wrapped_models import carries_adapters, has_own_cache, unwrap
 
 
@@ -116,8 +116,9 @@ def fills_blocks(config: PreTrainedConfig) -> bool:
 def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
     """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4 or DFlash, or adapters of
     one."""
+    hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+    check_index(name, kwargs.get("variant"), **hub)
     if "config" not in kwargs:
-        hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         adapters = find_adapter_config_file(str(name), **hub)
         is_bare = adapters is not None and not (Path(adapters).parent / "config.json").is_file()
         source = json.loads(Path(adapters).read_text())["base_model_name_or_path"] if is_bare else name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -24,8 +24,15 @@ GENERATE_KWARGS = (
     "verification", "draft_tree", "uniforms", "seed", "slot_budget", "best_of", "draft_vocabulary", "scope",
 )  # fmt: skip
 """Keyword arguments of `generate` that transformers does not know; a GenerationConfig may hold all but tensors."""
+_ANY = 1 << 31
+"""More tokens than any call has."""
 Sources = tuple[dict[str, Any] | GenerationConfig | None, ...]
 """Keyword arguments and configs, of which the first that sets an option decides."""
+LONGEST_PATH = 32
+"""More tokens than a path of any usual draft has: drafts of the longest sequences go beyond the end, and slots follow
+them. Shorter ones are never cut before a call, so that what schedules learned holds for calls of any length."""
+_LARGEST_TREE, _MOST_BRANCHES = 64, 16
+"""The same for the tokens of a tree, and for the branches of one without a size."""
 _ASSISTED = "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"
 
 
@@ -62,6 +69,29 @@ class CallOptions:
     def is_ours(self) -> bool:
         """Whether our loop decodes; it may do so without drafts."""
         return self.speculates or self.needs_our_loop
+
+    def cut(self, backbone: PreTrainedModel, prompt: Tensor, max_length: int | None) -> CallOptions:
+        """Return the options without drafts that the call cannot use, before anything is allocated for them.
+
+        Paths and trees are bounded by the tokens that are left, or by the context. With a seed, text must not depend
+        on the length limit, so that only the context bounds it.
+
+        Args:
+            backbone: The target model.
+            prompt: [B, L].
+            max_length: Of the call, prompt included.
+        """
+        context = getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or _ANY
+        left = _ANY if max_length is None or self.needs_our_loop else max_length - prompt.shape[1]
+        most = min(left, context)
+        number, tree = min(self.num_assistant_tokens or 0, max(most, LONGEST_PATH)), self.draft_tree
+        if isinstance(tree, dict):
+            size = max(most, _LARGEST_TREE)
+            # branches without a size share it
+            width = size if "total_tokens" in tree else max(size // max(number, 1), _MOST_BRANCHES)
+            bounds = {"depth": max(most, LONGEST_PATH) - 1, "total_tokens": size, "top_k": width}
+            tree = {name: min(value, bounds.get(name, value)) for name, value in tree.items()}
+        return replace(self, num_assistant_tokens=number, draft_tree=tree)
 
     @classmethod
     def read(

@@ -15,8 +15,11 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from ...configuration.fields import check_counts
 
 Tensors = dict[str, Tensor]
 """Tensors by name."""
@@ -27,6 +30,8 @@ Names = Sequence[tuple[str, str]]
 """Pairs of templates (in another layout, here) of names, with fields like `{k}` in braces: see `renamed`."""
 HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 """Arguments of `from_pretrained` that locate files."""
+_PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")
+"""Names of files without a directory or a drive."""
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 
@@ -36,6 +41,70 @@ def read_json(file: Path) -> Fields:
         return {}
     with naming(file):
         return json.loads(file.read_text(encoding="utf-8"))
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Return the files of shards by the names of their tensors, from an index; nothing else reads one.
+
+    Raises:
+        ValueError: No `weight_map`, or one with anything but the names of plain files in the directory of the index.
+    """
+    index = read_json(file)
+    index = index if isinstance(index, dict) else {}
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names or not isinstance(index.get("metadata"), dict):
+        raise ValueError(f"{file}: an index has metadata and a weight_map of tensors and their files; fetch it again")
+    for shard in names.values():
+        if not isinstance(shard, str) or not _PLAIN.fullmatch(shard) or not shard.strip(". "):
+            raise ValueError(f"{file}: weight_map of this index names {shard!r}, which is no file in its directory")
+    for path in map(file.with_name, set(names.values())):
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{file}: weight_map of this index names {path.name!r}, which is no plain file")
+    return names
+
+
+def check_index(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> None:
+    """Refuse a checkpoint whose index leads elsewhere (`read_index`), before a loader of transformers follows it."""
+    directory = Path(name) / hub.get("subfolder", "")
+    if directory.is_dir():
+        found = [*directory.glob("*.index*.json")]  # config.json may name any of them
+    else:
+        quiet = {"_raise_exceptions_for_missing_entries": False, **hub, "force_download": False}
+        paths = (cached_file(name, _with_variant(file, variant), **quiet) for file in _NAMES[::2])
+        found = [Path(path) for path in paths if path]
+    for file in found:
+        read_index(file)
+
+
+def check_stored(name: str | PathLike[str], config: Any = None, variant: str | None = None, **hub: Any) -> None:
+    """Refuse an index that leads elsewhere, and counts that the tensors cannot have, before a loader follows them.
+
+    Args:
+        name: Directory or Hub repository.
+        config: The argument `config` of `from_pretrained`; None: the directory's own.
+        variant: Of the weights.
+        **hub: `revision`, `token`, ...
+    """
+    check_index(name, variant, **hub)
+    if names := tensor_names(name, variant, **hub):
+        is_read = isinstance(config, PreTrainedConfig)
+        fields = config.to_dict() if is_read else PreTrainedConfig.get_config_dict(config or name, **hub)[0]
+        check_counts(name, fields, len(names))
+
+
+_IMPOSSIBLE = re.compile("negative dimension|greater or equal to 0|[Oo]verflow")
+
+
+@contextmanager
+def building(name: object) -> Iterator[None]:
+    """Turn errors of sizes that no model can have into one with the name of the checkpoint."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ZeroDivisionError, OverflowError) as error:
+        if isinstance(error, (RuntimeError, TypeError)) and not _IMPOSSIBLE.search(str(error)):
+            raise
+        words = str(error).splitlines()[0]
+        raise ValueError(f"{name}: config.json has sizes that no model can have: {words}") from error
 
 
 def write_json(file: Path, values: Mapping[str, object]) -> None:
@@ -80,9 +149,9 @@ def wrapped_names(names: Iterable[str]) -> str | None:
     return None if first is None else f"{first} is a name of a wrapped model (module., _orig_mod.): save the one within"
 
 
-def tensor_names(name: str | PathLike[str], **hub: Any) -> list[str]:
+def tensor_names(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> list[str]:
     """Return the names of a checkpoint's tensors (see `unwrapped`); no tensor is read, and of shards only the index."""
-    for file in _NAMES:
+    for file in (_with_variant(each, variant) for each in _NAMES):
         if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
             return [*unwrapped(_names_in(Path(path))).values()]
     return []
@@ -92,7 +161,7 @@ def _names_in(file: Path) -> list[str]:
     names: Iterable[str] = ()
     with naming(file):
         if file.suffix == ".json":
-            names = read_json(file)["weight_map"]
+            names = read_index(file)
         elif file.suffix != ".safetensors":
             names = read_pickle(file, map_location="meta")
         else:
@@ -120,7 +189,7 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
         if path := cached_file(name, file, **{"_raise_exceptions_for_missing_entries": False, **hub}):
             if not path.endswith(".json"):
                 return [path]
-            read_json(Path(path))  # whose errors name the file
+            read_index(Path(path))  # whose names are followed now
             return get_checkpoint_shard_files(name, path, **hub)[0]
     raise ValueError(f"{name}: no weights; none of {', '.join(names)} exists")
 
@@ -155,7 +224,7 @@ def check_contents(name: str | PathLike[str], variant: str | None = None, **hub:
     for file in _NAMES:
         options = {"_raise_exceptions_for_missing_entries": False, **hub, "local_files_only": True}
         if path := cached_file(name, _with_variant(file, variant), **options):
-            shards = set(read_json(Path(path)).get("weight_map", {}).values()) if path.endswith(".json") else []
+            shards = set(read_index(Path(path)).values()) if path.endswith(".json") else []
             for each in [Path(path), *(Path(path).with_name(shard) for shard in sorted(shards))]:
                 if each.is_file():
                     check_content(each)
@@ -226,6 +295,24 @@ def renamed(
                 new_names[name] = new.format(**fields | match.groupdict())
     refuse_unknown(owner, tensors.keys() - new_names.keys())
     return {new: tensors[name] for name, new in new_names.items()}
+
+
+def count_of(owner: str | PathLike[str], numbers: Iterable[int], what: str) -> int:
+    """Return how many numbers there are in names of tensors, which count from 0 without gaps.
+
+    Args:
+        owner: Where the tensors are, for the message.
+        numbers: Repeated or not, in any order.
+        what: They count.
+
+    Raises:
+        ValueError: A gap.
+    """
+    known = sorted(set(numbers))
+    if known and known[-1] != len(known) - 1:
+        wrong = next(number for index, number in enumerate(known) if number != index)
+        raise ValueError(f"{owner}: its tensors name {what} {wrong}, and there are {len(known)}, counted from 0")
+    return len(known)
 
 
 def refuse_unknown(owner: str | PathLike[str], names: Iterable[str]) -> None:

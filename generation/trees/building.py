@@ -20,6 +20,8 @@ from ..contract import DraftTree
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import race_order
 
+_RANKS = 1 << 31
+"""More ranks than any vocabulary has."""
 Expand = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -222,11 +224,9 @@ def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Exp
     Raises:
         ValueError: A path whose parent is missing, or that is there twice; a rank beyond the vocabulary.
     """
-    parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.device)
+    parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.shape[-1], log_probs.device)
     batch, scores, tokens = len(log_probs), log_probs[:, None], []
     for number, level in enumerate(levels):
-        if level.width > scores.shape[-1]:
-            raise ValueError(f"rank {level.width - 1} of the draft tree is beyond {scores.shape[-1]} tokens")
         tokens.append(scores.topk(level.width).indices.flatten(1)[:, level.slots])
         if number + 1 < len(levels):
             scores = expand(tokens[-1][:, level.inner], level.before.expand(batch, -1))
@@ -250,8 +250,10 @@ class _Level(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _plan(choices: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, list[_Level]]:
+def _plan(choices: tuple[tuple[int, ...], ...], size: int, device: torch.device) -> tuple[Tensor, list[_Level]]:
     """Return parents [m] and levels of a shape, made once: a tensor from a list is a copy that the device waits for."""
+    if (most := max(path[-1] for path in choices)) >= size:
+        raise ValueError(f"rank {most} of the draft tree is beyond {size} tokens")
     parents, _ = static_tree(choices)
     paths, levels = _sorted_paths(choices), list[_Level]()
     frontier: dict[tuple[int, ...], int] = {(): 0}
@@ -289,7 +291,7 @@ def _sorted_paths(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
     known: set[tuple[int, ...]] = {()}
     for path in paths:
-        if path in known or path[:-1] not in known or path[-1] < 0:
+        if path in known or path[:-1] not in known or not 0 <= path[-1] < _RANKS:
             raise ValueError(f"the tree's path {path} must be there once, count ranks from 0, and so must its parent")
         known.add(path)
     return paths

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, ClassVar
 
 from safetensors import SafetensorError
@@ -13,7 +14,14 @@ from transformers import CONFIG_NAME, PreTrainedConfig
 
 from ... import __version__
 from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.tensor_files import HUB_OPTIONS, check_contents, unlisted_file, wrapped_names
+from ...generation.tensors.tensor_files import (
+    HUB_OPTIONS,
+    building,
+    check_contents,
+    check_stored,
+    unlisted_file,
+    wrapped_names,
+)
 from ...generation.tensors.wrapped_models import fingerprint
 from .remote_code import TRAVELS, RemoteCodeTokenizerMixin, add_code, code_obstacle, handed, is_ours
 
@@ -56,20 +64,27 @@ class StrictLoadingMixin:
             ValueError: A directory of another architecture, tensors that are missing or have another shape than the
                 config says, or a damaged safetensors file.
         """
+        if kwargs.get("weights_only") is False:
+            raise ValueError("weights_only=False would run code that is in a file: leave it out")
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         cls.check_model_type(pretrained_model_name_or_path, kwargs.get("config"), **hub)
+        if pretrained_model_name_or_path is not None:
+            check_stored(pretrained_model_name_or_path, kwargs.get("config"), kwargs.get("variant"), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
         name = str(pretrained_model_name_or_path or getattr(kwargs.get("config"), "_name_or_path", "") or cls.__name__)
         try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
+            with building(name):
+                model, info = super().from_pretrained(
+                    pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                )
         except Exception as error:
             if pretrained_model_name_or_path is not None:
                 check_contents(pretrained_model_name_or_path, kwargs.get("variant"), **hub)
             if isinstance(error, SafetensorError):
                 words = f"{name}: a safetensors file is damaged or cut short ({error}); fetch it again"
                 raise ValueError(words) from error
+            if isinstance(error, UnpicklingError):
+                raise ValueError(f"{name}: a pickle holds more than tensors; save them as safetensors") from error
             if isinstance(error, RuntimeError) and "mismatch" in str(error).lower():
                 raise ValueError(f"{name}: tensors do not have the shapes that config.json says: {error}") from error
             raise

@@ -18,7 +18,7 @@ from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS
+from ...generation.tensors.tensor_files import HUB_OPTIONS, building, check_stored
 from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
@@ -141,6 +141,8 @@ class DeepSeekMTP(
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
+        if name is not None:
+            check_stored(name, config, kwargs.get("variant"), **hub)
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(cast(Any, config or name), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -154,7 +156,8 @@ class DeepSeekMTP(
         if is_to_be_dequantized(config, kwargs.get("quantization_config")):
             main, modules, report = load_dequantized(name, config, inference_only, hub, **kwargs)
         else:
-            main, modules, report = load(name, config, inference_only, **kwargs)
+            with building(name):
+                main, modules, report = load(name, config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = shared
         vars(main.config).pop("auto_map", None)  # valid for the loaded directory only

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.fields import check_options, field
-from ...generation.tensors.tensor_files import Fields
+from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import DraftVocabulary
 
 logger = logging.get_logger(__name__)
@@ -185,7 +185,7 @@ def foreign_head(
     stated = _llama_fields(raw)
     if "hidden_size" not in stated:
         raise ValueError(f"{name}: config.json has no hidden_size")
-    values = _sizes(name, stated, shapes, version) | stated | _read_off(stated, shapes, version)
+    values = _sizes(name, stated, shapes, version) | stated | _read_off(name, stated, shapes, version)
     flags = dict(raw.get("eagle_config") or {}) | raw
     values |= {key: bool(flags[key]) for key in _FLAGS if key in flags and version == 3}
     values |= {key: value for key, value in overrides.items() if value is not None}
@@ -275,11 +275,11 @@ def _sizes(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], ver
     return {key: size for key, size in shown.items() if size}
 
 
-def _read_off(stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
+def _read_off(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return options that the tensors show; many configs lack them."""
     layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
     values = {
-        "num_hidden_layers": max(layers) + 1,
+        "num_hidden_layers": count_of(name, layers, "layer"),
         "own_embeddings": "embed_tokens.weight" in shapes,
         "attention_bias": "layers.0.self_attn.q_proj.bias" in shapes,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
@@ -328,6 +328,8 @@ def check_vocabulary(name: object, config: EagleHeadConfig, state: dict[str, Ten
     if offsets.shape != (size,) or offsets.is_floating_point():
         wanted = f"draft_vocab_size={size} integers, token id - draft id"
         raise ValueError(f"{name}: d2t is {offsets.dtype} of shape {tuple(offsets.shape)}; it must hold {wanted}")
+    if "t2d" in state and state["t2d"].shape != (vocab,):
+        raise ValueError(f"{name}: t2d has shape {tuple(state['t2d'].shape)}, not one entry for vocab_size={vocab}")
     ids = DraftVocabulary(offsets + torch.arange(size), vocab, f"{name}: d2t").ids
     drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     if "t2d" in state and not torch.equal(state["t2d"].bool(), drafted):

@@ -31,7 +31,7 @@ from ..common.learning import DraftModel, States, WindowHeadMixin, counted_posit
 from ..common.outputs import MTPOutput
 from .conversion import (
     backbone_from_official,
-    check_embedding,
+    check_fit,
     engine_layout,
     export_head,
     load_tensors,
@@ -237,7 +237,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         self.check_sizes(backbone, hidden_size=self.config.hidden_size)
         if self.config.vocab_size is not None:
             self.check_sizes(backbone, vocab_size=self.config.vocab_size)
-        check_embedding(self._expected_embedding, backbone)
+        check_fit(self._expected_embedding, self.hidden_layers, backbone)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's dtype and device, and adopt its special ids."""

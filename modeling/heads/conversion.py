@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
+from ...configuration.fields import check_counts, field
 from ...configuration.heads import MTPHeadConfig
-from ...generation.tensors.tensor_files import Fields, Tensors, read_json, write_json
+from ...generation.tensors.tensor_files import Fields, Tensors, check_index, read_json, write_json
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING
 from .layer import PARAMS, read_backbone
@@ -31,6 +32,7 @@ def read_official(folder: Path, fields: dict[str, Any]) -> tuple[MTPHeadConfig, 
         names = "medusa_lm_head.*, hydra_lm_head.*, params.json, medusa_head.* among the tensors, ..."
         raise ValueError(f"{folder}: no known layout of heads ({names})")
     found, tensors = layout.read(folder)
+    check_counts(folder, found, len(tensors))
     embedding = tensors.pop(EMBEDDING, None)
     return MTPHeadConfig(**(found | fields)), tensors, embedding
 
@@ -67,6 +69,7 @@ def backbone_from_official(folder: Path) -> PreTrainedModel:
         return model.eval()
     if not holds_backbone(folder, read_json(folder / "config.json")):
         raise ValueError(f"{folder} holds heads alone; load their backbone by its own name")
+    check_index(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
@@ -113,8 +116,11 @@ def engine_layout(config: MTPHeadConfig, engine: str) -> HeadLayout | None:
     return next((layout for layout in family.layouts if layout.name == engine and layout.refusal(config) is None), None)
 
 
-def check_embedding(expected: Tensor | None, backbone: PreTrainedModel) -> None:
-    """Refuse a backbone with other embeddings than the expected ones."""
+def check_fit(expected: Tensor | None, layers: list[int], backbone: PreTrainedModel) -> None:
+    """Refuse a backbone with other embeddings than the expected ones, or without the hidden states that heads read."""
+    count = field(backbone.config.get_text_config(), "num_hidden_layers")
+    if count is not None and not all(-1 - count <= index <= count for index in layers):
+        raise ValueError(f"{type(backbone).__name__} has {count} layers, and these heads read states {layers}")
     weight = cast(Tensor, backbone.get_input_embeddings().weight)
     if expected is None or weight.is_meta:
         return

@@ -21,6 +21,7 @@ from ...generation.tensors.tensor_files import (
     Fields,
     Names,
     Tensors,
+    count_of,
     read_json,
     read_tensors,
     renamed,
@@ -199,11 +200,17 @@ def _read(directory: Path) -> Directory:
     arch = values.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
         raise ValueError(f"{directory}: hydra_head_arch={arch!r} is not supported; 'mlp' and 'prefix-mlp' are")
-    blocks = 1 + max((int(name.split(".")[2]) for name in tensors if name.startswith("hydra_mlp.")), default=0)
+    numbers = [name.split(".")[2] for name in tensors if name.startswith("hydra_mlp.")]
+    if not all(map(str.isdigit, numbers)) or len(numbers) <= max(map(int, numbers), default=0):
+        raise ValueError(f"{directory}: hydra_mlp.* of its tensors do not count their layers from 0")
+    blocks = 1 + max(map(int, numbers), default=0)
     blocks = blocks // 2 if arch == "prefix-mlp" else blocks
     own = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, EMBEDDING)}
     ours = renamed(own, _names(arch, blocks), directory)
-    heads = sum(name.startswith("unembeddings.") for name in ours) // 2
+    heads = count_of(directory, (int(name.split(".")[2]) for name in ours if name.startswith("unembeddings.")), "head")
+    ends = [f"{k}.{part}" for k in range(heads) for part in ("weight", "bias")]
+    if missing := [end for end in ends or ["0.weight"] if f"unembeddings.heads.{end}" not in ours]:
+        raise ValueError(f"{directory}: its tensors lack hydra_lm_head.{missing[0]}")
     ours["unembeddings.bias"] = torch.stack([ours.pop(f"unembeddings.heads.{k}.bias") for k in range(heads)])
     tied, ours = untied(ours, heads, blocks - 1)
     vocab_size, width = ours["unembeddings.heads.0.weight"].shape

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 
+from ...configuration.fields import check_counts
 from ...configuration.head_families import LAYER
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import Tensors, read_json, read_tensors, renamed
@@ -223,6 +224,7 @@ def _read_model(directory: Path) -> tuple[LlamaConfig, Tensors, int]:
     for content, needed, file in ((params, _PARAMS, PARAMS), (tensors, _TENSORS, FILE)):
         if missing := [name for name in needed if name not in content]:
             raise ValueError(f"{directory / file} holds no {', '.join(missing)}")
+    check_counts(directory, params, len(tensors))
     count, width, heads = params.get("n_future_tokens", 1), params["dim"], params["n_heads"]
     config = LlamaConfig(
         hidden_size=width,

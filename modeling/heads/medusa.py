@@ -20,6 +20,7 @@ from ...generation.tensors.tensor_files import (
     Names,
     Tensors,
     below,
+    count_of,
     read_json,
     read_tensors,
     renamed,
@@ -149,7 +150,7 @@ def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:
         if "unembeddings.heads.0.weight" in ours:
             raise ValueError(f"{directory}: 'ff' heads for vLLM lack the first one; load their original directory")
         raise ValueError(f"{directory}: no Medusa heads among its tensors")
-    heads, blocks = (1 + max(numbers) for numbers in zip(*indices))
+    heads, blocks = (count_of(directory, numbers, what) for numbers, what in zip(zip(*indices), ("head", "block")))
     unembedding = ours.get("unembeddings.heads.0.weight")
     width = next(tensor.shape[1] for name, tensor in ours.items() if name.endswith("linear.weight"))
     tied, ours = untied(ours, heads, blocks)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import AutoConfig
 
+from ...configuration.fields import check_counts
 from ...configuration.ptp import PTPConfig
 from ...generation.tensors.tensor_files import Fields, read_json, read_tensors
 
@@ -20,8 +21,10 @@ def read_official(directory: str | PathLike) -> tuple[PTPConfig, dict[str, Tenso
     """Return the configuration and the tensors, in this library's names."""
     directory = Path(directory)
     values = read_json(directory / "config.json")
+    found = _tensors(directory)
     config = _config(directory, values)
-    tensors = dict(_renamed(_PREFIXES.sub("", name), tensor) for name, tensor in _tensors(directory).items())
+    check_counts(directory, config.to_dict(), len(found))
+    tensors = dict(_renamed(_PREFIXES.sub("", name), tensor) for name, tensor in found.items())
     for layer in [name.split(".lora_")[0] for name in tensors if ".lora_A." in name]:
         for part in ("weight", "bias"):
             if (tensor := tensors.pop(f"{layer}.{part}", None)) is not None:

@@ -16,6 +16,7 @@ from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import additive_mask, selected_positions
+from ...generation.tensors.tensor_files import check_index
 from ...generation.tensors.wrapped_models import (
     PicklableMixin,
     WrapperMixin,
@@ -136,6 +137,8 @@ class PTPForCausalLM(
         """
         check_options(options, PTPConfig, "PTPForCausalLM.from_backbone", ("backbone_config",))
         loads = isinstance(model_or_path, (str, PathLike))
+        if loads:
+            check_index(model_or_path)
         base = AutoModelForCausalLM.from_pretrained(model_or_path) if loads else merged_copy(model_or_path)
         attention = base.config._attn_implementation
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}

@@ -17,6 +17,7 @@ from ...generation.attach import AttachableDrafter, MTPGenerationMixin
 from ...generation.lookups.cascade import DrafterCascade
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.suffix import SuffixDrafter
+from ...generation.tensors.tensor_files import check_index
 from ...generation.tensors.wrapped_models import carries_adapters
 from ..loading import load_drafter
 from ..results import source_mark
@@ -103,6 +104,7 @@ def _method(name: str, kind: str, model: Any, source: str, options: dict[str, An
     if kind == "transformers:use_mtp" and drafts_itself:
         raise ValueError(f"{type(model).__name__} has no use_mtp of transformers'; measure its own drafts as 'own'")
     if kind == "transformers:assistant":
+        check_index(source)
         assistant = AutoModelForCausalLM.from_pretrained(source, dtype=model.dtype).to(model.device).eval()
         assistant.generation_config.update(**options)
         options = {"assistant_model": assistant}

@@ -168,7 +168,7 @@ _NAMES = {
     ),
     "tokenahead.modeling.deepseek.checkpoint_files": ("dequantize",),
     "tokenahead.modeling.common.stored_drafters": ("drafter_class", "holds_drafter_alone", "read_drafter"),
-    "tokenahead.generation.tensors.tensor_files": ("tensor_dtypes",),
+    "tokenahead.generation.tensors.tensor_files": ("read_index", "read_tensors", "tensor_dtypes", "weight_files"),
     "tokenahead.modeling.deepseek.conversion": ("main_class",),
     "tokenahead.modeling.common.draft_vocabulary": (
         "DraftVocabulary",
@@ -328,7 +328,7 @@ _NAMES = {
     ),
     "tokenahead.training.evaluation.expected": ("ExpectedCalls", "acceptance_along", "ratio_of_sums"),
     "tokenahead.training.evaluation.table": ("advice_of", "explanation", "tables"),
-    "tokenahead.training.utils": ("MissingExtraError", "needs_extra"),
+    "tokenahead.training.utils": ("MissingExtraError", "escaped", "needs_extra", "one_line", "visible"),
     "tokenahead.training.features": (
         "FeatureDataset",
         "FeatureIndex",
@@ -336,7 +336,14 @@ _NAMES = {
     "tokenahead.modeling.common.online": ("OnlineLearner",),
     "tokenahead.modeling.common.recording": ("OnlineBuffer",),
     "tokenahead.training.checkpoints": ("last_whole_checkpoint",),
-    "tokenahead.training.loading": ("has_adapters", "holds_model", "load_drafter", "load_model", "put_adapters"),
+    "tokenahead.training.loading": (
+        "has_adapters",
+        "holds_model",
+        "load_backbone",
+        "load_drafter",
+        "load_model",
+        "put_adapters",
+    ),
     "tokenahead.training.trainer_base": ("drafter_of",),
     "tokenahead.training.ptp.completions": (
         "CompletionSequences",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from itertools import count
 from os import PathLike
@@ -24,6 +25,8 @@ from ..tensors.tensor_files import naming
 from .suffix_counts import Reader, SuffixCounts
 
 _FILE = "suffixes.safetensors"
+_ANY = 1 << 31
+"""More than any vocabulary has ids, and more often than any run is read."""
 _LEAST = {"depth": 2, "num_tokens": 1, "max_nodes": 1000}
 _CALLS = count()
 Scope = str | int
@@ -72,10 +75,12 @@ class SuffixDrafter(LookUpDrafter):
         read_only: bool = False,
     ) -> None:
         for name, value in {"depth": depth, "num_tokens": num_tokens, "max_nodes": max_nodes}.items():
-            if not isinstance(value, int) or value < _LEAST[name]:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {_LEAST[name]}")
-        if not factor > 0:
-            raise ValueError(f"factor={factor!r} must be positive")
+            if type(value) is not int or not _LEAST[name] <= value < _ANY:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {_LEAST[name]}, below {_ANY}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor={factor!r} must be positive and finite")
+        if depth > max_nodes // 2:
+            raise ValueError(f"depth={depth} needs max_nodes of at least {2 * depth}, not {max_nodes}")
         if not 0 <= least <= 1:
             raise ValueError(f"least={least!r} must be a probability")
         self.depth, self.num_tokens, self.max_nodes = depth, num_tokens, max_nodes
@@ -203,10 +208,10 @@ class SuffixDrafter(LookUpDrafter):
 
 
 def _check_ids(low: int, high: int, backbone: PreTrainedModel | None) -> None:
-    """Refuse ids outside of a backbone's vocabulary; without a backbone, negative ones."""
-    size = None if backbone is None else backbone.config.get_text_config().vocab_size
-    if low < 0 or (size is not None and high >= size):
-        valid = "at least 0" if size is None else f"0 to {size - 1}, as the vocabulary of {type(backbone).__name__}"
+    """Refuse ids outside of a backbone's vocabulary; without a backbone, negative ones and those of no vocabulary."""
+    size = _ANY if backbone is None else backbone.config.get_text_config().vocab_size
+    if low < 0 or high >= size:
+        valid = f"0 to {size - 1}" + (f", as the vocabulary of {type(backbone).__name__}" if backbone else "")
         raise ValueError(f"ids: the text of this SuffixDrafter has token {low if low < 0 else high}; ids are {valid}")
 
 
@@ -216,7 +221,8 @@ def _check_parts(tokens: Tensor, parents: Tensor, counts: Tensor) -> None:
     if shapes != {(torch.long, tokens.shape[:1])}:
         raise ValueError(f"tokens, parents and counts of {shapes}")
     numbers = torch.arange(len(tokens))
-    if not bool(((tokens >= 0) & (parents >= -1) & (parents < numbers) & (counts > 0)).all()):
+    is_valid = (tokens >= 0) & (parents >= -1) & (parents < numbers) & (counts > 0)
+    if not bool((is_valid & (tokens < _ANY) & (counts < _ANY)).all()):
         raise ValueError("tokens, parents and counts that are no trie")
 
 

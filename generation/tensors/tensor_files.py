@@ -7,10 +7,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from math import prod
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +34,8 @@ HUB_OPTIONS = ("revision", "subfolder", "token", "cache_dir", "local_files_only"
 """Arguments of `from_pretrained` that locate files."""
 _PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")
 """Names of files without a directory or a drive."""
+_MOST_PACKED, _SMALL = 64, 1 << 24
+"""More bytes than weights have for each byte of an archive; and what those of a small one may have in any case."""
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 
@@ -210,7 +214,7 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (SafetensorError, RuntimeError, OSError, EOFError, UnpicklingError, ValueError) as error:
+    except (SafetensorError, RuntimeError, OSError, EOFError, UnpicklingError, BadZipFile, ValueError) as error:
         check_content(file)
         if isinstance(error, UnpicklingError):
             raise ValueError(f"{file} holds more than tensors; save its state_dict as safetensors") from error
@@ -322,9 +326,27 @@ def refuse_unknown(owner: str | PathLike[str], names: Iterable[str]) -> None:
         raise ValueError(f"{owner}: {len(names)} tensors are not known in this layout: {shown}")
 
 
+def _check_npz(file: Path) -> None:
+    """Refuse an archive whose arrays have other sizes than their headers say, before any of them is read."""
+    from numpy.lib import format as npy
+
+    with ZipFile(file) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > _MOST_PACKED * file.stat().st_size + _SMALL:
+            raise ValueError(f"{file}: its arrays are far larger than the file")
+        for entry in archive.infolist():
+            with archive.open(entry) as stream:
+                version = npy.read_magic(stream)
+                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                shape, _, dtype = read(stream)
+                size = entry.file_size - stream.tell()
+            if dtype.hasobject or size != prod(shape) * dtype.itemsize:
+                raise ValueError(f"{file}: {entry.filename} holds {size} bytes, and says that it is {dtype} {shape}")
+
+
 def _read_npz(file: Path) -> Tensors:
     import numpy as np
 
+    _check_npz(file)
     with np.load(file, allow_pickle=False) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 

@@ -1,0 +1,172 @@
+"""Drafts and trees are no larger than a call can use, also where options ask for more."""
+
+import json
+import tracemalloc
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+from tests.every_model import llama
+from tests.internals import CallOptions, ranked_tree
+from tests.ptp_models import student
+from tokenahead import DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPStudent, SuffixDrafter
+
+HUGE = 10**6, 10**9, 2**62, 2**70
+PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 5, 6, 9, 5, 6, 9]])
+DRAFTERS = {
+    "ngram": lambda base: NgramDrafter().attach(base),
+    "branches": lambda base: NgramDrafter(num_tokens=10**9, branches=10**9).attach(base),
+    "suffix": lambda base: SuffixDrafter().attach(base),
+    "heads": lambda base: MTPHeads.from_backbone(base, window=4),
+    "eagle 1": lambda base: EagleHead.from_backbone(base, version=1),
+    "eagle 3": lambda base: EagleHead.from_backbone(base, draft_length=10**9),
+    "slots": lambda base: PTPStudent.from_backbone(base, num_slots=3, lora_rank=2),
+    "cascade": lambda base: DrafterCascade([SuffixDrafter(), EagleHead.from_backbone(base, version=1)]).attach(base),
+    "joined": lambda base: DrafterCascade([SuffixDrafter(), MTPHeads.from_backbone(base, window=4)], joins=True).attach(
+        base
+    ),
+}
+TREES = ({"depth": 10**9}, {"top_k": 10**9}, {"top_k": 2**62, "total_tokens": 2**62})
+
+
+@pytest.fixture(scope="module")
+def base():
+    return llama()
+
+
+@contextmanager
+def detaching(drafter):
+    yield drafter
+    drafter.detach()
+    for each in getattr(drafter, "drafters", ()):
+        each.detach()
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
+def test_huge_drafts_change_nothing(base, kind, options):
+    with detaching(DRAFTERS[kind](base)) as drafter:
+        wanted = base.generate(PROMPT, max_new_tokens=12)
+        for number in HUGE:
+            out = base.generate(
+                PROMPT, max_new_tokens=12, assistant_model=drafter, num_assistant_tokens=number, **options
+            )
+            assert options["do_sample"] or torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "heads", "eagle 1", "cascade"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_huge_trees_change_nothing(base, kind, do_sample):
+    with detaching(DRAFTERS[kind](base)) as drafter:
+        wanted = base.generate(PROMPT, max_new_tokens=12)
+        for tree in TREES:
+            try:
+                out = base.generate(
+                    PROMPT, max_new_tokens=12, assistant_model=drafter, draft_tree=tree, do_sample=do_sample, top_k=0
+                )
+            except ValueError as error:  # of a kind that has no such option, or is not so deep
+                assert "draft_tree" in str(error)
+                continue
+            assert do_sample or torch.equal(out, wanted)
+
+
+def test_a_generation_config_is_cut_too(base):
+    config = GenerationConfig(max_new_tokens=12, num_assistant_tokens=10**9, pad_token_id=0)
+    with detaching(NgramDrafter().attach(base)) as drafter:
+        out = base.generate(PROMPT, generation_config=config, assistant_model=drafter)
+    assert torch.equal(out, base.generate(PROMPT, max_new_tokens=12))
+
+
+def test_the_loop_of_transformers_is_bounded_too(base):
+    with detaching(EagleHead.from_backbone(base, version=1, draft_length=10**9)) as head:
+        options = CallOptions(num_assistant_tokens=head.default_draft()).cut(base, PROMPT, 20)
+    assert options.num_assistant_tokens == 32
+
+
+def test_cuts_are_the_tokens_left_or_the_context(base):
+    def cut(max_length, **options):
+        return CallOptions(num_assistant_tokens=10**9, **options).cut(base, PROMPT, max_length)
+
+    assert cut(107).num_assistant_tokens == 100
+    assert cut(10**9).num_assistant_tokens == base.config.max_position_embeddings
+    # text that a seed repeats does not depend on the length limit
+    assert cut(107, needs_our_loop=True).num_assistant_tokens == base.config.max_position_embeddings
+    tree = cut(107, draft_tree={"depth": 10**9, "top_k": 10**9, "total_tokens": 10**9}).draft_tree
+    assert tree == {"depth": 99, "top_k": 100, "total_tokens": 100}
+
+
+def test_usual_drafts_are_never_cut_beforehand(base):
+    tree = {"depth": 7, "top_k": 10, "total_tokens": 60}
+    options = CallOptions(num_assistant_tokens=8, draft_tree=tree).cut(base, PROMPT, 8)
+    assert (options.num_assistant_tokens, options.draft_tree) == (8, tree)
+
+
+@pytest.mark.parametrize("rank", [64, 10**9, 2**62, 2**70])
+def test_a_rank_beyond_the_vocabulary_is_refused(rank):
+    with pytest.raises(ValueError, match=f"{rank}"):
+        ranked_tree([(0,), (rank,)], torch.zeros(1, 64), lambda tokens, parents: torch.zeros(1, 1, 64))
+
+
+def test_a_seed_gives_the_same_text_at_any_limit():
+    model = student(num_slots=4)
+    short, long = (
+        model.generate(PROMPT % 30, max_new_tokens=size, do_sample=True, seed=3, verification="block")
+        for size in (6, 24)
+    )
+    assert torch.equal(short, long[:, : short.shape[1]])
+
+
+def test_a_huge_request_allocates_little(base):
+    with detaching(NgramDrafter().attach(base)) as drafter:
+        tracemalloc.start()
+        base.generate(PROMPT, max_new_tokens=4, assistant_model=drafter, num_assistant_tokens=10**6)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"factor": float("inf")},
+        {"factor": float("nan")},
+        {"factor": -1.0},
+        {"depth": 10**9},
+        {"num_tokens": 0},
+        {"num_tokens": True},
+        {"max_nodes": 2**62},
+        {"counts": 0},
+        {"counts": 2**62},
+        {"tokens": 2**40},
+    ],
+    ids=str,
+)
+def test_numbers_in_a_file_of_suffixes_are_checked(changed, tmp_path):
+    drafter = SuffixDrafter()
+    drafter.add([5, 6, 7, 5, 6])
+    drafter.save_pretrained(tmp_path)
+    tensors = load_file(file := tmp_path / "suffixes.safetensors")
+    options = {"depth": 24, "num_tokens": 16, "max_nodes": 1 << 18, "factor": 1.0, "least": 0.1}
+    for name, value in changed.items():
+        if name in tensors:
+            tensors[name][0] = value
+        else:
+            options[name] = value
+    save_file(tensors, file, {"options": json.dumps(options)})
+    with pytest.raises(ValueError, match="suffixes"):
+        SuffixDrafter.from_pretrained(tmp_path)
+
+
+def test_ids_that_are_added_are_of_the_vocabulary(base):
+    alone, member = SuffixDrafter(), SuffixDrafter()
+    alone.add([10**6])  # of a larger vocabulary, perhaps
+    with pytest.raises(ValueError, match="1000000"):
+        alone.attach(base)
+    with pytest.raises(ValueError, match="ids"):
+        alone.add([2**40])
+    with detaching(DrafterCascade([member, MTPHeads.from_backbone(base)]).attach(base)):
+        for ids in ([64], [[5], [10**6]], [-1]):
+            with pytest.raises(ValueError, match="ids"):
+                member.add(ids)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..modeling.common.remote_code import check_choice
 from ..training.results import DecodingResult, MeasuredResults
-from ..training.utils import replace_file
+from ..training.utils import replace_file, visible
 from .facts import ModelFacts, describe
 
 TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
@@ -26,6 +26,8 @@ TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
 _TEMPLATES = Path(__file__).parent / "templates"
 _MARK = re.compile(r"\n<!-- tokenahead card ([0-9a-f]{64}): .* -->\s*$")
 _PATH = re.compile(r"(?<![\w:/.~<-])(?:(?P<drive>[A-Za-z]:\\(?=\w))|~/|/(?=[\w.]+/))[^\s`\"')\]|]*")
+_NAME = re.compile(r"[\w.~+=@:/\\ -]+")
+_TAG = re.compile(r"<(?=[A-Za-z/!?])(?!https?://)")
 _PRIVATE = ("~/", "/home/", "/Users/", "/root/", "/tmp/", "/private/", "/mnt/", "/scratch/")
 _LOCAL_FIGURE = re.compile(r"!\[[^\]]*\]\((?![a-z]+://)([^)\s]+)\)")
 
@@ -75,7 +77,8 @@ def render_card(
 
     Raises:
         TypeError: The model has no multi-token head.
-        ValueError: A shown value is empty, or a path of this machine; an unknown `remote_code`.
+        ValueError: A shown value is empty, or a path of this machine; a `repo_id`, `base_model` or `picture` that is
+            neither a name on the Hub nor a path; an unknown `remote_code`.
 
     Example:
         >>> card = render_card(model, MeasuredResults.from_json("results.json"), license="apache-2.0")
@@ -83,8 +86,13 @@ def render_card(
     """
     check_choice(remote_code)
     facts = describe(config_or_model, remote_code)
-    name = model_name or (repo_id.split("/")[-1] if repo_id else facts.class_name)
     base_model = base_model or facts.backbone
+    base_models = [base_model] if isinstance(base_model, str) else base_model
+    named = {"repo_id": [repo_id], "picture": [picture], "base_model": base_models or []}
+    for argument, given in named.items():
+        for each in filter(None, given):
+            check_name(each, argument)
+    name = model_name or (repo_id.split("/")[-1] if repo_id else facts.class_name)
     fields = {"license": license, "base_model": base_model, "language": language} | (metadata or {})
     data = card_metadata(facts, results, name, **fields)
     languages = language or (metadata or {}).get("language")
@@ -98,7 +106,7 @@ def render_card(
             results=results,
             compared=compared,
             license=license,
-            base_models=[base_model] if isinstance(base_model, str) else base_model,
+            base_models=base_models,
             languages=[languages] if isinstance(languages, str) else languages,
             repo_id=repo_id,
             source=repo_id or "path/to/this/directory",
@@ -155,25 +163,49 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         undefined=jinja2.StrictUndefined,
-        finalize=_refuse_empty,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,  # this is Markdown, not HTML
     )
-    environment.filters["cell"] = _cell
+    environment.filters |= {"cell": _cell, "block": _Block, "fenced": _fenced, "quoted": json.dumps}
     return environment
 
 
-def _refuse_empty(value: object) -> object:
+class _Block(str):
+    """Text of several lines; what templates show is one line otherwise."""
+
+
+def _shown(value: object) -> object:
+    """Return a value as a card shows it: without control characters, and in one line unless it is a `_Block`."""
     if value is None or value == "":
         raise ValueError("empty value in the card's template; every value that it shows must have content")
-    return value
+    if not isinstance(value, str):
+        return value
+    text = visible(value)
+    return text if isinstance(value, _Block) else _TAG.sub(r"\\<", " ".join(text.splitlines()))
 
 
 def _cell(value: object) -> str:
     """Return text for one cell of a Markdown table."""
     return " ".join(str(value).replace("|", "\\|").split())
+
+
+def _fenced(value: str, language: str = "") -> _Block:
+    """Return a block of code, whose fence is longer than any within."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", value)), default=0))
+    return _Block(f"{fence}{language}\n{value}\n{fence}")
+
+
+def check_name(name: str, argument: str) -> None:
+    """Refuse what is neither a name on the Hub nor a path, and could write lines or code into a card.
+
+    Raises:
+        ValueError: Such a name, of this argument.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"{argument}={name!r} is neither owner/name on the Hub nor a path")
 
 
 def check_no_local_path(text: str) -> None:

@@ -22,7 +22,7 @@ from ..modeling.common.loading import TRAVELLERS
 from ..modeling.common.remote_code import CODE_DIRECTORY, add_code, code_when_pushed, handed
 from ..modeling.heads.joint import JointMTPModel
 from .online import ONLINE_DIRECTORY
-from .utils import without_directories
+from .utils import visible, without_directories
 
 logger = logging.get_logger(__name__)
 _FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
@@ -110,6 +110,7 @@ class TrainerPushMixin(_TrainerBase):
 
     def _data_text(self, names: list[str]) -> str | None:
         size = f"{len(self.train_dataset):,} rows" if isinstance(self.train_dataset, Sized) else ""
+        names = [visible(" ".join(name.replace("`", "").split())) for name in names]
         title = ", ".join(f"`{name}`" for name in names) or (size and "Data that the run did not name")
         return f"{title}: {size}." if size else f"{title}." if title else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -13,6 +14,10 @@ from ..generation.tensors.saving import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_JOINERS = "\u200c\u200d"
+"""Characters of words in many scripts, and of emoji."""
 
 
 class MissingExtraError(ModuleNotFoundError):
@@ -72,9 +77,24 @@ def until_end(ids: list[int], ends: Collection[int]) -> list[int]:
     return ids[: next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))]
 
 
+def _is_hidden(character: str) -> bool:
+    """Return whether a character moves the cursor, colours, or turns the direction of text, and shows nothing."""
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in _JOINERS
+
+
+def visible(text: str) -> str:
+    """Return a text without control and bidi characters; line feeds and tabs stay."""
+    return "".join(each for each in text if each in "\n\t" or not _is_hidden(each))
+
+
+def escaped(text: str) -> str:
+    """Return a text as a terminal may show it: control and bidi characters as escapes, `\\x1b`."""
+    return "".join(ascii(each)[1:-1] if _is_hidden(each) else each for each in text)
+
+
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line, or the name of its class."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the message of an error in one line that a terminal may show, or the name of its class."""
+    return escaped(" ".join(str(error).split())) or type(error).__name__
 
 
 def without_directories(name: str) -> str:

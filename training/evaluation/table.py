@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ...configuration.cache_names import CACHE, cache_of
 from ..results import DecodingResult, MeasuredResults
+from ..utils import escaped
 from .bench import CONTROL, PLAIN
 
 _CONTEXT = 200
@@ -43,7 +44,7 @@ def _table(title: str, rows: list[DecodingResult], unit: str, columns: dict[str,
     for head in shown:
         table.add_column(head.replace("UNIT", f"{unit}s"), justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(row.method or row.name, *(cell(row) for cell in shown.values()))
+        table.add_row(Text(escaped(row.method or row.name)), *(cell(row) for cell in shown.values()))
     return table
 
 

@@ -3,6 +3,9 @@
 import dataclasses
 import io
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -265,3 +268,38 @@ def test_a_folder_of_someone_else_is_refused(capsys, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     code, line = error_of(capsys, "demo", "--output", tmp_path)
     assert code == 1 and "--overwrite" in line
+
+
+def test_errors_show_no_escapes(capsys):
+    for arguments in (["card", "no\x1b[31m\u202esuch/a/b"], ["demo", "--seconds", "\x1b[31m\u202e"]):
+        _, line = error_of(capsys, *arguments)
+        assert "\\x1b[31m\\u202e" in line and line.isprintable()
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:99999", "127.0.0.1:7860x", "127.0.0.1:-1", "nowhere.invalid:7860", ":٣"]
+)
+def test_a_bad_address_is_one_line(capsys, address):
+    code, line = error_of(capsys, "demo", "--web", address)
+    assert code == 1 and "--web" in line
+
+
+def test_a_port_in_use_is_one_line(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, line = error_of(capsys, "demo", "--web", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert code == 1 and "--web" in line
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers")
+def test_ctrl_c_during_imports_is_no_traceback():
+    program = (
+        "import os, signal, sys, time; sys.argv = ['tokenahead', 'card', 'x']\n"
+        "signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+        "import tokenahead\n"
+        "time.sleep(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stderr) == (130, "")

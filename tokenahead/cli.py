@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 
-from . import __version__
+from . import __version__, _leave
 from .training.requests import BenchRequest, CardRequest, DemoRequest, GenerateRequest, RequestParser
 from .training.utils import MissingExtraError, needs_extra, one_line
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     request = None if words and words[0] in _APART else _parse(words)
+    if signal.getsignal(signal.SIGINT) is _leave:  # which would skip what commands clean up
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         raise SystemExit(_run_apart(words) if request is None else _COMMANDS[words[0]][2](request))
     except KeyboardInterrupt:

@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
+from .utils import escaped
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 NAME = "directory, or name on the Hub (owner/name)"
 OF_WEIGHTS: dict[str, Any] = {"choices": _DTYPES, "help": "of the weights (auto: the checkpoint's)"}
@@ -81,7 +83,7 @@ class RequestParser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with one line, where argparse would print the usage first."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {escaped(message)} (see {self.prog} --help)\n")
 
 
 @dataclass(frozen=True)

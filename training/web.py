@@ -304,11 +304,29 @@ def build(model: str | None = None, drafter: str | None = None, dtype: str = "au
     return page
 
 
+def _checked(address: str) -> tuple[str, int | None]:
+    """Return host and port of `HOST:PORT`; None is a free port.
+
+    Raises:
+        ValueError: None of both, or one that cannot be had; before a model is loaded.
+    """
+    host, _, port = address.rpartition(":")
+    host = host or "127.0.0.1"
+    if port and not (port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
+        raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860, with a port below 65536")
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port or 0), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(place)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--web {address}: {getattr(error, 'strerror', None) or error}") from error
+    return host, int(port or 0) or None
+
+
 def serve(model: str | None, drafter: str | None, dtype: str, address: str) -> int:
     """Serve the page at `HOST:PORT` until Ctrl-C; the defaults are 127.0.0.1, and a free port."""
-    host, _, port = address.rpartition(":")
-    if port and not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860")
+    host, port = _checked(address)
     page = build(model, drafter, dtype)
-    page.launch(server_name=host or "127.0.0.1", server_port=int(port or 0) or None, footer_links=[], share=False)
+    page.launch(server_name=host, server_port=port, footer_links=[], share=False)
     return 0

@@ -370,6 +370,7 @@ _NAMES = {
     "tokenahead.training.parts": ("part_files",),
     "tokenahead.training.processes": ("Processes",),
     "tokenahead.training.regeneration": ("RegeneratedText",),
+    "tokenahead.model_cards.push": ("hide_local_names",),
 }
 """Internal names, by the module that defines them."""
 

@@ -91,13 +91,13 @@ class PlannedVerifier(Verifier):
             most = tree.tokens.shape[1] if tree.num_nodes is None else tree.num_nodes
             accepted = planned.clamp(max=most)
             tokens = torch.cat([tree.tokens, tree.tokens[:, :1]], dim=1)
-            result = VerificationResult(accepted, tokens, invalid=result.invalid)
+            result = VerificationResult(accepted, tokens, check=result.check)
         self.accepted.append(result.num_accepted)
         return result
 
-    def invalid(self, result: VerificationResult) -> Tensor | None:
+    def check(self, result: VerificationResult) -> Tensor | None:
         """See `Verifier`."""
-        return self.verifier.invalid(result)
+        return self.verifier.check(result)
 
     def tokens_per_call(self, new_tokens: int) -> float:
         """Tokens per verification and sequence; a sequence that has ended counts in no further one."""

@@ -34,12 +34,20 @@ class CandidateAdapter(CandidateGenerator):
         session: Drafts chains.
         options: Of the call.
         mask: [1, L], 0 for padding of the prompt; None where there is none.
+        drafter: Made the session; drafts that come from no numbers end its work, with a warning.
     """
 
     requires_model_outputs = True
 
-    def __init__(self, session: DraftSession, options: DraftOptions, mask: Tensor | None = None) -> None:
-        self.session, self.options, self.mask = session, options, mask
+    def __init__(
+        self,
+        session: DraftSession,
+        options: DraftOptions,
+        mask: Tensor | None = None,
+        drafter: BaseDrafter | None = None,
+    ) -> None:
+        self.session, self.options, self.mask, self.drafter = session, options, mask, drafter
+        self.is_left_out = False
         self.drafted = -1  # the prefill drafts nothing
         self.view = _View()
         wanted = session.hidden_layers
@@ -65,14 +73,19 @@ class CandidateAdapter(CandidateGenerator):
         Returns:
             Candidate ids [1, L + m] and log q [1, m, v] (None where the draft is certain or empty).
         """
-        if is_first_iteration:
+        if is_first_iteration or self.is_left_out:
             return input_ids, None
         outputs = cast(CausalLMOutputWithPast, model_outputs)
         self._take(input_ids, outputs, n_last_matches)
         length = min(self.session.num_tokens, self.options.max_length - input_ids.shape[1] - 1)
         tree = self.session.propose(Sequences(input_ids), max(length, 0))
         self.drafted = tree.tokens.shape[1]
-        if self.drafted == 0:
+        numbers = self.options.numbers.taken(input_ids.device)
+        if numbers is not None and not bool(numbers.isfinite().all()):
+            self.is_left_out = True
+            if self.drafter is not None:
+                self.drafter.warn_of_numbers()
+        if self.drafted == 0 or self.is_left_out:
             return input_ids, None
         q = tree.probs
         if q is None and self.options.do_sample:  # transformers takes candidates without distributions as greedy ones
@@ -119,4 +132,4 @@ def candidate_generator(
     if session.lookahead:
         name = type(drafter).__name__
         raise ValueError(f"{name} drafts in slots, which transformers' own loop does not feed: pass assistant_model=")
-    return CandidateAdapter(session, made, model_kwargs.get("attention_mask"))
+    return CandidateAdapter(session, made, model_kwargs.get("attention_mask"), drafter)

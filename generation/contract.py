@@ -92,6 +92,11 @@ class DraftTree:
         parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
         return cls(draft, parents, q, num_nodes=num_nodes, auxiliary=auxiliary, is_chain=True)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing follows b in the block, neither nodes nor auxiliary positions."""
+        return not self.tokens.shape[1] and self.auxiliary is None
+
     def positions(self) -> Tensor:
         """Return the distance of every index from b, [B, m + 1] int64."""
         if self.is_chain:
@@ -135,13 +140,13 @@ class VerificationResult:
         tokens: [B, k + 1] int64; the first `num_accepted` are the accepted drafts, the next is the added token, the
             rest is arbitrary.
         tree_path: [B, k + 1] int64, `path` of a tree; None: the first nodes of a chain are accepted.
-        invalid: [B] bool, sequences whose target distribution was invalid (NaN or all -inf); None: not checked.
+        check: [B], NaN where a distribution of the target on the path was none; None: its rows tell (`Verifier.rows`).
     """
 
     num_accepted: Tensor
     tokens: Tensor
     tree_path: Tensor | None = None
-    invalid: Tensor | None = None
+    check: Tensor | None = None
 
     @cached_property
     def path(self) -> Tensor:
@@ -166,7 +171,7 @@ class VerificationResult:
         accepted = torch.minimum(self.num_accepted, (counts - 1).clamp(min=0))
         index = torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), accepted[:, None])
         path = None if self.tree_path is None else self.tree_path.gather(1, index)
-        return VerificationResult(accepted, self.tokens, path, self.invalid)
+        return VerificationResult(accepted, self.tokens, path, self.check)
 
 
 @dataclass

@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ..configuration.heads import MTPHeadConfig
 from .call.options import CallOptions, DraftOptions, Sources
@@ -19,10 +20,13 @@ from .contract import DraftSession, Recorder
 from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
+logger = logging.get_logger(__name__)
 _TREE_CHOICES: WeakKeyDictionary[BaseDrafter, dict[bool, dict[str, int]]] = WeakKeyDictionary()
 """By drafter: a copy or a pickle chooses its own trees, for it may have another backbone or another machine."""
 _SCHEDULES: WeakKeyDictionary[BaseDrafter, dict[Hashable, AdaptiveSchedule]] = WeakKeyDictionary()
 """By drafter, and by what the cost of a cycle depends on: what adaptive calls have learned."""
+_NAMED: WeakSet[BaseDrafter] = WeakSet()
+"""Drafters of which users were told that their numbers are not finite."""
 _KINDS = {
     "draft_vocabulary": "sequential modules",
     "assistant_tokenizer": "AssistantDrafter",
@@ -204,6 +208,20 @@ class BaseDrafter:
         if options.do_sample:
             return SampledVerifier(options.verification)
         return GreedyVerifier(options.may_exclude_all)
+
+    @property
+    def label(self) -> str:
+        """The drafter's name in messages."""
+        return type(self).__name__
+
+    def warn_of_numbers(self) -> None:
+        """Warn, once for every drafter, that its numbers are not finite, so that a call goes on without it."""
+        if self not in _NAMED:
+            _NAMED.add(self)
+            logger.warning(
+                f"{self.label} computes numbers that are not finite (NaN, or an overflow): calls go on without its "
+                "drafts, and their text is the backbone's own; look for damaged weights, or use a wider dtype."
+            )
 
     def schedule_of(self, session: DraftSession, options: DraftOptions) -> AdaptiveSchedule:
         """Return a schedule that begins with what earlier calls of the same kind learned.

@@ -8,8 +8,14 @@
     cache      ... x y b  d1 d2     rolled back to here       Target.keep
     next                     z = b  and so on                 DraftSession.advance
 
-The host waits for the device once in a cycle, for accepted counts, tokens and drafts. Where sequences end (at eos, at
-stop strings, at the length limit) goes back in one copy, and only where sequences differ.
+The host waits for the device once in a cycle, for accepted counts, tokens, drafts, and whether all scores are numbers.
+Where sequences end (at eos, at stop strings, at the length limit) goes back in one copy, and only where sequences
+differ.
+
+Where scores of an open sequence, or what its draft was chosen from, are no numbers (NaN, +inf, -inf everywhere), the
+cycle is repeated on the cache as it was with b alone: a row that nobody sees is multiplied by 0, and 0 times NaN is
+NaN. If b's scores are none either, the backbone is at fault, which is an error; else the drafter is left out from there
+on.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ from .plan import SpeculationPlan, decode_plainly
 from .tensors.masks import to_device
 from .tensors.wrapped_models import has_foreign_hooks
 from .trees.growth import most_nodes
+from .verification.verifiers import Cycle, GreedyVerifier, added
 
 
 class SpeculativeLoop:
@@ -47,6 +54,7 @@ class SpeculativeLoop:
     """
 
     target: Target
+    called: float
 
     def __init__(self, plan: SpeculationPlan) -> None:
         prompt, options, config, session = plan.prompt, plan.draft_options, plan.config, plan.session
@@ -55,7 +63,7 @@ class SpeculativeLoop:
         self.config, self.model_kwargs, self.streamer = config, plan.model_kwargs, plan.streamer
         self.processing = options.processing if options.processors else None
         self.watch = self.processing.watch() if self.processing is not None and options.drafts else None
-        self.is_plain, self.is_trial = False, False
+        self.is_plain, self.is_trial, self.is_left_out = False, False, False
         self.returns_cache = plan.has_user_cache or config.return_dict_in_generate
         is_read = self.returns_cache or session.reads_cache
         may_drop_finished = len(prompt) > 1 and plan.keywords is None and not (is_read or session.lookahead)
@@ -89,36 +97,27 @@ class SpeculativeLoop:
             while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):
                 started = time.perf_counter()
                 length = 0 if self.is_trial else self._length()
-                tree = self.empty if self.is_plain else self.session.propose(self.tokens, length)
+                tree = self.session.propose(self.tokens, length) if self._drafts() else self.empty
                 drafted = time.perf_counter()
-                block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
-                if self.keywords is not None:
-                    self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
-                outputs = self.target.forward(block, tree, self.hidden_layers)
-                called = time.perf_counter()
-                outputs.logits = to_device(outputs.logits, block.device, torch.float32)  # [B, m + 1, V]
-                scores = self._scores(outputs.logits, tree)  # [B, m + 1, V]
-                if self.is_plain:  # since this cycle, perhaps: then its drafts were read, and are dropped
-                    tree, outputs = self.empty, TargetOutput(outputs.logits[:, :1], outputs.first(1))
-                    result = self._picked(scores)
-                else:
-                    result = self.verifier.verify(tree, scores)
-                accepted, new_tokens = self._settle(tree, result, outputs, scores)
+                cycle = self._verified(tree)
+                if cycle.faults:
+                    cycle = self._without_drafts(cycle)
+                tree, result = cycle.tree, cycle.result
+                accepted, new_tokens = self._settle(cycle)
                 is_cut = sum(new_tokens.counts) < sum(accepted) + len(accepted)
                 if is_cut and self.stopping.holds:  # the last token that a sequence keeps is a draft
                     result = result.first(new_tokens.on_device)
                 self.target.keep(new_tokens, None if tree.is_chain else result.path)
-                if not self.is_plain:
-                    self.session.advance(outputs.along(result, tree), result)
+                if self._drafts():
+                    self.session.advance(cycle.outputs.along(result, tree), result)
                 if self.may_drop_finished and any(self.done):
                     self.target.drop_finished(self.done)
                 ended = time.perf_counter()
-                if self.schedule is not None and self.target.is_steady and not (self.is_plain or self.is_trial):
+                if self.schedule is not None and self.target.is_steady and self._drafts() and not self.is_trial:
                     self.schedule.update(tree.depth, accepted, ended - started, length)
-                self.statistics.backbone_calls += 1
                 self.statistics.cycle_seconds += ended - started
                 self.statistics.draft_seconds += drafted - started
-                self.statistics.verify_seconds += ended - called
+                self.statistics.verify_seconds += ended - self.called
             if self.streamer is not None:
                 self.streamer.end()
             output = self._output()
@@ -155,9 +154,54 @@ class SpeculativeLoop:
         self.statistics.backbone_calls += 1
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)  # [B, 1, V]
         scores = self._scores(logits, self.empty, is_prefill=True)
-        result = self._picked(scores)
-        self._settle(self.empty, result, TargetOutput(logits, outputs.hidden_states), scores, is_prefill=True)
+        states = TargetOutput(logits, outputs.hidden_states)
+        cycle = self._on_host(Cycle(self.empty, self.empty, states, scores, self._picked(scores)))
+        if cycle.faults:
+            cycle = self._without_drafts(cycle)
+        self._settle(cycle, is_prefill=True)
         self.session.begin(outputs, self.target)
+
+    def _drafts(self) -> bool:
+        """Return whether the session still drafts."""
+        return not (self.is_plain or self.is_left_out)
+
+    def _verified(self, tree: DraftTree) -> Cycle:
+        """Call the backbone on b and a draft, and verify this."""
+        block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
+        if self.keywords is not None:
+            self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
+        outputs = self.target.forward(block, tree, self.hidden_layers)
+        self.statistics.backbone_calls += 1
+        self.called = time.perf_counter()
+        outputs.logits = to_device(outputs.logits, block.device, torch.float32)  # [B, m + 1, V]
+        scores, fed = self._scores(outputs.logits, tree), tree  # [B, m + 1, V]
+        if self.is_plain:  # since this cycle, perhaps: then its drafts were read, and are dropped
+            tree, outputs = self.empty, TargetOutput(outputs.logits[:, :1], outputs.first(1))
+        result = self.verifier.verify(tree, scores) if self._drafts() else self._picked(scores)
+        return self._on_host(Cycle(fed, tree, outputs, scores, result))
+
+    def _without_drafts(self, cycle: Cycle) -> Cycle:
+        """Return a cycle of b alone in the place of one with faults; from then on nothing is drafted.
+
+        Raises:
+            ValueError: Processors left no token, or the scores of b alone are no numbers: it is the backbone.
+        """
+        are_scores, are_drafts = cycle.has_finite_scores(), cycle.has_finite_drafts()
+        if are_scores and are_drafts and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:
+            self.verifier.takes_infinity = True  # processors made it, and plain decoding goes on from it
+            cycle = self._on_host(cycle)
+            return self._without_drafts(cycle) if cycle.faults else cycle
+        if are_drafts and (are_scores or cycle.fed.is_empty):
+            raise cycle.refusal(self.backbone, self.processing)
+        self.is_left_out = True
+        self.target.forget(NewTokens([0] * len(self.done), self.tokens.ids.device))
+        if self.watch is not None:
+            self.watch.restore()
+        cycle = self._verified(self.empty)
+        if cycle.faults:
+            cycle = self._without_drafts(cycle)
+        self.plan.call.drafter.warn_of_numbers()
+        return cycle
 
     def _picked(self, scores: Tensor) -> VerificationResult:
         """Return the result without drafts, from scores [B, 1, v]."""
@@ -222,37 +266,29 @@ class SpeculativeLoop:
         self.target.last_position = self.table - 1 if fewest >= 0 and any(self.done) else None
         return fewest
 
-    def _settle(
-        self,
-        tree: DraftTree,
-        result: VerificationResult,
-        outputs: TargetOutput,
-        scores: Tensor,
-        is_prefill: bool = False,
-    ) -> tuple[list[int], NewTokens]:
+    def _settle(self, cycle: Cycle, is_prefill: bool = False) -> tuple[list[int], NewTokens]:
         """Write a verification result to sequences, records and statistics.
 
         Returns:
             Accepted drafts of the open sequences, and the new tokens, cut where sequences end.
         """
-        self.tokens.write(result.tokens)
-        accepted, new, drafts = self._on_host(tree, result)
-        if self.is_plain:  # sequences that are further on wait for the others, and get nothing
-            fewest = min((n for n, done in zip(self.tokens.lengths, self.done) if not done), default=0)
-            accepted = [-1 if n > fewest else count for n, count in zip(self.tokens.lengths, accepted)]
-        verified = [ids[: count + 1] for ids, count in zip(new, accepted)]
+        accepted, drafts, depth = cycle.accepted, cycle.drafts, cycle.tree.depth
+        if self.is_plain:
+            accepted = [-1 if waits else count for count, waits in zip(accepted, self._waiting())]
+        verified = [ids[: count + 1] for ids, count in zip(cycle.new, accepted)]
         before = self.done
         if self.records is not None:
             counts = [0 if done else count + 1 for count, done in zip(accepted, before)]
-            along = TargetOutput(scores).along(result, tree).logits
-            self.records.add(outputs.along(result, tree), along, counts, is_prefill)
+            path = cycle.result, cycle.tree
+            scores = TargetOutput(cycle.scores).along(*path).logits
+            self.records.add(cycle.outputs.along(*path), scores, counts, is_prefill)
         counts, self.done = self.stopping.cut(self.tokens, verified, before)
         self.tokens.done = self.done
         new_tokens = NewTokens(counts, self.tokens.ids.device)
         if self.records is not None:
             self.records.cut([n + count for n, count in zip(self.tokens.num_new, counts)])
         if not is_prefill:
-            self._count(before, accepted, counts, drafts, tree.depth)
+            self._count(before, accepted, counts, drafts, depth)
         self.tokens.keep(new_tokens)
         self.tokens.newest_on_host = [ids[:count] for ids, count in zip(verified, counts)]
         self.tokens.drafted_on_host = [len(draft) for draft in drafts]
@@ -260,36 +296,25 @@ class SpeculativeLoop:
             self._stream(self.streamer)
         return [count for count, done in zip(accepted, before) if not done], new_tokens
 
-    def _on_host(
-        self, tree: DraftTree, result: VerificationResult
-    ) -> tuple[list[int], list[list[int]], list[list[int]]]:
-        """Return accepted counts, new tokens and real drafts of every sequence; the host waits for them, once in a
-        cycle.
+    def _on_host(self, cycle: Cycle) -> Cycle:
+        """Write new tokens, and let the host read what it needs: it waits for the device, once in a cycle."""
+        self.tokens.write(cycle.result.tokens)
+        if cycle.numbers is None and cycle.fed is not self.empty:
+            cycle.numbers = self.plan.draft_options.numbers.taken(self.tokens.ids.device)
+        check = self.verifier.check(cycle.result)
+        if self.processing is not None and cycle.fed.auxiliary is not None:  # processors may make numbers of NaN
+            check = added(check, cycle.outputs.logits.amax((1, 2)))
+        is_faulty, cycle.faults = cycle.read(added(check, cycle.numbers)), []
+        if any(is_faulty):
+            ignored = zip(is_faulty, self.done, self._waiting())
+            cycle.faults = [row for row, (fault, done, waits) in enumerate(ignored) if fault and not (done or waits)]
+        return cycle
 
-        Raises:
-            ValueError: A sequence was to go on from scores that are no distribution.
-        """
-        faults, real, width = self.verifier.invalid(result), tree.num_nodes, result.tokens.shape[1]
-        parts = [part[:, None] for part in (result.num_accepted, real, faults) if part is not None]
-        # one copy for all that the host reads: [B, up to 3 + (k + 1) + m]
-        sequences = torch.cat([*parts, result.tokens, tree.tokens], dim=1).tolist()
-        accepted = [ids.pop(0) for ids in sequences]
-        counts = [tree.tokens.shape[1] if real is None else ids.pop(0) for ids in sequences]
-        if faults is not None:
-            self._refuse([ids.pop(0) for ids in sequences])
-        drafts = [ids[width:][:count] for ids, count in zip(sequences, counts)]
-        return accepted, [ids[:width] for ids in sequences], drafts
-
-    def _refuse(self, faults: list[int]) -> None:
-        constraints = [] if self.processing is None else self.processing.constraints.all
-        names = ", ".join(type(processor).__name__ for processor in constraints)
-        for index, (fault, done) in enumerate(zip(faults, self.done)):
-            if fault and not done:
-                raise ValueError(
-                    f"sequence {index} has no token to choose: its scores are NaN, or all -inf, after the logits "
-                    "processors; look for a damaged checkpoint, an overflow in half precision, or processors that "
-                    f"exclude every token (here: {names or 'none'})"
-                )
+    def _waiting(self) -> list[bool]:
+        """Return which sequences are further on than others, wait for these in plain decoding, and get nothing."""
+        lengths = self.tokens.lengths
+        fewest = min((n for n, done in zip(lengths, self.done) if not done), default=0)
+        return [self.is_plain and n > fewest for n in lengths]
 
     def _count(
         self, before: list[bool], accepted: list[int], new: list[int], drafts: list[list[int]], depth: int

@@ -265,6 +265,7 @@ _NAMES = {
         "code_when_pushed",
     ),
     "tokenahead.generation.tensors.sampling": (
+        "NumberCheck",
         "philox",
         "stream_uniforms",
         "draw",

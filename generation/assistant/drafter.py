@@ -150,6 +150,11 @@ class AssistantDrafter(AttachableDrafter):
         """The backbone's: its vocabulary and special ids are the drafter's."""
         return self.backbone.config
 
+    @property
+    def label(self) -> str:
+        """See `BaseDrafter`."""
+        return f"{type(self).__name__} of {type(self.model).__name__}"
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse another vocabulary, assistants whose cache cannot be rolled back, and states that do not fit.
 

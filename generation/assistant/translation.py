@@ -249,7 +249,9 @@ class OwnVocabulary(SharedVocabulary):
         self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `SharedVocabulary`; distributions are for the threshold alone."""
-        return logits.argmax(-1), logits.float().softmax(-1) if options.threshold else None
+        best = logits.max(-1)
+        options.numbers.note(best.values)
+        return best.indices, logits.float().softmax(-1) if options.threshold else None
 
 
 class TranslatedSession(AssistantSession):

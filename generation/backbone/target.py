@@ -77,6 +77,10 @@ class Target(CacheView, Protocol):
         1]."""
         ...
 
+    def forget(self, none: NewTokens) -> None:
+        """Leave nothing of the last block in the cache, nor NaN in columns after the ends; `none` are no new tokens."""
+        self.keep(none)
+
     def align(self, columns: int) -> None:
         """End the call: lay the cache out as the first `columns` columns of the returned sequences."""
         ...
@@ -122,6 +126,12 @@ class OwnCacheBackbone(Target):
         """See `Target`."""
         self.new_tokens = new
         self.cache.keep_last(self.count, new, *(() if path is None else (path,)))
+
+    def forget(self, none: NewTokens) -> None:
+        """See `Target`."""
+        self.keep(none)
+        if (clear := getattr(self.cache, "clear_rejected", None)) is not None:
+            clear()
 
     def align(self, columns: int) -> None:
         """Do nothing: every sequence continues at its own end."""
@@ -326,6 +336,13 @@ class RaggedBackbone(DynamicCacheBackbone):
             self.layout.keep_path(self.cache, path[:, : new.longest])
         self.layout.keep(new)
 
+    def forget(self, none: NewTokens) -> None:
+        """See `Target`."""
+        self.keep(none)
+        for layer in self.cache.layers:
+            if isinstance(layer, RaggedLayer):
+                _clear_after_ends(layer)
+
     def align(self, columns: int) -> None:
         """See `Target`: columns after a sequence's end hold arbitrary values, as padding does."""
         self.layout.restore_layers(self.cache, columns)
@@ -334,6 +351,17 @@ class RaggedBackbone(DynamicCacheBackbone):
 def _spread(values: Tensor, open_ones: Tensor, batch: int) -> Tensor:
     """Return values [b, ...] of some sequences as those of all [B, ...], 0 for the others."""
     return values.new_zeros(batch, *values.shape[1:]).index_copy(0, open_ones.to(values.device), values)
+
+
+def _clear_after_ends(layer: RaggedLayer) -> None:
+    """Write zeros to all columns after the ends: attention multiplies what nobody sees by 0, and 0 times NaN is NaN."""
+    layout, ends = layer.layout, layer.layout.ends[:, None]
+    for name, dim in (("keys", 2), ("values", 2), ("indexer_keys", 1)):
+        if (held := getattr(layer, name, None)) is not None:
+            columns = held.movedim(dim, 1)  # [B, C, ...]
+            slots, size = cached_range(0, columns.shape[1], ends.device), columns.shape[1]
+            after = (slots - ends) % size < layout.span if layout.written > size else slots >= ends
+            columns.masked_fill_(after.to(held.device).view(*after.shape, *[1] * (columns.dim() - 2)), 0)
 
 
 def is_recurrent(cache: Cache) -> bool:

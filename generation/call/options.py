@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
 from ..contract import DraftSession
-from ..tensors.sampling import draw
+from ..tensors.sampling import NumberCheck, draw
 from .constraints import DraftMasks
 from .processing import Processing
 from .sequences import Sequences
@@ -193,6 +193,7 @@ class DraftOptions:
         extra: See `CallOptions`.
         cache: The `cache_implementation` of the call.
         ends: Ids that end a sequence.
+        numbers: What the drafts of a cycle were chosen from.
     """
 
     backbone: PreTrainedModel
@@ -211,6 +212,7 @@ class DraftOptions:
     extra: dict[str, Any] = field(default_factory=dict)
     cache: str | None = None
     ends: frozenset[int] = frozenset()
+    numbers: NumberCheck = field(default_factory=NumberCheck)
 
     @classmethod
     def of_call(
@@ -288,7 +290,9 @@ class DraftOptions:
         if not (self.do_sample or self.threshold) and (masks is None or draft_ids is None):
             if masks is not None:
                 logits = logits.masked_fill(~masks.allowed(logits.shape, logits.device), -torch.inf)
-            token = logits.argmax(-1)
+            best = logits.max(-1)
+            token = best.indices
+            self.numbers.note(best.values)
             if masks is not None:
                 masks.extend(token)
             return token if draft_ids is None else draft_ids[token], None
@@ -357,6 +361,7 @@ def draft_probs(
         masks: The tokens that may be drafted now (`DraftOptions.masks`).
     """
     probs, is_part = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1), False
+    options.numbers.note(probs[..., 0])
     if draft_ids is not None and probs.shape[-1] < vocab_size:
         is_part, probs = True, probs.new_zeros(*probs.shape[:-1], vocab_size).index_copy_(-1, draft_ids, probs)
     return warped(probs, options, is_part, masks) if options.do_sample or masks is not None else probs

@@ -142,7 +142,7 @@ class Processing:
                         cast(LogitsProcessor, processor), fitted(offer, size, processor), before[index], scores[index]
                     )
             output[index, here[1][index]] = scores[index].to(output.dtype)
-            self._close(possible, used, chosen, parents, scores.softmax(-1), tree.tokens)
+            self._close(possible, used, chosen, parents, scores, tree.tokens)
         self.unchecked = max(self.unchecked - 1, 0)
         return output
 
@@ -162,14 +162,14 @@ class Processing:
         used: list[int],
         chosen: dict[int, int],
         parents: list[list[int]],
-        distribution: Tensor,
+        scores: Tensor,
         drafted: Tensor,
     ) -> None:
-        """Mark the positions that follow a token which the distribution excludes, or an end, as impossible."""
+        """Mark the positions that follow a token which the scores exclude, or an end, as impossible."""
         if not drafted.shape[1]:
             return
         is_end = (drafted[..., None] == numbers(tuple(sorted(self.ends)), drafted.device)).any(-1)
-        allowed = ((distribution.gather(-1, drafted) > 0) & ~is_end).tolist()
+        allowed = ((scores.gather(-1, drafted) > -torch.inf) & ~is_end).tolist()
         for index in used:
             for node, parent in enumerate(parents[index]):
                 if parent + 1 == chosen[index]:

@@ -65,6 +65,11 @@ class DrafterCascade(AttachableDrafter):
         self.own_options = frozenset[str]().union(*(drafter.own_options for drafter in drafters))
 
     @property
+    def label(self) -> str:
+        """See `BaseDrafter`."""
+        return f"{type(self).__name__} of {', '.join(drafter.label for drafter in self.drafters)}"
+
+    @property
     def config(self) -> PreTrainedConfig:
         """The backbone's."""
         return self.backbone.config

@@ -112,8 +112,11 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
 
     def ranking(logits: Tensor) -> Tensor:
         if "choices" in tree and masks is None:  # ranks alone are read, and logits have them
+            options.numbers.note(logits.amax(-1))
             return logits
-        return _log_distribution(logits, growth, masks)
+        ranked = _log_distribution(logits, growth, masks)
+        options.numbers.note(ranked[..., 0])
+        return ranked
 
     if "choices" in tree:
         choices = [path for path in tree["choices"] if len(path) <= length]

@@ -203,7 +203,7 @@ def verify_sampled(
         return verify_drawn_tree(tree, p, rule, generator)
     accepted, added, check = verify(tree.tokens, tree.probs, p, rule, generator, uniforms, tests)
     tokens = torch.nn.functional.pad(tree.tokens, (0, 1)).scatter_(1, accepted[:, None], added[:, None])
-    return VerificationResult(accepted, tokens, invalid=None if check is None else check.isnan())
+    return VerificationResult(accepted, tokens, check=check)
 
 
 def verify_tree(

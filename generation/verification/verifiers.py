@@ -8,26 +8,31 @@ torch's own generator: a draw of theirs may need a number for every token of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..call.sequences import Sequences
-from ..contract import DraftTree, VerificationResult, follow
+from ..contract import DraftTree, TargetOutput, VerificationResult, follow
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw, pick, stream_uniforms
 from .rules import TRACE, block_surplus, verify_sampled
+
+if TYPE_CHECKING:
+    from ..call.processing import Processing
 
 
 class Verifier(Protocol):
     """Verification in one call of `generate`.
 
     Attributes:
-        distribution: [B, m + 1, v] the target's, in the last verification; None: it cannot be invalid.
+        rows: [B, m + 1], of the last verification: a number that is NaN or infinite where a row of scores is none to
+            choose from (NaN, +inf, or -inf everywhere); None: nothing looks at them.
     """
 
-    distribution: Tensor | None = None
+    rows: Tensor | None = None
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """Return the token after the prompt, [B], from processed scores [B, v]."""
@@ -37,17 +42,97 @@ class Verifier(Protocol):
         """Return the verification result of a draft, from processed scores [B, m + 1, v]."""
         ...
 
-    def invalid(self, result: VerificationResult) -> Tensor | None:
-        """Return which sequences' target distribution was invalid in the last result (NaN, or all -inf), [B]."""
-        return None if self.distribution is None else _reached_faults(self.distribution, result)
+    def check(self, result: VerificationResult) -> Tensor | None:
+        """Return numbers [B], NaN or infinite where any of the `rows` on the accepted path is; None without rows."""
+        return None if self.rows is None else _along_path(self.rows, result)
+
+
+_NO_NUMBER = 0x7FF << 52
+"""The bits of a float64 that are all set in NaN and in infinity, and in no number."""
+
+
+@dataclass(eq=False)
+class Cycle:
+    """One verification, and what the host reads of it.
+
+    Attributes:
+        fed: The tree that the backbone read; `tree` is the one that was verified.
+        outputs: Of the backbone.
+        scores: [B, m + 1, v], after the logits processors.
+        result: Of the verification.
+        numbers: [B], NaN or +inf where a draft was chosen from what is no number; None: not known.
+        accepted: Accepted drafts per sequence.
+        new: New tokens per sequence, and what follows them in `result.tokens`.
+        drafts: Real drafts per sequence.
+        faults: Open sequences that would go on from scores, or from drafts, that come from no numbers.
+    """
+
+    fed: DraftTree
+    tree: DraftTree
+    outputs: TargetOutput
+    scores: Tensor
+    result: VerificationResult
+    numbers: Tensor | None = None
+    accepted: list[int] = field(default_factory=list)
+    new: list[list[int]] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+
+    def read(self, check: Tensor | None) -> list[bool]:
+        """Read all that the host needs, in one copy, and return in which sequences `check` [B] is no number."""
+        real, width, result = self.tree.num_nodes, self.result.tokens.shape[1], self.result
+        bits = None if check is None else check.double().view(torch.int64)  # `cat` copies tensors of one dtype at once
+        parts = [part[:, None] for part in (result.num_accepted, real, bits) if part is not None]
+        # [B, up to 3 + (k + 1) + m]
+        sequences = torch.cat([*parts, result.tokens, self.tree.tokens], dim=1).tolist()
+        self.accepted = [ids.pop(0) for ids in sequences]
+        counts = [self.tree.tokens.shape[1] if real is None else ids.pop(0) for ids in sequences]
+        is_faulty = [bits is not None and ids.pop(0) & _NO_NUMBER == _NO_NUMBER for ids in sequences]
+        self.new = [ids[:width] for ids in sequences]
+        self.drafts = [ids[width:][:count] for ids, count in zip(sequences, counts)]
+        return is_faulty
+
+    def has_finite_scores(self) -> bool:
+        """Return whether the backbone's scores of the faulty sequences are numbers; the host waits."""
+        return bool(self.outputs.logits[self.faults].amax(-1).isfinite().all())
+
+    def has_finite_drafts(self) -> bool:
+        """Return whether their drafts were chosen from numbers; the host waits."""
+        return self.numbers is None or bool(self.numbers[self.faults].isfinite().all())
+
+    def refusal(self, backbone: object, processing: Processing | None) -> ValueError:
+        """Return the error of a sequence that has no token to choose."""
+        first = f"sequence {self.faults[0]}"
+        if not self.has_finite_scores():
+            return ValueError(
+                f"{first}: the scores of the backbone itself ({type(backbone).__name__}) are not finite: NaN, +inf, or "
+                "-inf for every token; look for a damaged checkpoint, or an overflow in half precision"
+            )
+        constraints = [] if processing is None else processing.constraints.all
+        names = ", ".join(type(processor).__name__ for processor in constraints)
+        return ValueError(
+            f"{first} has no token to choose: its scores are NaN, or all -inf, after the logits processors, and those "
+            f"of the backbone are finite; look for processors that exclude every token (here: {names or 'none'})"
+        )
+
+
+def added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return the sum, which is NaN or infinite where any of both is; None counts as 0."""
+    return second if first is None else first if second is None else first + second
 
 
 class GreedyVerifier(Verifier):
-    """The target's argmax at every index; `is_checked` also tests whether any token is left, unlike plain greedy
-    decoding."""
+    """The target's argmax at every index.
 
-    def __init__(self, is_checked: bool = False) -> None:
-        self.is_checked = is_checked
+    Args:
+        may_exclude_all: Processors may leave no token, which is an error; of others, plain decoding goes on from that.
+
+    Attributes:
+        takes_infinity: Scores of +inf are right, and -inf everywhere where it is no error: processors made them.
+    """
+
+    def __init__(self, may_exclude_all: bool = False) -> None:
+        self.may_exclude_all, self.takes_infinity = may_exclude_all, False
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
@@ -58,11 +143,15 @@ class GreedyVerifier(Verifier):
         return follow(tree, self._picks(scores))
 
     def _picks(self, scores: Tensor) -> Tensor:
-        if not self.is_checked:
-            return scores.argmax(-1)
-        best = scores.max(-1)
-        self.distribution = torch.where(best.values == -torch.inf, torch.nan, 0.0)[..., None]
+        best = scores.max(-1)  # NaN where any score is
+        self.rows = best.values
         return best.indices
+
+    def check(self, result: VerificationResult) -> Tensor | None:
+        """See `Verifier`."""
+        if self.takes_infinity and self.rows is not None:
+            self.rows = self.rows.clamp(None if self.may_exclude_all else -1, 1)
+        return super().check(result)
 
 
 class SampledVerifier(Verifier):
@@ -80,19 +169,18 @@ class SampledVerifier(Verifier):
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
         probs = scores.softmax(-1)
-        self.distribution = probs[:, None]
+        self.rows = probs[:, None, 0]
         return draw(probs) if self.uniforms is None else pick(self.uniforms.draw(tokens, 1)[:, 0], probs)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
-        self.distribution = scores.softmax(-1)
+        probs = scores.softmax(-1)
+        self.rows = probs[..., 0]  # softmax makes all of a row NaN
         if self.uniforms is None:
-            if is_raced(tree, self.rule):
-                return race(tree, self.distribution)
-            return verify_sampled(tree, self.distribution, self.rule)
+            return race(tree, probs) if is_raced(tree, self.rule) else verify_sampled(tree, probs, self.rule)
         uniforms = self.uniforms.current[:, : scores.shape[1]]
         tests = self.uniforms.fresh(tree.tokens.shape[1])
-        return verify_sampled(tree, self.distribution, self.rule, uniforms=uniforms, tests=tests)
+        return verify_sampled(tree, probs, self.rule, uniforms=uniforms, tests=tests)
 
 
 class CoupledVerifier(Verifier):
@@ -108,13 +196,14 @@ class CoupledVerifier(Verifier):
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
         probs = distribution_of(scores)
-        self.distribution = probs[:, None]
+        self.rows = probs[:, None, 0]
         return pick(self.uniforms.draw(tokens, 1)[:, 0], probs)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
-        self.distribution = distribution_of(scores)
-        return follow(tree, pick(self.uniforms.current[:, : scores.shape[1]], self.distribution))
+        probs = distribution_of(scores)
+        self.rows = probs[..., 0]
+        return follow(tree, pick(self.uniforms.current[:, : scores.shape[1]], probs))
 
 
 def race_block(
@@ -136,7 +225,7 @@ def race_block(
         generator: Source of randomness.
 
     Returns:
-        num_accepted [B]; tokens [B, m + 1], the accepted drafts and then the added token; and [B] bool, where the
+        num_accepted [B]; tokens [B, m + 1], the accepted drafts and then the added token; and [B], NaN where the
         target's first row is no distribution.
     """
     weight, surplus = block_surplus(draft, q, p)
@@ -146,7 +235,7 @@ def race_block(
     rows = cached_arange(p.shape[1], p.device)
     accepted = (kept * rows).amax(1)
     torch.where(rows[:-1] < accepted[:, None], draft, tokens[:, :-1], out=tokens[:, :-1])
-    return accepted, tokens, best[:, 0].isnan()
+    return accepted, tokens, best[:, 0]
 
 
 def is_raced(tree: DraftTree, rule: str) -> bool:
@@ -158,8 +247,8 @@ def is_raced(tree: DraftTree, rule: str) -> bool:
 def race(tree: DraftTree, p: Tensor, generator: torch.Generator | None = None) -> VerificationResult:
     """Return the result of `race_block` for a drawn chain; `p` as in `verify_sampled`."""
     assert tree.probs is not None
-    accepted, tokens, invalid = race_block(tree.tokens, tree.probs, p, generator)
-    return VerificationResult(accepted, tokens, invalid=invalid)
+    accepted, tokens, check = race_block(tree.tokens, tree.probs, p, generator)
+    return VerificationResult(accepted, tokens, check=check)
 
 
 def distribution_of(scores: Tensor) -> Tensor:
@@ -167,17 +256,18 @@ def distribution_of(scores: Tensor) -> Tensor:
     return scores.double().softmax(-1)
 
 
-def _reached_faults(distribution: Tensor, result: VerificationResult) -> Tensor:
-    """Return which sequences have an index without a distribution on the accepted path, [B] bool.
+def _along_path(rows: Tensor, result: VerificationResult) -> Tensor:
+    """Return numbers [B], NaN or infinite where any of `rows` [B, m + 1] on the accepted path is.
 
-    Softmax makes NaN of all its entries. A drawn chain accepts no draft without a distribution, so that the draw of the
-    added token tells.
+    A drawn chain accepts no draft without a distribution, so that the draw of the added token tells.
     """
-    if result.invalid is not None:
-        return result.invalid
+    if result.check is not None:
+        return result.check
+    if rows.shape[1] == 1:
+        return rows[:, 0]
     if result.tree_path is not None:
-        return distribution[..., 0].gather(1, result.tree_path).isnan().any(1)
-    return distribution[..., 0].cumsum(1).gather(1, result.num_accepted[:, None])[:, 0].isnan()
+        return rows.gather(1, result.tree_path).sum(1)
+    return rows.cumsum(1).gather(1, result.num_accepted[:, None])[:, 0]
 
 
 _CHUNK = 256

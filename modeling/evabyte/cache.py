@@ -299,6 +299,15 @@ class EvaByteCache(Cache):
                 layer.move_slots(slots.gather(1, path), slots[:, : kept.longest])
         self.sequences.keep_last(fed, kept)
 
+    def clear_rejected(self) -> None:
+        """Write zeros in the place of all that was rolled back: attention multiplies it by 0, and 0 times NaN is
+        NaN."""
+        sequences = self.sequences
+        for row, (n, start) in enumerate(zip(sequences.lengths, sequences.starts)):
+            for layer in self.layers:
+                for buffer in (layer.keys, layer.values):
+                    buffer[row, :, start // sequences.chunk + n - start :] = 0
+
     def drop_padding(self, mask: Tensor) -> None:
         """Roll back the tokens that plain decoding added to finished sequences, which the mask marks as padding.
 

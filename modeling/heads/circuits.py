@@ -15,14 +15,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 
 import torch
 from torch import Tensor
 
 from ...generation.tensors.sampling import exponentials
-from .window_distribution import Choose, WindowDistribution, logsumexp, normalised_logits
+from .window_distribution import Choose, Note, WindowDistribution, largest, logsumexp, normalised_logits
 
 Walk = Generator[Tensor, Tensor, Tensor | None]
 """Yields the probabilities [..., v] of a position; is sent the chosen token [...]."""
@@ -197,9 +197,11 @@ class LatentDistribution(WindowDistribution):
         tokens, probs = self._along(choose, length, _unit)
         return torch.stack(tokens, -1), torch.stack(probs, -2)
 
-    def greedy(self, length: int | None = None) -> Tensor:
+    def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Argmax of each exact conditional in turn; an argmax needs no normalisation, but for what would underflow."""
-        return torch.stack(self._along(_largest, length, never if self._is_short else _now_and_then())[0], -1)
+        return torch.stack(
+            self._along(partial(largest, note), length, never if self._is_short else _now_and_then())[0], -1
+        )
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """Draw the states, then all tokens at once, and compute the exact conditionals along them.
@@ -365,10 +367,6 @@ def column(table: Tensor, token: Tensor) -> Tensor:
 def _unit(weights: Tensor) -> Tensor:
     """Return the weights divided by their sum; zeros stay zeros."""
     return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-
-
-def _largest(weights: Tensor) -> tuple[Tensor, Tensor]:
-    return weights.argmax(-1), weights
 
 
 def never(weights: Tensor) -> Tensor:

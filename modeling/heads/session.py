@@ -69,18 +69,14 @@ class HeadSession(DraftSession):
         self.vocabulary = vocabulary
         self.read: Callable[..., Tensor] = read or _last
         self.num_tokens = options.num_tokens
-        self._unchecked = True
+        self.column = 0 if vocabulary is None else int(vocabulary.ids[0])  # which distributions have, if they have any
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Take the state before the first new token."""
         self.hidden = self.read(outputs.hidden_states)[:, -1]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """Return a chain or a tree after every sequence, with paths of at most `length` tokens.
-
-        Raises:
-            ValueError: The head's logits are not numbers (tested once per call of `generate`).
-        """
+        """Return a chain or a tree after every sequence, with paths of at most `length` tokens."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         last, is_tree = to_device(tokens.last(), self.hidden.device), self.options.draft_tree is not None
@@ -89,9 +85,6 @@ class HeadSession(DraftSession):
         if is_tree:
             hidden, last = hidden[:, None], last[:, None]
         distribution = self.distribution(hidden, last, length)
-        if self._unchecked and (is_tree or not self._is_ancestral(masks)):
-            _refuse_nan(distribution.leaf_logits, distribution.next_log_probs(last[..., None][..., :0]))
-            self._unchecked = False
         if is_tree:
             return grow(WindowGrowth(distribution, last), self.options, length, masks)
         return DraftTree.chain(*self._chain(distribution, length, masks))
@@ -109,14 +102,12 @@ class HeadSession(DraftSession):
         if masks is not None:
             draft, probs = distribution.draft(partial(self._choose_within, masks), length)
         elif not options.do_sample and not options.threshold:
-            return distribution.greedy(length), None
+            return distribution.greedy(length, options.numbers.note), None
         elif not options.do_sample:
-            draft, probs = distribution.draft(_likeliest, length)
+            draft, probs = distribution.draft(self._likeliest, length)
         elif self._is_ancestral(masks):
             draft, probs = distribution.sample_with_probs(length)
-            if self._unchecked:  # they have seen all logits, and cost less than a distribution computed for this alone
-                _refuse_nan(probs)
-                self._unchecked = False
+            self._note(probs)
         else:
             draft, probs = distribution.draft(self._choose, length)
         if options.threshold:
@@ -128,13 +119,22 @@ class HeadSession(DraftSession):
         states = self.read(outputs.hidden_states or ())
         self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
 
+    def _note(self, probs: Tensor) -> None:
+        self.options.numbers.note(probs[..., self.column])
+
+    def _likeliest(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self._note(probs)
+        return probs.argmax(-1), probs
+
     def _choose(self, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self._note(probs)
         q = warped(probs, self.options, self.vocabulary is not None)
         return draw(q), q
 
     def _choose_within(self, masks: DraftMasks, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens of one position after the other, also where all positions [B, n, v] come at once."""
         if probs.dim() == 2:
+            self._note(probs)
             q = warped(probs, self.options, self.vocabulary is not None, masks)
             return chosen(q, self.options, masks), q
         steps = [self._choose_within(masks, step) for step in probs.unbind(1)]
@@ -174,17 +174,8 @@ class WindowGrowth:
         return self.next(self.paths)
 
 
-def _likeliest(probs: Tensor) -> tuple[Tensor, Tensor]:
-    return probs.argmax(-1), probs
-
-
 def _last(hidden_states: tuple[Tensor, ...]) -> Tensor:
     return hidden_states[-1]
-
-
-def _refuse_nan(*values: Tensor) -> None:
-    if bool(torch.stack([value.isnan().any() for value in values]).any()):
-        raise ValueError("the drafting head gives NaN: load it with dtype=torch.float32, or decode with use_mtp=False")
 
 
 class AttendingHeadSession(HeadSession):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from ...generation.tensors.sampling import draw
 from ..common.draft_vocabulary import DraftVocabulary
 
+Note = Callable[[Tensor], None]
+"""Takes a number per token [...], which is NaN or infinite where its distribution is none."""
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
 NextLogits = Callable[[Tensor], Tensor]
@@ -77,9 +80,9 @@ class WindowDistribution(ABC):
         """Return log q(x) for tokens [..., n]: [...]."""
         return self.prefix_log_prob(tokens)[..., -1]
 
-    def greedy(self, length: int | None = None) -> Tensor:
+    def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Return the argmax of each exact conditional in turn, [..., n] or the first `length` of them."""
-        return self.draft(lambda probs: (probs.argmax(-1), probs), length)[0]
+        return self.draft(partial(largest, note), length)[0]
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Return one window per batch element by ancestral sampling, [..., n]."""
@@ -131,9 +134,9 @@ class FactorisedDistribution(_ConditionalsDistribution):
         """Return every position at once."""
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
 
-    def greedy(self, length: int | None = None) -> Tensor:
+    def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Return the argmax of every leaf; no normalisation needed."""
-        return self.leaf_logits[..., :length, 0, :].argmax(-1)
+        return largest(note, self.leaf_logits[..., :length, 0, :])[0]
 
 
 class SequentialDistribution(_ConditionalsDistribution):
@@ -254,9 +257,9 @@ class PartialDistribution(WindowDistribution):
         codes, probs = self.inner.draft(column, length)
         return self.vocabulary.tokens(codes), probs
 
-    def greedy(self, length: int | None = None) -> Tensor:
+    def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Return the ids of the likeliest columns."""
-        return self.vocabulary.tokens(self.inner.greedy(length))
+        return self.vocabulary.tokens(self.inner.greedy(length, note))
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """Return ids, and the distributions over all ids."""
@@ -271,6 +274,14 @@ class PartialDistribution(WindowDistribution):
         others = others if unknown is None else others & ~unknown
         values = read(codes, unknown)
         return values.masked_fill(others.long().cumsum(-1).bool() if is_prefix else others, -torch.inf)
+
+
+def largest(note: Note | None, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the argmax [...] of weights [..., v], and the weights."""
+    best = weights.max(-1)
+    if note is not None:
+        note(best.values)
+    return best.indices, weights
 
 
 def at_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:

@@ -269,6 +269,7 @@ class ParallelSession(DraftSession):
 
         `warps` replace those of slots.
         """
+        self.options.numbers.note(probs[..., 0])
         allowed = None if masks is None else masks.allowed(probs.shape, probs.device)
         if self.config.predicts_tokens or not self.options.do_sample:
             token = (probs if allowed is None else probs.masked_fill(~allowed, -1)).argmax(-1)
@@ -347,11 +348,12 @@ class CentralVerifier(CoupledVerifier):
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
-        self.distribution, vectors = distribution_of(scores), self.drafter.vectors
+        distribution, vectors = distribution_of(scores), self.drafter.vectors
+        self.rows = distribution[..., 0]
         drafts = tree.tokens[:, None] if tree.is_chain else self.drafter.branches
         count, length = drafts.shape[1:]
         columns = torch.nn.functional.pad(1 + cached_arange(count * length, scores.device).view(count, length), (1, 0))
-        probs, uniforms = self.distribution[:, columns], vectors[..., : length + 1]
+        probs, uniforms = distribution[:, columns], vectors[..., : length + 1]
         picked = pick(uniforms, probs)
         accepted = (drafts == picked[..., :-1]).long().cumprod(2).sum(2)
         low, high = interval(picked, probs)

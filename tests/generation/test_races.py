@@ -18,8 +18,8 @@ def rows(batch: int, length: int, size: int) -> tuple[torch.Tensor, torch.Tensor
 def test_a_race_keeps_nothing_after_a_target_that_is_no_distribution():
     draft, q, p = rows(50, 3, 6)
     p[:10, 0], p[10:20, 1] = torch.nan, torch.nan
-    accepted, tokens, invalid = race_block(draft, q, p)
-    assert invalid.tolist() == [True] * 10 + [False] * 40
+    accepted, tokens, check = race_block(draft, q, p)
+    assert check.isnan().tolist() == [True] * 10 + [False] * 40
     assert (accepted[:20] == 0).all() and (accepted[20:] == 3).all() and (tokens < 6).all()
 
 
@@ -41,9 +41,10 @@ def test_drawn_chains_are_raced_on_accelerators_alone():
     assert not is_raced(DraftTree.chain(*there), "token") and not is_raced(DraftTree.chain(there[0]), "block")
     raced = SampledVerifier().verify(DraftTree.chain(*there), p.log().to("meta"))
     here = SampledVerifier().verify(DraftTree.chain(draft, q), p.log())
-    for name in ("num_accepted", "tokens", "invalid"):
+    for name in ("num_accepted", "tokens"):
         one, other = getattr(raced, name), getattr(here, name)
         assert one.shape == other.shape and one.dtype == other.dtype
+    assert raced.check.shape == here.check.shape
 
 
 @pytest.mark.parametrize("size", [2, 300])

@@ -212,8 +212,9 @@ def drawn_by(way: str, draft: torch.Tensor, q: torch.Tensor, p: torch.Tensor) ->
     """Accepted drafts and the added token; a race must also have written the drafts before it."""
     if way != "race":
         return verify(draft, q, p, way)[:2]
-    accepted, tokens, invalid = race_block(draft, q, p)
-    assert ((tokens[:, :-1] == draft) | (torch.arange(draft.shape[1]) >= accepted[:, None])).all() and not invalid.any()
+    accepted, tokens, check = race_block(draft, q, p)
+    is_after = torch.arange(draft.shape[1]) >= accepted[:, None]
+    assert ((tokens[:, :-1] == draft) | is_after).all() and check.isfinite().all()
     return accepted, tokens.gather(1, accepted[:, None])[:, 0]
 
 

@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 from tests.backbones import backbone, prompts, word_tokenizer
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.integration.test_enumeration import DRAFTS, WARPS, WINDOW, emitted, target_rows
-from tests.internals import DraftOptions, ParallelAssistant, Processing, SharedVocabulary
+from tests.internals import DraftOptions, NumberCheck, ParallelAssistant, Processing, SharedVocabulary
 from tests.models import left_padded
 from tests.ptp_models import backbone as ptp_backbone
 from tests.ptp_models import student
@@ -88,7 +88,7 @@ def test_sampled_distribution(kind, own, processors):
 def test_the_emitted_distribution_is_the_targets(warp, rule, way):
     """Every draft, with the probability that it is drawn with; of 3 ids 2 are shared, and the assistant has 4."""
     processing, vocabulary = Processing(LogitsProcessorList(WARPS[warp])), SharedVocabulary(4, 3, 2)
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing)
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
     options.choose = lambda *args: DraftOptions.choose(options, *args)
     logits = 1.5 * torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     text = torch.cat([torch.ones_like(DRAFTS[:, :1]), DRAFTS], dim=1)[:, : WINDOW - 1]

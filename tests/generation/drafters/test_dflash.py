@@ -14,7 +14,7 @@ from tests.dflash_models import BLOCK, WINDOW, assistant, fill, random_pair, tra
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.integration.test_enumeration import DRAFTS, WARPS, emitted, target_rows
 from tests.integration.test_enumeration import WINDOW as LONGEST
-from tests.internals import CallOptions, DraftOptions, Processing, Sequences, target_of
+from tests.internals import CallOptions, DraftOptions, NumberCheck, Processing, Sequences, target_of
 from tests.models import left_padded, tiny_model
 from tests.no_sync import NoSync
 from tests.two_tokenizers import tokenizer
@@ -107,7 +107,7 @@ def test_distributions_are_those_of_its_own_forward():
 def test_the_emitted_distribution_is_the_targets(warp, rule):
     """Positions of a block are drawn one by one, from distributions that no drawn token changes."""
     processing = Processing(LogitsProcessorList(WARPS[warp]))
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing)
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
     logits = 1.5 * torch.randn(LONGEST - 1, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     q = torch.stack([DraftOptions.choose(options, step[None])[1][0] for step in logits])
     distribution, target = emitted(rule, q.expand(len(DRAFTS), -1, -1), target_rows(processing, 50))

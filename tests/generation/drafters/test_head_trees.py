@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import Processing, WindowGrowth
+from tests.internals import NumberCheck, Processing, WindowGrowth
 from tests.internals import trees_module as growth
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
@@ -164,6 +164,7 @@ def _all_draws(heads, processing, monkeypatch):
         processing=processing,
         draft_tree=dict(depth=1, top_k=2, total_tokens=6),
         masks=lambda tokens: None,
+        numbers=NumberCheck(),
     )
     drafter, row = heads.start(options), torch.arange(2).repeat_interleave(len(draws) // 2)
     states = heads._run_backbone(texts[:, :-1], None, None).hidden_states
@@ -236,9 +237,10 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
                 processing=Processing(LogitsProcessorList([])),
                 draft_tree=tree,
                 masks=lambda tokens: None,
+                numbers=NumberCheck(),
             )
             drafter = heads.start(options)
-            drafter.hidden, drafter._unchecked = heads.features(states)[:, -1], False
+            drafter.hidden = heads.features(states)[:, -1]
             with mode, torch.no_grad():
                 drafter.propose(SimpleNamespace(last=lambda: last), 3)
 

@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 
 from tests.families import family_model
 from tests.integration.test_lossless_modules import CHECKPOINT, greedy, prompts
-from tests.internals import ModuleGrowth, Processing, Sequences
+from tests.internals import ModuleGrowth, NumberCheck, Processing, Sequences
 from tests.internals import drafters_modules as modules
 from tests.internals import growth_module as growth
 from tests.models import left_padded
@@ -50,7 +50,7 @@ def _options(draft_tree, num_tokens):
     return SimpleNamespace(
         num_tokens=num_tokens, max_length=30, do_sample=False, threshold=0.0, extra={}, draft_tree=draft_tree,
         processing=Processing(LogitsProcessorList([])), is_unsure=lambda token, distribution: False,
-        masks=lambda tokens: None,
+        masks=lambda tokens: None, numbers=NumberCheck(),
     )  # fmt: skip
 
 

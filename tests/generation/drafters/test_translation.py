@@ -13,7 +13,7 @@ from tests.distributions import continuation_distribution, continuation_p_value
 from tests.gemma4_models import assistant as gemma4_assistant
 from tests.gemma4_models import gemma4
 from tests.integration.test_enumeration import DRAFTS, WARPS, WINDOW, emitted, target_rows
-from tests.internals import CommonVocabulary, DraftOptions, Processing, TranslatedSession, Translation
+from tests.internals import CommonVocabulary, DraftOptions, NumberCheck, Processing, TranslatedSession, Translation
 from tests.models import left_padded
 from tests.two_tokenizers import TEXT, prompts, speaker, tokenizer, with_bytes
 from tokenahead import AssistantDrafter, NgramDrafter
@@ -126,7 +126,7 @@ def test_the_emitted_distribution_is_the_targets(warp, rule, own_ids, ids):
     """Every draft, with the probability that it is drawn with; the backbone has 3 ids, and the assistant 4."""
     processing = Processing(LogitsProcessorList(WARPS[warp]))
     vocabulary = CommonVocabulary(4, 3, torch.tensor(own_ids), torch.tensor(ids))
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing)
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
     options.choose = lambda *args: DraftOptions.choose(options, *args)
     logits = 1.5 * torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     text = torch.cat([torch.ones_like(DRAFTS[:, :1]), DRAFTS], dim=1)[:, : WINDOW - 1]

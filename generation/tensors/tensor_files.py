@@ -16,13 +16,14 @@ from zipfile import BadZipFile, ZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ...configuration.fields import check_counts
 
+logger = logging.get_logger(__name__)
 Tensors = dict[str, Tensor]
 """Tensors by name."""
 Fields = dict[str, Any]
@@ -252,6 +253,21 @@ def check_content(file: str | PathLike[str]) -> None:
             raise ValueError(f"{file} is {words}")
     if not str(file).endswith(".json") and re.match(rb"[\t\n\r -~]{12}", start):
         raise ValueError(f"{file} is text and holds no tensors; it begins with {start[:40].decode('latin-1')!r}")
+
+
+def warn_of_numbers(name: object, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Warn of parameters, read from the checkpoint `name`, that hold what is not finite: text stays right in any case.
+
+    Left out are those that are elsewhere (offloaded, or a part of which other processes hold) or of 8 bits.
+    """
+    held = [(key, each) for key, each in parameters if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
+    numbers = [(key, each.detach()) for key, each in held if each.is_floating_point() and each.element_size() > 1]
+    sums = [each.sum(dtype=torch.float32) for _, each in numbers]  # which finite numbers may make infinite, too
+    suspects = [pair for pair, total in zip(numbers, sums) if not bool(total.isfinite())]
+    wrong = [key for key, each in suspects if not bool(each.isfinite().all())]
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+        logger.warning(f"{name}: {len(wrong)} tensors hold NaN or infinity, which are not finite: {shown}")
 
 
 def read_pickle(file: str | PathLike[str], map_location: str = "cpu") -> Tensors:

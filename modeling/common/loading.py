@@ -20,6 +20,7 @@ from ...generation.tensors.tensor_files import (
     check_contents,
     check_stored,
     unlisted_file,
+    warn_of_numbers,
     wrapped_names,
 )
 from ...generation.tensors.wrapped_models import fingerprint
@@ -92,6 +93,7 @@ class StrictLoadingMixin:
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             reason = _why_missing(name, missing, info["unexpected_keys"])
             raise ValueError(f"{name}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {shown}{reason}")
+        warn_of_numbers(name, ((cls.file_name(key), each) for key, each in model.named_parameters()))
         vars(model.config).pop("auto_map", None)  # says where code lies in the directory that was read, and in no other
         return (model, info) if wants_info else model
 

@@ -14,7 +14,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ...configuration.fields import check_counts, field
 from ...configuration.heads import MTPHeadConfig
-from ...generation.tensors.tensor_files import Fields, Tensors, check_index, read_json, write_json
+from ...generation.tensors.tensor_files import (
+    Fields,
+    Tensors,
+    check_index,
+    read_json,
+    warn_of_numbers,
+    write_json,
+)
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING
 from .layer import PARAMS, read_backbone
@@ -34,6 +41,7 @@ def read_official(folder: Path, fields: dict[str, Any]) -> tuple[MTPHeadConfig, 
     found, tensors = layout.read(folder)
     check_counts(folder, found, len(tensors))
     embedding = tensors.pop(EMBEDDING, None)
+    warn_of_numbers(folder, tensors.items())
     return MTPHeadConfig(**(found | fields)), tensors, embedding
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from ...configuration.fields import check_counts
 from ...configuration.ptp import PTPConfig
-from ...generation.tensors.tensor_files import Fields, read_json, read_tensors
+from ...generation.tensors.tensor_files import Fields, read_json, read_tensors, warn_of_numbers
 
 _EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
 _PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
@@ -29,6 +29,7 @@ def read_official(directory: str | PathLike) -> tuple[PTPConfig, dict[str, Tenso
         for part in ("weight", "bias"):
             if (tensor := tensors.pop(f"{layer}.{part}", None)) is not None:
                 tensors[f"{layer}.base_layer.{part}"] = tensor
+    warn_of_numbers(directory, tensors.items())
     return config, tensors
 
 

@@ -47,8 +47,8 @@ class Verifier(Protocol):
         return None if self.rows is None else _along_path(self.rows, result)
 
 
-_NO_NUMBER = 0x7FF << 52
-"""The bits of a float64 that are all set in NaN and in infinity, and in no number."""
+_NO_NUMBER = 0xFF << 23
+"""The bits of a float32 that are all set in NaN and in infinity, and in no number."""
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Cycle:
     def read(self, check: Tensor | None) -> list[bool]:
         """Read all that the host needs, in one copy, and return in which sequences `check` [B] is no number."""
         real, width, result = self.tree.num_nodes, self.result.tokens.shape[1], self.result
-        bits = None if check is None else check.double().view(torch.int64)  # `cat` copies tensors of one dtype at once
+        bits = None if check is None else check.float().view(torch.int32).long()  # `cat` copies one dtype at once
         parts = [part[:, None] for part in (result.num_accepted, real, bits) if part is not None]
         # [B, up to 3 + (k + 1) + m]
         sequences = torch.cat([*parts, result.tokens, self.tree.tokens], dim=1).tolist()

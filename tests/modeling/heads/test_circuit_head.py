@@ -178,15 +178,17 @@ def test_heads_apart_may_be_circuits():
 
 
 @pytest.mark.parametrize("attribute", ["leaf.weight", "sum_weight"])
-def test_nan_weights_are_refused_by_name(attribute):
+def test_nan_weights_draft_nothing_and_leave_the_text_alone(attribute):
     model = tiny_model()
     model.set_head(head_type="cp", window=4, rank=2)
     module, _, parameter = attribute.rpartition(".")
     with torch.no_grad():
         getattr(model.mtp_head.get_submodule(module), parameter)[0] = float("nan")
-    for options in ({}, {"do_sample": True, "top_k": 0}, {"do_sample": True, "temperature": 0.7}):
-        with pytest.raises(ValueError, match="NaN"):
-            model.generate(TOKENS[:1, :5], max_new_tokens=5, **options)
+    plain = model.generate(TOKENS[:1, :5], max_new_tokens=5, use_mtp=False)
+    assert model.generate(TOKENS[:1, :5], max_new_tokens=5).equal(plain)
+    for options in ({"do_sample": True, "top_k": 0}, {"do_sample": True, "temperature": 0.7}):
+        out = model.generate(TOKENS[:1, :5], max_new_tokens=5, return_dict_in_generate=True, **options)
+        assert not any(out.speculation.drafts)
 
 
 def test_a_leaf_tensor_beyond_memory_is_refused_with_the_way_out():

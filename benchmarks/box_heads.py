@@ -96,10 +96,10 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
     """Train and measure the head of a cell, and keep it."""
     torch.manual_seed(arguments.seed)
     model = head_of(cell)
-    loss = {"loss_target": "teacher", "loss_divergence": cell["loss"]} if "loss" in cell else {}
+    loss = {"target": "teacher", "divergence": cell["loss"]} if "loss" in cell else {}
     if cell.get("loss") == "block":  # where drafts are hopeless it has no gradient
-        loss["loss_label_weight"] = 0.1
-    strategy = TrainingStrategy(train="drafter", **loss)
+        loss["label_weight"] = 0.1
+    strategy = TrainingStrategy(loss=loss)
     begun = time.process_time()
     steps = arguments.steps if "draft_layers" in cell else None
     done = train(model, strategy, data, arguments.seconds, RATE, arguments.seed, steps, arguments.bfloat16)

@@ -51,9 +51,10 @@ class Learner:
 def heads(model: PreTrainedModel, draft_ids: torch.Tensor, arguments: argparse.Namespace) -> Learner:
     """`MTPHeads` of a head type, which learn the model's distribution over the draft vocabulary."""
     if arguments.start:
-        drafter = MTPHeads.from_pretrained(arguments.start, loss_divergence=arguments.divergence).attach(model)
+        drafter = MTPHeads.from_pretrained(arguments.start).attach(model)
+        drafter.loss_options.update(divergence=arguments.divergence)
     else:
-        learns = {"loss_target": "teacher", "loss_divergence": arguments.divergence}
+        learns = {"loss_options": {"target": "teacher", "divergence": arguments.divergence}}
         options = {"head_type": arguments.kind, "window": 5} | learns | arguments.options
         drafter = MTPHeads.from_backbone(model, draft_ids=draft_ids, **options)
     drafter.to(torch.float32)

@@ -46,14 +46,13 @@ from tokenahead.training.utils import replace_file
 LENGTH, ROWS = 256, 4
 BEGUN = 32
 """Bytes of the beginnings that the backbone goes on with."""
-TAUGHT = dict(loss_target="teacher")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "nll": dict(kept=True),
-    "kl": dict(kept=True, loss_divergence="kl", **TAUGHT),
-    "kl + nll": dict(kept=True, loss_divergence="kl", loss_label_weight=0.5, **TAUGHT),
-    "reverse kl": dict(kept=True, loss_divergence="reverse_kl", **TAUGHT),
-    "tv": dict(kept=True, loss_divergence="tv", **TAUGHT),
-    "lk": dict(kept=True, loss_divergence="lk", **TAUGHT),
+    "kl": dict(kept=True, loss=dict(target="teacher", divergence="kl")),
+    "kl + nll": dict(kept=True, loss=dict(target="teacher", divergence="kl", label_weight=0.5)),
+    "reverse kl": dict(kept=True, loss=dict(target="teacher", divergence="reverse_kl")),
+    "tv": dict(kept=True, loss=dict(target="teacher", divergence="tv")),
+    "lk": dict(kept=True, loss=dict(target="teacher", divergence="lk")),
     "heads only": dict(),
     "joint": dict(train="all", drafter_lr_multiplier=4.0),
     "joint with lora": dict(train="lora", drafter_lr_multiplier=4.0),

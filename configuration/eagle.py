@@ -1,12 +1,13 @@
 """Configuration of an EAGLE head: its version, its layers and their inputs. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from .fields import check_values, refuse
+from .loss_options import EagleLossOptions
 
 LAYOUTS = ("tokenahead", "official", "specforge", "speculators", "vllm", "sglang")
 """Layouts of checkpoints that are written and read."""
@@ -38,7 +39,7 @@ class EagleHeadConfig(LlamaConfig):
             (`mask_hidden`), which run at once; None: a row after the other.
         draft_length: Tokens of a draft where no option sets a number, the length that pays for this backbone; None: 5,
             as in published chains.
-        loss_options: Options of the training loss that differ from the defaults (`EagleLossOptions`).
+        loss_options: Options of the training loss (`EagleLossOptions`, or a dict of those that are not the defaults).
         layout: Layout of `save_pretrained`.
         base_model_name_or_path: Name of the backbone that the head was trained for, for information.
         base_model_type: The `model_type` of that backbone's text model; None: unknown.
@@ -75,17 +76,25 @@ class EagleHeadConfig(LlamaConfig):
     norm_output: bool = False
     mask_token_id: int | None = None
     draft_length: int | None = None
-    loss_options: dict[str, Any] | None = None
     layout: str = "tokenahead"
     base_model_name_or_path: str | None = None
     base_model_type: str | None = None
+    if not TYPE_CHECKING:
+        loss_options: EagleLossOptions | dict | None = None
+    else:  # `__post_init__` makes options of a dict or None
+        loss_options: EagleLossOptions = EagleLossOptions()
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
+        self.loss_options = EagleLossOptions.of(self.loss_options)
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields; of the loss, the options that are not the defaults."""
+        return super().to_dict() | {"loss_options": self.loss_options.changed()}
 
     @property
     def num_aux(self) -> int:
@@ -96,7 +105,9 @@ class EagleHeadConfig(LlamaConfig):
 
     def validate_architecture(self) -> None:
         """Refuse contradictory values; the message names the field and the allowed values."""
-        check_values(self, {"version": (1, 3), "layout": LAYOUTS}, {"num_hidden_layers": 1, "draft_length": 1})
+        sizes: dict[str, str] = dict.fromkeys(("num_hidden_layers", "draft_length"), "[1, inf)")
+        check_values(self, {"version": (1, 3), "layout": LAYOUTS}, sizes)
+        self.loss_options.resolved(self.version)
         heads, shared = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         drafted, head_dim = self.draft_vocab_size or 0, self.head_dim or self.hidden_size // heads
         of_aux = {"norm_before_fc": self.norm_before_fc, "fc_norm": self.fc_norm}

@@ -103,7 +103,7 @@ class EvaByteConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Refuse contradictory values; the message names the fields and what would be right."""
         sizes = ("window_size", "chunk_size", "num_pred_heads", "num_attention_heads", "vocab_size")
-        check_values(self, {}, dict.fromkeys(sizes, 1))
+        check_values(self, {}, dict.fromkeys(sizes, "[1, inf)"))
         if self.window_size % self.chunk_size:
             raise ValueError(f"window_size={self.window_size} must be a multiple of chunk_size={self.chunk_size}")
         if self.hidden_size % self.num_attention_heads:

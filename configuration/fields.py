@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from inspect import get_annotations
+from math import inf
 from typing import Any
 
 import transformers
@@ -96,19 +97,26 @@ def check_options(
 
 
 def check_values(
-    config: PreTrainedConfig, choices: Mapping[str, Collection[object]], at_least: Mapping[str, float] | None = None
+    options: object, choices: Mapping[str, Collection[object]], ranges: Mapping[str, str] | None = None
 ) -> None:
-    """Check fields by the values that they may have, or by their smallest one; None is not compared.
+    """Refuse fields outside their `choices`, or intervals such as `"[0, 1)"`; a default of None passes.
 
     Raises:
         ValueError: A value out of range, by the name of its field.
     """
-    for name, allowed in choices.items():
-        if (value := getattr(config, name)) not in allowed:
-            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-    for name, least in (at_least or {}).items():
-        if (value := getattr(config, name)) is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+    for name, allowed in {**choices, **(ranges or {})}.items():
+        value = getattr(options, name)
+        if value is None and getattr(type(options), name, 0) is None:
+            continue
+        if not isinstance(allowed, str):
+            if value not in allowed:
+                raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}")
+            continue
+        interval, (low, high) = allowed, map(float, allowed[1:-1].split(","))
+        is_border = (value == low and interval[0] == "[") or (value == high and interval[-1] == "]")
+        if not (is_border or (value is not None and low < value < high)):
+            allowed = f"be at least {low:g}" if interval.startswith("[") and high == inf else f"lie in {interval}"
+            raise ValueError(f"{name}={value!r} must {allowed}")
 
 
 def refuse(refusals: Iterable[tuple[object, str]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-COMMON_OPTIONS = ("head_type", "window", "rank", "leaf", "gamma")
+COMMON_OPTIONS = ("head_type", "window", "rank", "leaf")
 """Options that every family writes into a model's `config.json`."""
 
 SHAPING_OPTIONS = (
@@ -48,8 +48,8 @@ class HeadFamilyFacts:
         apart_only: No model owns such a head: it is separate from its backbone (`MTPHeads`).
         sequential: Its distribution is made of conditionals alone, so that no token can be summed out.
         loss_weights: From the window n to the weights of the n depths in the family's own recipe, which holds where
-            `gamma` is None; None: `gamma` discounts them.
-        loss_target: From a config to the default of `loss_target`.
+            `decay` is None; None: `decay` discounts them.
+        loss_target: From a config to the default of `target`.
     """
 
     name: str

@@ -1,14 +1,15 @@
 """Configuration of a multi-token prediction head: family, window and rank. Knows no torch and no backbone."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .fields import check_values
 from .head_families import HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
+from .loss_options import HeadLossOptions
 
 HEAD_TYPES = tuple(HEAD_FAMILIES)
 """Head families of this library; others can be registered (`modeling.heads.family.register`)."""
@@ -25,24 +26,23 @@ CHOICES = {
     "first": ("backbone", "own"),
     "mix": ("none", "weighted"),
     "mix_init": ("last", "uniform"),
-    "loss_target": ("labels", "teacher"),
-    "loss_divergence": ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl", "block"),
-    "loss_places": ("all", "calls"),
-    "loss_balance": ("none", "rms"),
-    "loss_normalization": ("tokens", "paper"),
 }
 """Values of the fields that name something."""
-AT_LEAST = {
-    "window": 1,
-    "rank": 1,
-    "num_blocks": 1,
-    "block_size": 1,
-    "state_offset": 0,
-    "draft_vocab_size": 1,
-    "draft_layers": 0,
-    "draft_lora_rank": 1,
+RANGES = {
+    **dict.fromkeys(("window", "rank", "num_blocks", "block_size", "draft_vocab_size", "draft_lora_rank"), "[1, inf)"),
+    **dict.fromkeys(("state_offset", "draft_layers"), "[0, inf)"),
 }
-"""Smallest values of numbers; None is checked elsewhere."""
+"""Intervals of numbers."""
+
+
+def _option(name: str, default: Callable[[Any], Any] = lambda config: None) -> Any:
+    """Return a property that is an option of the loss; `default` is from a config to the value of None."""
+
+    def read(config: Any) -> Any:
+        value = getattr(config.loss_options, name)
+        return default(config) if value is None else value
+
+    return property(read, lambda config, value: setattr(config.loss_options, name, value))
 
 
 @strict
@@ -84,15 +84,8 @@ class MTPHeadConfig(PreTrainedConfig):
             layers).
         draft_lora_rank: Of these adapters.
         draft_lora_alpha: Their scale times their rank; None: twice the rank.
-        gamma: Discount of the training loss: depth j weighs gamma^(j-1). None: the recipe of the family's paper, or 0.9
-            where it has none. Where it has one, depth 1 has the weight of that recipe.
-        loss_weights: Weights [n] of the depths instead.
-        loss_normalization: `"tokens"`: every depth is divided by its number of targets, and all by the sum of the
-            discounts; `"paper"`: Eq. 4 of MtPC, the mean over sequences of each sequence's own mean.
-        loss_target: What a head learns: `"labels"`, or the whole distribution of the `"teacher"`, the backbone given
-            the true tokens. None: `"teacher"` for Hydra++ and for `loss_divergence="block"`, else `"labels"`.
-        loss_places: Of `loss_divergence="block"`: `"all"` positions count alike, or by the `"calls"` of a rejection.
-        loss_balance: `"rms"` scales the loss of every depth to the first one's spread (Mehra et al.).
+        loss_options: Options of the training loss (`HeadLossOptions`, or a dict of those that are not the defaults).
+            Attributes read and set them one by one: `gamma` (which is `decay`), `loss_target`, `loss_divergence`, ...
         masked_tokens: What training does with tokens inside a window that are no targets (a prompt, say): `"observe"`
             conditions on them, as decoding will; `"marginalise"` sums them out (not possible for `"hydra"`).
         hidden_size: Width of the hidden states that the head reads (heads apart from their backbone).
@@ -138,30 +131,28 @@ class MTPHeadConfig(PreTrainedConfig):
     draft_layers: int = 0
     draft_lora_rank: int = 8
     draft_lora_alpha: float | int | None = None
-    gamma: float | int | None = None
-    loss_weights: list | None = None
-    loss_target: str | None = None
-    loss_divergence: str = "cross_entropy"
-    loss_label_weight: float | int = 0.0
-    loss_places: str = "all"
-    loss_balance: str = "none"
-    loss_normalization: str = "tokens"
     masked_tokens: str = "observe"
     hidden_size: int | None = None
     vocab_size: int | None = None
     draft_vocab_size: int | None = None
     base_model_name_or_path: str | None = None
     initializer_range: float = 0.02
+    if not TYPE_CHECKING:
+        loss_options: HeadLossOptions | dict | None = None
+    else:  # `__post_init__` makes options of a dict or None
+        loss_options: HeadLossOptions = HeadLossOptions()
+
+    gamma = _option("decay", lambda config: None if config.family.loss_weights else 0.9)
+    loss_target = _option(
+        "target", lambda config: "teacher" if config.loss_divergence == "block" else config.family.loss_target(config)
+    )
+    loss_divergence, loss_places, loss_label_weight = map(_option, ("divergence", "places", "label_weight"))
+    loss_weights, loss_normalization, loss_balance = map(_option, ("weights", "normalization", "balance"))
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Fill fields that depend on others; `kwargs` are unknown fields."""
         family = HEAD_FAMILIES.get(self.head_type)  # None where `validate_architecture` will refuse the name
-        if self.loss_target is None and self.loss_divergence == "block":
-            self.loss_target = "teacher"
-        elif self.loss_target is None:
-            self.loss_target = "labels" if family is None else family.loss_target(self)
-        if self.gamma is None and (family is None or family.loss_weights is None):
-            self.gamma = 0.9
+        self.loss_options = HeadLossOptions.of(self.loss_options)
         super().__post_init__(**(dict(family.defaults) if family else {}) | kwargs)
 
     def validate_architecture(self) -> None:
@@ -171,18 +162,12 @@ class MTPHeadConfig(PreTrainedConfig):
                 f"head_type={self.head_type!r} is unknown; choose one of {', '.join(HEAD_FAMILIES)}, or first import "
                 "the module that registers the family"
             )
-        check_values(self, CHOICES, AT_LEAST)
-        if not 0.0 <= self.loss_label_weight <= 1.0:
-            raise ValueError(f"loss_label_weight={self.loss_label_weight} must lie between 0 and 1")
-        if self.gamma is not None and not 0.0 < self.gamma <= 1.0:
-            raise ValueError(f"gamma={self.gamma} must lie in (0, 1]")
+        check_values(self, CHOICES, RANGES)
+        self.loss_options.check()
         if (self.draft_vocab_size or 0) > (self.vocab_size or self.draft_vocab_size or 0):
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
-        if self.loss_weights is not None and len(self.loss_weights) != self.window:
-            raise ValueError(f"loss_weights={self.loss_weights} must have one entry per depth: window={self.window}")
-        if self.loss_normalization == "paper" and self.loss_balance == "rms":
-            raise ValueError("loss_normalization='paper' and loss_balance='rms' both scale the depths; choose one")
-        self._check_block()
+        if (weights := self.loss_options.weights) is not None and len(weights) != self.window:
+            raise ValueError(f"weights={weights} of the loss must have one entry per depth: window={self.window}")
         self._refuse_options_of_others()
         self.family.check(self)
         if self.draft_layers and self.family.attends(self):
@@ -195,14 +180,6 @@ class MTPHeadConfig(PreTrainedConfig):
                 f"masked_tokens='marginalise': {self.head_type} heads read every token before theirs, none can be "
                 "summed out; choose 'observe'"
             )
-
-    def _check_block(self) -> None:
-        is_block = self.loss_divergence == "block"
-        if self.loss_places != "all" and not is_block:
-            raise ValueError(f"loss_places={self.loss_places!r} is an option of loss_divergence='block'")
-        for name, needed in {"loss_target": "teacher", "loss_normalization": "tokens", "loss_balance": "none"}.items():
-            if is_block and getattr(self, name) != needed:
-                raise ValueError(f"loss_divergence='block' needs {name}={needed!r}, not {getattr(self, name)!r}")
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -242,9 +219,15 @@ class MTPHeadConfig(PreTrainedConfig):
         """Whether position 1 of the distribution is the backbone's own."""
         return self.family.borrows_first(self)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields; of the loss, the options that are not the defaults."""
+        return super().to_dict() | {"loss_options": self.loss_options.changed()}
+
     def options(self) -> dict[str, Any]:
-        """Return the fields that describe the distribution, for a model's own `config.json`."""
-        return self._values(self.family.written()) | self.draft_options()
+        """Return the fields that describe the distribution and the loss, for a model's own `config.json`."""
+        changed = self.loss_options.changed()
+        loss = {"loss_options": changed} if changed else {}
+        return self._values(self.family.written()) | self.draft_options() | loss
 
     def draft_options(self) -> dict[str, Any]:
         """Return the fields of draft layers; empty where there are none."""

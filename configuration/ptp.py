@@ -84,7 +84,7 @@ class PTPConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Refuse contradictory values; the message names the field and what would be right."""
         choices = {"variant": VARIANTS, "features": FEATURE_DIMS, "projection": PROJECTIONS, "sampler": SAMPLERS}
-        check_values(self, choices, {"num_slots": 1, "lora_rank": 1, "feature_dim": 1})
+        check_values(self, choices, dict.fromkeys(("num_slots", "lora_rank", "feature_dim"), "[1, inf)"))
         if self.features in ("bits", "scalar", "interpolate") and self.feature_dim != FEATURE_DIMS[self.features]:
             raise ValueError(
                 f"feature_dim={self.feature_dim}: features={self.features!r} has {FEATURE_DIMS[self.features]}"

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration.heads import MTPHeadConfig
+from ..configuration.loss_options import LossOptions
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, Recorder
@@ -67,7 +68,7 @@ class BaseDrafter:
         reads_prompt: Whether drafts need the ids of the prompt, in whose place a call may pass embeddings.
         is_apart: Whether it drafts for a backbone of the user's choice, and holds none.
         head_config: Options of its heads; None: it has none.
-        loss_options: Options of its loss, where these are no fields of `head_config`.
+        loss_options: Options of its loss; None: it has none.
         mtp_loss_weight: lambda, what its loss is multiplied with beside that of a backbone; None: it learns alone.
         not_served: Why no engine runs it; None: one may.
         recorder: Records what its calls verify, so that it can learn; None: nothing does.
@@ -80,7 +81,7 @@ class BaseDrafter:
     reads_prompt: bool = True
     is_apart: bool = False
     head_config: MTPHeadConfig | None = None
-    loss_options: Any = None
+    loss_options: LossOptions | None = None
     mtp_loss_weight: float | None = None
     not_served: str | None = "it is no DeepSeekMTP, MTPHeads or EagleHead, which can be exported"
     recorder: Recorder | None = None

@@ -185,7 +185,8 @@ _NAMES = {
         "CHAT_TEMPLATE",
         "SPECIAL_TOKENS",
     ),
-    "tokenahead.modeling.common.loss_options": ("EagleLossOptions", "ModuleLossOptions", "TrainableDrafter"),
+    "tokenahead.configuration.loss_options": ("DIVERGENCES", "EagleLossOptions", "ModuleLossOptions"),
+    "tokenahead.modeling.common.outputs": ("TrainableDrafter",),
     "tokenahead.generation.assistant.models": ("buildable",),
     "tokenahead.modeling.common.backbone_parts": ("BackboneParts", "part_logits"),
     "tokenahead.modeling.heads.circuit_head": (
@@ -197,7 +198,6 @@ _NAMES = {
         "call_weights",
         "cycle_starts",
         "position_weights",
-        "DIVERGENCES",
         "acceptance",
         "divergence",
         "log_acceptance",

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
     "generate": {"best_of": ()},
     "tokenahead.DrafterCascade": {"joins": (True,)},
-    "tokenahead.MTPHeadConfig": {
-        "mix": ("weighted",),
-        "loss_divergence": ("block",),
-        "loss_places": ("calls",),
-        "loss_balance": ("rms",),
+    "tokenahead.MTPHeadConfig": {"mix": ("weighted",)},
+    "tokenahead.configuration.loss_options.HeadLossOptions": {
+        "divergence": ("block",),
+        "places": ("calls",),
+        "balance": ("rms",),
     },
     "tokenahead.training.PTPOptions": {"method": ("inverse",), "sequences": ("student",)},
 }

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from ..modeling.common.loss_options import check_values
+from ..configuration.fields import check_values
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
 from .evaluation.methods import drafting_method

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from peft import LoraConfig, get_peft_model
@@ -11,22 +12,13 @@ from transformers import PreTrainedModel, TrainerCallback
 from ..configuration.transformers_names import obstacle_of_peft
 from ..generation.drafter import BaseDrafter
 from ..generation.tensors.wrapped_models import carries_adapters
-from ..modeling.common.loss_options import ModuleLossOptions, TrainableDrafter
+from ..modeling.common.outputs import TrainableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
 from .trainer_base import without_peft
 
 _QUERIES = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 _RANK, _DROPOUT = 8, 0.0
-_LOSS_OPTIONS = {
-    "loss_target": "target",
-    "loss_divergence": "divergence",
-    "loss_places": "places",
-    "loss_label_weight": "label_weight",
-    "loss_balance": "balance",
-    "gamma": "decay",
-}
-"""The option of `LossOptions` that each field of a strategy sets; heads have the fields in their config."""
 
 
 def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
@@ -47,7 +39,12 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     owner = without_peft(model)
     if not (isinstance(owner, BaseDrafter) and isinstance(owner, TrainableDrafter)):
         raise TypeError(f"strategy= is for heads, modules and EvaByteForMTPC, not for a {type(owner).__name__}")
-    _set_losses(owner, strategy)
+    set_loss_options(owner, strategy.loss)
+    if strategy.loss_weight is not None and owner.mtp_loss_weight is None:
+        raise ValueError(
+            f"loss_weight={strategy.loss_weight}: a {type(owner).__name__} learns on a frozen backbone, and its loss "
+            "is the only one; leave loss_weight out"
+        )
     _set_draft_layers(owner, strategy)
     if strategy.head_warmup and strategy.train == "drafter" and "draft_layers" not in owner.parts():
         raise ValueError(
@@ -76,34 +73,27 @@ def callbacks_of(strategy: TrainingStrategy) -> list[TrainerCallback]:
     return callbacks
 
 
-def _set_losses(model: Any, strategy: TrainingStrategy) -> None:
-    """Set the strategy's options of the loss in the config of heads, or in the `loss_options` of other drafters."""
-    chosen = {name: value for name, value in vars(strategy).items() if name in _LOSS_OPTIONS and value is not None}
-    config, options = model.head_config, model.loss_options
-    target = options.target if isinstance(options, ModuleLossOptions) else "teacher"
-    for name, value in chosen.items():
-        option = _LOSS_OPTIONS[name]
-        if config is not None:
-            setattr(config, name, value)
-        elif options is not None and option in vars(options):
-            setattr(options, option, value)
-        elif (option, value) != ("target", target):
-            raise ValueError(f"{name}={value!r} is not supported by a {type(model).__name__}; leave it out")
-    target = options.target if isinstance(options, ModuleLossOptions) else config.loss_target if config else "teacher"
-    for name in ("loss_divergence", "loss_places", "loss_label_weight"):
-        if name in chosen and target == "labels":
-            raise ValueError(
-                f"{name}={chosen[name]!r} is an option of loss_target='teacher', and this {type(model).__name__} "
-                f"learns the labels: set loss_target='teacher', or leave {name} out"
-            )
+def set_loss_options(model: Any, changes: Mapping[str, Any]) -> None:
+    """Set options of a drafter's loss, in its `loss_options`.
+
+    Raises:
+        ValueError: An option that this drafter does not have, or a value that it cannot follow.
+    """
+    options, config, kind = model.loss_options, model.head_config, type(model).__name__
+    known = list(getattr(options, "__dict__", ()))
+    for name in (name for name in changes if name not in known):
+        raise ValueError(f"loss option {name!r}: the loss of a {kind} has {', '.join(known) or 'no options'}")
+    if not changes:
+        return
+    options.update(**changes)
     if config is not None:
-        if "gamma" in chosen:
-            config.loss_weights = None
-        config.validate()
-    if strategy.loss_weight is not None and model.mtp_loss_weight is None:
+        config.validate_architecture()
+    int(model.num_losses)  # validates those of EAGLE
+    target = options.target if config is None else config.loss_target
+    for name in changes.keys() & {"divergence", "places", "label_weight"} if target == "labels" else ():
         raise ValueError(
-            f"loss_weight={strategy.loss_weight}: a {type(model).__name__} learns on a frozen backbone, and its loss "
-            "is the only one; leave loss_weight out"
+            f"loss option {name}={changes[name]!r} is for target='teacher', and this {kind} learns the labels: set "
+            f"target='teacher', too, or leave {name} out"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..modeling.common.loss_options import check_values
-from ..modeling.common.teacher import LOSSES, WEIGHTINGS
+from ..configuration.fields import check_values
 from ..modeling.heads.losses import balance_factors
 from .trainer_base import RunningMeans, without_peft
 from .utils import replace_file
@@ -27,16 +26,12 @@ SHAPES: dict[str, Callable[[float], float]] = {
 }
 _CHOICES = {
     "train": ("drafter", "all", "lora"),
-    "loss_target": ("labels", "teacher"),
-    "loss_divergence": LOSSES,
-    "loss_places": WEIGHTINGS,
-    "loss_balance": ("none", "rms"),
     "loss_weight_shape": SHAPES,
 }
 _RANGES = {
     **dict.fromkeys(("head_warmup", "loss_weight", "loss_weight_last", "draft_layers"), "[0, inf)"),
     **dict.fromkeys(("lora_rank", "draft_lora_rank"), "[1, inf)"),
-    **dict.fromkeys(("loss_label_weight", "loss_weight_until", "lora_dropout"), "[0, 1]"),
+    **dict.fromkeys(("loss_weight_until", "lora_dropout"), "[0, 1]"),
     "drafter_lr_multiplier": "(0, inf)",
 }
 
@@ -51,10 +46,11 @@ class TrainingStrategy:
     - joint (Gloeckle et al.): `train="all"`;
     - Medusa-2: `train="lora"`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_weight=0.2`, or a ramp:
       `loss_weight=0`, `loss_weight_last=0.2`, `loss_weight_shape="sine"`;
-    - Mehra et al.: `train="lora"`, `lora_rank=8`, `head_warmup`, `drafter_lr_multiplier=4`, `loss_balance="rms"`;
+    - Mehra et al.: `train="lora"`, `lora_rank=8`, `head_warmup`, `drafter_lr_multiplier=4`,
+      `loss={"balance": "rms"}`;
     - MtPC's stage 2: `draft_layers=2` on heads that are trained already; `head_warmup=0.5` makes both stages one run;
-    - Hydra++: `loss_target="teacher"`; LK losses: `loss_target="teacher"`, `loss_divergence="lk"`;
-    - calls: `loss_target="teacher"`, `loss_divergence="block"`, on outputs of the backbone (temperature 1);
+    - Hydra++: `loss={"target": "teacher"}`; LK losses: `loss={"target": "teacher", "divergence": "lk"}`;
+    - calls: `loss={"target": "teacher", "divergence": "block"}`, on outputs of the backbone (temperature 1);
     - DeepSeek-V3: `train="all"`, `loss_weight=0.3`, `loss_weight_last=0.1`, `loss_weight_until=0.68`.
 
     Attributes:
@@ -71,12 +67,7 @@ class TrainingStrategy:
         draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own
             (`MTPHeads`, EvaByte); None: as the heads have it.
         draft_lora_rank: Of these adapters; None: as they are, and 8 where they are new.
-        loss_target: `"labels"`: the negative log-likelihood of the data; `"teacher"`: the backbone's own distribution.
-        loss_divergence: Of the drafter from that distribution: one of `LOSSES`.
-        loss_places: Of `loss_divergence="block"`: `"all"` positions count alike, or by the `"calls"` of a rejection.
-        loss_label_weight: Share of the likelihood mixed with it, 0 to 1.
-        loss_balance: `"rms"` scales every depth to the spread of the first.
-        gamma: Discount of depths, 0 to 1.
+        loss: Options of the drafter's loss that change (`drafter.loss_options`: `target`, `divergence`, `decay`, ...).
         loss_weight: lambda, the weight of the drafter's loss relative to the backbone's.
         loss_weight_last: Its value at the end of a schedule.
         loss_weight_until: Share of all steps over which it changes.
@@ -99,12 +90,7 @@ class TrainingStrategy:
     lora_targets: list[str] | str | None = None
     draft_layers: int | None = None
     draft_lora_rank: int | None = None
-    loss_target: str | None = None
-    loss_divergence: str | None = None
-    loss_places: str | None = None
-    loss_label_weight: float | None = None
-    loss_balance: str | None = None
-    gamma: float | None = None
+    loss: dict[str, Any] = field(default_factory=dict)
     loss_weight: float | None = None
     loss_weight_last: float | None = None
     loss_weight_until: float = 1.0
@@ -123,7 +109,6 @@ class TrainingStrategy:
         parts = {
             "lora_": (self.train == "lora", adapters),
             "draft_lora_rank": (bool(self.draft_layers), "is an option of draft layers: set draft_layers, too"),
-            "loss_places": (self.loss_divergence == "block", "is an option of loss_divergence='block'"),
             "loss_weight_until": (self.loss_weight_last is not None, schedule),
             "loss_weight_shape": (self.loss_weight_last is not None, schedule),
         }

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
-from ..modeling.common.loss_options import TrainableDrafter
+from ..modeling.common.outputs import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
 from .trainer_base import (
@@ -94,7 +94,7 @@ class MTPTrainer(BaseTrainer):
         for callback in [] if strategy is None else callbacks_of(strategy):
             self.add_callback(callback)
         heads = self._drafter.head_config
-        if heads is not None and heads.loss_balance == "rms":
+        if heads is not None and heads.loss_options.balance == "rms":
             self.balance = LossBalance()
             self.add_callback(self.balance)
         if strategy is not None and strategy.head_warmup and self.args.ddp_find_unused_parameters is None:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ..generation.attach import MTPGenerationMixin
-from ..modeling.common.loss_options import TrainableDrafter
+from ..modeling.common.outputs import TrainableDrafter
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import Inputs, without_peft

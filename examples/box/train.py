@@ -123,7 +123,9 @@ def train(folder: Path, recipe: Recipe, until: str = "heads", callbacks: Sequenc
 
 def new_model(recipe: Recipe) -> EvaByteForMTPC:
     """Return a backbone with FF heads, untrained."""
-    return EvaByteForMTPC(EvaByteConfig(**BOX_CONFIG | recipe.config, mtp_head={"gamma": recipe.gamma}))
+    return EvaByteForMTPC(
+        EvaByteConfig(**BOX_CONFIG | recipe.config, mtp_head={"loss_options": {"decay": recipe.gamma}})
+    )
 
 
 def _train_stage(
@@ -142,7 +144,7 @@ def _train_stage(
     trainer = MTPTrainer(
         model,
         _arguments(folder / "checkpoints" / stage, recipe, len(data)),
-        strategy=TrainingStrategy(train="all") if is_backbone else TrainingStrategy(train="drafter", gamma=GAMMA),
+        strategy=TrainingStrategy(train="all") if is_backbone else TrainingStrategy(loss={"decay": GAMMA}),
         train_dataset=data,
         eval_dataset=StepBatches(rows[:: -(-len(rows) // 64)], [(8, 1024, 8)], None),
         data_collator=itemgetter(0),

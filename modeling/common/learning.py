@@ -13,17 +13,17 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.fields import requested_states
 from ...configuration.heads import MTPHeadConfig
+from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import AttachableDrafter, NoGenerationMixin
 from ...generation.drafter import DrafterFacts
-from ..heads.losses import IGNORE, counted, depth_targets, depth_weights
+from ..heads.losses import DepthLossMixin, depth_weights
 from ..heads.registry import distribution_after, window_distribution
 from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
 from .draft_vocabulary import DraftVocabulary, drafted_tokens
 from .loading import StrictLoadingMixin
-from .loss_options import refuse_loss_of_others
 from .online import OnlineMixin
-from .outputs import DraftDistributions
+from .outputs import DraftDistributions, refuse_loss_of_others
 
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
@@ -84,7 +84,7 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
                 the same tokens: it is then not run, and there are no logits.
             cached_summaries: [B, L, 2], the `logit_summaries` of these states; None: computed where a loss reads them.
             **kwargs: `shift_labels` [B, L], the target of every position, in place of `labels`; `balance` [n], factors
-                of the depths (`loss_balance="rms"`); with `output_hidden_states` the backbone's states that were read
+                of the depths (`balance="rms"`); with `output_hidden_states` the backbone's states that were read
                 are returned; the rest is not read.
 
         Returns:
@@ -164,7 +164,7 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
             self.offsets.copy_(draft_ids.to(self.offsets.device) - torch.arange(size, device=self.offsets.device))
 
 
-class WindowHeadMixin:
+class WindowHeadMixin(DepthLossMixin):
     """What a model with a window head offers, whether the backbone belongs to it or not.
 
     Attributes:
@@ -173,7 +173,6 @@ class WindowHeadMixin:
         whole_head: The module that makes the distribution of the whole window.
     """
 
-    loss_unit = "head"
     window: int
     mtp_loss_weight: float = 1.0
     head_config: MTPHeadConfig
@@ -198,20 +197,14 @@ class WindowHeadMixin:
         return DrafterFacts("heads", config.window, rows, (config.family.paper,) if config.family.paper else ())
 
     @property
-    def num_losses(self) -> int:
-        """Depths of the window."""
-        return self.window
+    def loss_options(self) -> HeadLossOptions:
+        """Options of the loss."""
+        return self.head_config.loss_options
 
-    def loss_counts(
-        self,
-        labels: Tensor | None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the targets per depth of a batch, [n] int64."""
-        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-        return counted(targets != IGNORE, self.head_config.loss_normalization)
+    @property
+    def loss_normalization(self) -> str:
+        """What the loss is divided by."""
+        return self.loss_options.normalization
 
     def distribution_of_features(self, features: Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given `features` [..., F]."""

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from ...configuration.fields import check_values
 from ...generation.call.outputs import Speculation
 from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter
 from ...generation.tensors.wrapped_models import is_unit, readable
-from .loss_options import check_values
 from .recording import OnlineBuffer, RecordingSession, collate
 
 _MAX_NORM = 1.0

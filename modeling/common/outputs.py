@@ -1,14 +1,20 @@
-"""Output classes of the models."""
+"""What models return, and what a trainer reads of a drafter: its loss per depth. Imports no network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
+
+from ...configuration import MTPHeadConfig
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -105,3 +111,87 @@ class DraftDistributions(NamedTuple):
 def stacked_steps(steps: list[Tensor], length: int) -> Tensor:
     """Return the states [B, R, d] of m steps as one tensor [B, length, m, d], 0 beyond their ends."""
     return torch.stack([nn.functional.pad(step, (0, 0, 0, length - step.shape[1])) for step in steps], dim=2)
+
+
+@runtime_checkable
+class TrainableDrafter(Protocol):
+    """A drafter that computes its own loss from labels; `MTPTrainer` trains it.
+
+    Its `forward` takes `labels` and `num_items_in_batch` (targets per depth over the whole update, [n]) and returns an
+    output with `loss` and `head_losses` [n].
+
+    Attributes:
+        config: Its configuration.
+        loss_unit: Name of an entry of `head_losses` in the log: `loss_head_1`, or `loss_step_1`.
+        num_losses: n, the number of entries.
+        head_config: Options of its heads; None: it has none.
+    """
+
+    config: PreTrainedConfig
+    loss_unit: str
+    head_config: MTPHeadConfig | None
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the modules that draft and do nothing else, by name."""
+        ...
+
+    @property
+    def num_losses(self) -> int:
+        """Return n."""
+        ...
+
+    def loss_counts(
+        self,
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the targets per depth of a batch with these arguments of `forward`, [n] int64."""
+        ...
+
+    def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
+        """Return the loss of data of which only sums of terms and targets per depth are known, [n] each."""
+        ...
+
+
+def refuse_loss_of_others(model: nn.Module, trainer: str = "MTPSFTTrainer") -> NoReturn:
+    """Refuse to be called with `fused_lm_head=True`: nothing in the model learns from a trainer's own loss."""
+    raise RuntimeError(f"{type(model).__name__} learns from its own loss alone: train it with {trainer}")
+
+
+class OwnLossMixin(nn.Module):
+    """A drafter that learns from its own loss alone, which trainers of TRL do not ask for.
+
+    They pass `fused_lm_head=True`, and compute the loss of the next token from the backbone's states.
+
+    Attributes:
+        own_trainer: The trainer that trains it.
+        silent_part: Name of the part that such a loss does not change; None: nothing learns from it.
+        learns_besides: Whether the caller adds the drafter's own loss to that one.
+    """
+
+    own_trainer = "MTPSFTTrainer"
+    silent_part: str | None = None
+    learns_besides = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; warn, or refuse where nothing learns, that a trainer computes a loss of its own.
+
+        Raises:
+            RuntimeError: `fused_lm_head=True`, and nothing learns from that loss.
+        """
+        if kwargs.get("fused_lm_head") and not self.learns_besides:
+            self._check_own_loss()
+        return super().__call__(*args, **kwargs)
+
+    def _check_own_loss(self) -> None:
+        name = type(self).__name__
+        if self.silent_part is None:
+            refuse_loss_of_others(self, self.own_trainer)
+        drafter: nn.Module = getattr(self, self.silent_part)
+        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters()):
+            logger.warning_once(
+                f"the drafter of {name} does not learn from the loss of the next token: train the model with "
+                f"{self.own_trainer}, or freeze the drafter"
+            )

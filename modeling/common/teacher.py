@@ -13,7 +13,7 @@ distribution.
 
 Cycles begin more often where drafts are rejected. The expected number of calls W = sum_t w_t, with C(t) the calls left
 at t, has the derivative dW / dm_k(t) = - w_t (C(t+k) - C(t+k+1)), so that with these weights of m_k, without gradient,
-the loss is the number of calls (`loss_places="calls"`).
+the loss is the number of calls (`places="calls"`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ...configuration.heads import MTPHeadConfig
+from ...configuration.loss_options import LossOptions
 from ..heads.window_distribution import WindowDistribution, at_tokens
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK
 
-DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
-"""Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
-LOSSES = (*DIVERGENCES, "block")
-"""With the expected number of drafts that block verification accepts, which is no distance."""
 ACCEPTANCES = ("tv", "lk", "lk_kl")
 """Divergences that are functions of the acceptance."""
 _KL_SCALE, _KL_DECAY = 1.0, 3.0
@@ -44,20 +40,20 @@ class Teacher:
     """What a head learns from depth 2 on.
 
     Attributes:
-        config: The head's options.
+        options: Options of the head's loss.
         backbone: The teacher's unembedding.
         arguments: Per position, states of the next n - 1 positions [B, L, (n - 1) d], and logsumexp of their logits
             over all tokens, [B, L, n - 1], where that over the columns differs.
     """
 
-    config: MTPHeadConfig
+    options: LossOptions
     backbone: BackboneParts
     arguments: tuple[Tensor, ...]
 
     @classmethod
     def of(
         cls,
-        config: MTPHeadConfig,
+        options: LossOptions,
         backbone: BackboneParts | None,
         last_states: Tensor | None,
         scored: Tensor,
@@ -68,15 +64,15 @@ class Teacher:
         `summaries` are those of these states (`logit_summaries`); None: computed here, where they are read.
         """
         if last_states is None or backbone is None:
-            raise ValueError("loss_target='teacher' needs the backbone's last hidden states, not None")
+            raise ValueError("target='teacher' needs the backbone's last hidden states, not None")
         states = last_states.detach()
         # over a draft vocabulary p is renormalised, but for what is accepted: a token that is never drafted never is
         parts = [states]
-        if backbone.vocabulary is not None and config.loss_divergence in ACCEPTANCES:
+        if backbone.vocabulary is not None and options.divergence in ACCEPTANCES:
             if summaries is None:
                 summaries = logit_summaries(BackboneParts(backbone.model), states, teacher_inputs(scored))
             parts.append(summaries[..., :1])
-        return cls(config, backbone, tuple(ahead(part, scored.shape[-1]) for part in parts))
+        return cls(options, backbone, tuple(ahead(part, scored.shape[-1]) for part in parts))
 
     def terms(
         self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
@@ -92,7 +88,7 @@ class Teacher:
         with torch.no_grad():
             log_p = self.backbone.unembed(parts[0]).to(log_q.dtype)
             log_p = log_p.log_softmax(-1) if len(parts) == 1 else log_p - parts[1].to(log_q.dtype)
-        kind, share = self.config.loss_divergence, self.config.loss_label_weight
+        kind, share = self.options.divergence, self.options.label_weight
         mixed, accepted = taught_terms(kind, share, log_p, log_q, likelihood[..., 1:])
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
 
@@ -191,10 +187,6 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 def log_acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return log alpha, [...], without underflow where p and q hardly overlap."""
     return torch.minimum(log_p, log_q).logsumexp(-1)
-
-
-WEIGHTINGS = ("all", "calls")
-"""How positions are weighed: all alike, or by the calls that a rejection there costs."""
 
 
 def accepted_along(log_q: Tensor, log_p: Tensor, drafted: Tensor) -> Tensor:
@@ -309,7 +301,7 @@ class BlockTarget:
         [B, L, n] says where something is scored, and `drafted` where such a token may also be drafted.
         """
         if last_states is None or backbone is None:
-            raise ValueError("loss_divergence='block' needs the backbone's last hidden states, not None")
+            raise ValueError("divergence='block' needs the backbone's last hidden states, not None")
         log_p = sequence_log_probs(backbone, last_states, tokens[..., 0].masked_fill(~teacher_inputs(scored), -1))
         eligible = scored[..., :2].all(-1)[..., None]
         drafted = drafted[..., 1:] & eligible

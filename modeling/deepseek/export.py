@@ -9,12 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
+from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import count_modules, family_of, num_layers, set_modules
 from ...generation.tensors.tensor_files import Names, renamed
 from ...generation.tensors.wrapped_models import whole_state
 from ..common.draft_vocabulary import FILE, DraftVocabulary, TokenIds
 from ..common.loading import StrictLoadingMixin
-from ..common.loss_options import ModuleLossOptions
 from .conversion import DeviceMap, load
 from .modules import MTPModules
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ...configuration.loss_options import ModuleLossOptions
 from ...generation.tensors.wrapped_models import parameters_frozen
 from ..common.draft_vocabulary import DraftVocabulary
-from ..common.loss_options import ModuleLossOptions
 from ..common.online import OnlineMixin
 from ..common.outputs import DraftDistributions, MTPOutput, stacked_steps
 from ..common.recording import STATES
-from ..heads.losses import IGNORE, counted, depth_targets
+from ..heads.losses import DepthLossMixin, depth_targets
 from .losses import chain_loss, depth_weights, teacher_forced
 from .main_model import OverMainModel, has_towers, mapped_state, run_main
 
 
-class ModuleLearningMixin(OnlineMixin, OverMainModel):
+class ModuleLearningMixin(DepthLossMixin, OnlineMixin, OverMainModel):
     """The chain of states of known tokens, and the loss over it.
 
     Attributes:
@@ -36,23 +36,6 @@ class ModuleLearningMixin(OnlineMixin, OverMainModel):
     window: int
     num_modules: int
     attends, learning_layers = True, [-1]
-    loss_unit = "head"
-
-    @property
-    def num_losses(self) -> int:
-        """Depths of the window."""
-        return self.window
-
-    def loss_counts(
-        self,
-        labels: Tensor | None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-    ) -> Tensor:
-        """Return the targets per depth of a batch, [n] int64."""
-        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-        return counted(targets != IGNORE)
 
     @property
     def drafting_part(self) -> nn.Module:

@@ -20,11 +20,11 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import chooses_blocks, has_short_convolutions, masks_padding_alone, rotates_anew
+from ...configuration.loss_options import ModuleLossOptions
 from ...generation.tensors.masks import additive_mask
 from ..common.backbone_parts import BackboneParts, part_logits, text_positions
 from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
-from ..common.loss_options import ModuleLossOptions
 from ..common.outputs import MTPOutput
 from ..common.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, taught_terms
 from ..heads.losses import IGNORE, check_targets, counts_of_update

@@ -12,6 +12,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field, requested_states
+from ...configuration.loss_options import ModuleLossOptions
 from ...configuration.mtp_families import MiMoConfig, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions
@@ -22,8 +23,7 @@ from ...generation.tensors.tensor_files import HUB_OPTIONS, building, check_stor
 from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
-from ..common.loss_options import ModuleLossOptions, OwnLossMixin
-from ..common.outputs import DeepSeekMTPOutput
+from ..common.outputs import DeepSeekMTPOutput, OwnLossMixin
 from ..heads.losses import depth_targets
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized
@@ -88,7 +88,7 @@ class DeepSeekMTP(
         self._is_stateful = main._is_stateful  # transformers' assisted loop must not crop a recurrent state
         self.config.keys_to_ignore_at_inference = _NO_PREDICTIONS  # read by Trainer, not saved
         self.generation_config = main.generation_config
-        self.loss_options = ModuleLossOptions.from_dict(field(main.config, "mtp_loss"))
+        self.loss_options = ModuleLossOptions.of(field(main.config, "mtp_loss"))
         self.shared_copies = bool(family_of(main.config).copies)
         self._is_initialized = parts is not None or self.device.type != "meta"  # by the main model's class
         self.post_init()
@@ -227,7 +227,7 @@ class DeepSeekMTP(
         count = count_modules(config) if drafter is None else drafter.num_modules
         if not count:
             raise TypeError(f"this {cls.__name__} has no modules: cards are for models that draft")
-        options = ModuleLossOptions.from_dict(field(config, "mtp_loss")) if drafter is None else drafter.loss_options
+        options = ModuleLossOptions.of(field(config, "mtp_loss")) if drafter is None else drafter.loss_options
         depths = options.unroll_steps or count
         rows = [("Modules", f"{count}, sequential; the last one is used again in longer drafts")]
         rows += [("Draft length", f"{depths} tokens, where a call does not say")] if depths != count else []

@@ -42,8 +42,8 @@ def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> F
     options = {name: values[name] for name in _OPTIONS_OF_3}
     values = {name: values[name] for name in _LLAMA_FIELDS} | _rope_fields(config)
     values |= {"tie_word_embeddings": False, "torch_dtype": str(dtype).removeprefix("torch.")}
-    if config.loss_options:
-        values["loss_options"] = config.loss_options
+    if loss := config.loss_options.changed():
+        values["loss_options"] = loss
     if layout == "speculators":
         return _speculators_config(config, values) | options
     values |= {"architectures": [_ARCHITECTURES.get((config.version, layout), "LlamaForCausalLM")]}
@@ -97,7 +97,8 @@ def _speculators_config(config: EagleHeadConfig, layer: Fields) -> Fields:
         values[AUX_IDS] = config.aux_layers
     if config.target_hidden_size != config.hidden_size:
         values["target_hidden_size"] = config.target_hidden_size
-    return values | ({"loss_options": config.loss_options} if config.loss_options else {})
+    loss = config.loss_options.changed()
+    return values | ({"loss_options": loss} if loss else {})
 
 
 def layout_tensors(

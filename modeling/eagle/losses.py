@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from ...configuration.loss_options import ResolvedEagleOptions
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LOGITS_PER_CHUNK
-from ..common.loss_options import ResolvedEagleOptions
 from ..common.outputs import EagleOutput
 from ..common.teacher import acceptance, block_terms, divergence, logit_summaries, sequence_log_probs
 from ..heads.losses import IGNORE

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.eagle import EagleHeadConfig
+from ...configuration.loss_options import EagleLossOptions, ResolvedEagleOptions
 from ...generation.attach import adopt_special_ids
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
@@ -25,7 +26,6 @@ from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.learning import States, counted_positions, run_backbone
 from ..common.loading import check_is_there
-from ..common.loss_options import EagleLossOptions, ResolvedEagleOptions
 from ..common.outputs import DraftDistributions, EagleOutput, stacked_steps
 from ..heads.losses import IGNORE, check_targets
 from .conversion import (
@@ -54,9 +54,6 @@ class EagleHead(EagleNetwork):
     Args:
         config: See `EagleHeadConfig`.
 
-    Attributes:
-        loss_options: Options of the loss of `forward` (`EagleLossOptions`).
-
     Example:
         >>> head = EagleHead.from_pretrained(directory).attach(backbone)
         >>> tree = {"depth": 5, "top_k": 10, "total_tokens": 60}
@@ -68,11 +65,15 @@ class EagleHead(EagleNetwork):
     drafts_trees, not_served = True, None
     attends = True
     loss_unit = "step"
-    loss_options: EagleLossOptions
 
     def __init__(self, config: EagleHeadConfig) -> None:
         super().__init__(config)
-        self.loss_options = EagleLossOptions.from_dict(config.loss_options)
+        config.loss_options = EagleLossOptions.of(config.loss_options)  # a dict where `from_pretrained` sets it
+
+    @property
+    def loss_options(self) -> EagleLossOptions:
+        """Options of the loss of `forward`."""
+        return self.config.loss_options
 
     @classmethod
     def from_backbone(
@@ -228,7 +229,6 @@ class EagleHead(EagleNetwork):
         self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
         """Write a checkpoint in the layout that the head was loaded from; a new head's is ours."""
-        self.config.loss_options = self.loss_options.changed() or None
         if self.config.layout == "tokenahead":
             if self.config.base_model_type is None and self.is_attached:
                 self.config.base_model_type = self.backbone.config.get_text_config().model_type

@@ -24,9 +24,8 @@ from ...generation.tensors.tensor_files import HUB_OPTIONS
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin
-from ..common.loss_options import OwnLossMixin
 from ..common.online import OnlineMixin
-from ..common.outputs import MTPOutput
+from ..common.outputs import MTPOutput, OwnLossMixin
 from ..heads.ff import FFHead
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
 from ..heads.registry import build_head, init_head
@@ -185,7 +184,7 @@ class EvaByteForMTPC(
         """
         check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head
-        unchanged = {"window": old.window, "gamma": old.gamma} | old.draft_options()
+        unchanged = {"window": old.window, "loss_options": old.loss_options.changed()} | old.draft_options()
         self.config.mtp_head = MTPHeadConfig(**(unchanged | options))
         try:
             self.config.validate()
@@ -297,7 +296,7 @@ class EvaByteForMTPC(
             num_items_in_batch: Targets per depth over all micro-batches, [n] or one number (from the Trainer).
             past_key_values: The older name of `cache`.
             **kwargs: For the backbone; `shift_labels` [B, L], the target of every position, in place of `labels`;
-                `balance` [n], factors of the depths (`loss_balance="rms"`); `cached_states` [B, L, 1, D], the last
+                `balance` [n], factors of the depths (`balance="rms"`); `cached_states` [B, L, 1, D], the last
                 hidden states from an earlier run: the backbone is then not run, and only the loss is returned.
 
         Returns:
@@ -349,13 +348,13 @@ class EvaByteForMTPC(
         """Return the loss of the head and its means; a drafter without depth 1 adds the next byte's to it."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         head, parts, config, scored = self.whole_head, self._parts(), self.head_config, targets != IGNORE
-        resolved = counts_of_update(counted(scored, config.loss_normalization), counts, scored[..., 0].sum())
+        resolved = counts_of_update(counted(scored, self.loss_normalization), counts, scored[..., 0].sum())
         scale = self.loss_scale().to(hidden.device)
         output = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
-        has_own = self.mtp_head is None and config.loss_divergence != "block"  # which leaves depth 1 out
+        has_own = self.mtp_head is None and config.loss_options.divergence != "block"  # which leaves depth 1 out
         if has_own or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
             return dict(output)
-        next_byte = MTPHeadConfig(window=1, gamma=config.gamma, loss_normalization=config.loss_normalization)
+        next_byte = MTPHeadConfig(window=1, loss_options={"normalization": self.loss_normalization})
         own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
         return dict(output) | dict(loss=output["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
@@ -363,7 +362,7 @@ class EvaByteForMTPC(
         """See `WindowHeadMixin`; depth 1 of FF heads is the next-byte head, which has the weight 1."""
         scale = super().loss_scale(first)
         if self.mtp_head is None:
-            scale[0] = float(self.config.mtp_head.loss_divergence != "block")
+            scale[0] = float(self.loss_options.divergence != "block")
         return scale
 
     def start(self, options: DraftOptions) -> HeadSession:

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES, takers
 from ...configuration.heads import MTPHeadConfig
+from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS
@@ -79,6 +80,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     def __init__(self, config: MTPHeadConfig) -> None:
         super().__init__(config)
+        config.loss_options = HeadLossOptions.of(config.loss_options)  # a dict where `from_pretrained` sets it
         sizes = {"window": config.window, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         if "unembed" in HEAD_FAMILIES[config.head_type].options and config.unembed == "shared":
             del sizes["vocab_size"]  # that of the backbone, once there is one
@@ -175,7 +177,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         Args:
             folder: A local directory, whose files determine its layout.
             **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
-                should differ, as `loss_weights`.
+                should differ, as `loss_options`.
 
         Returns:
             The heads, in the dtype of their tensors, not attached.

@@ -12,23 +12,23 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.heads import MTPHeadConfig
+from ...configuration.loss_options import ModuleLossOptions
 from ...generation.attach import AttachableDrafter
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import below, read_tensors
 from ...generation.tensors.wrapped_models import WrapperMixin
 from ..common.learning import run_backbone
-from ..common.loss_options import ModuleLossOptions, OwnLossMixin
-from ..common.outputs import MTPOutput
+from ..common.outputs import MTPOutput, OwnLossMixin
 from ..deepseek.losses import chain_loss
 from ..deepseek.modules import LMHeadView
 from .attached import MTPHeads
-from .losses import IGNORE, counts_of_update, depth_targets
+from .losses import IGNORE, DepthLossMixin, counts_of_update, depth_targets
 
 BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
 
 
-class JointMTPModel(OwnLossMixin, WrapperMixin, PreTrainedModel):
+class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel):
     """Heads and the backbone that they are attached to, for training both.
 
     The loss is the backbone's own next-token loss, and lambda (`heads.mtp_loss_weight`) times that of the heads, whose
@@ -45,7 +45,6 @@ class JointMTPModel(OwnLossMixin, WrapperMixin, PreTrainedModel):
         ValueError: Heads with draft layers, which take the backbone as it is.
     """
 
-    loss_unit = "head"
     config_class = None
     generation_config = AttachableDrafter.generation_config  # the backbone's, too
     supports_gradient_checkpointing = True
@@ -54,8 +53,8 @@ class JointMTPModel(OwnLossMixin, WrapperMixin, PreTrainedModel):
         super().__init__(heads.config)
         if heads.draft_layers is not None:
             raise ValueError("draft layers leave the backbone as it is: train heads with draft_layers on a frozen one")
-        if heads.config.loss_normalization == "paper":
-            raise ValueError("loss_normalization='paper' is for heads on a frozen backbone; choose 'tokens'")
+        if heads.loss_options.normalization == "paper":
+            raise ValueError("normalization='paper' is for heads on a frozen backbone; choose 'tokens'")
         self.heads, self.backbone = heads, heads.backbone
         self._no_split_modules = self.backbone._no_split_modules
         self.loss_type = "ForCausalLM"
@@ -73,15 +72,6 @@ class JointMTPModel(OwnLossMixin, WrapperMixin, PreTrainedModel):
     def window(self) -> int:
         """n: tokens that the heads' distribution covers."""
         return self.heads.window
-
-    @property
-    def num_losses(self) -> int:
-        """Depths of the window."""
-        return self.window
-
-    def loss_counts(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `MTPHeads.loss_counts`."""
-        return self.heads.loss_counts(*args, **kwargs)
 
     @property
     def _first(self) -> float:

@@ -155,7 +155,7 @@ def _discounts(like: Tensor, gamma: float) -> Tensor:
 def counted(scored: Tensor, normalization: str = "tokens") -> Tensor:
     """Return the divisors of the summed terms of each depth, [n] int64: targets, or sequences (`"paper"`).
 
-    `scored` is [B, L, n] bool, `normalization` is `MTPHeadConfig.loss_normalization`.
+    `scored` is [B, L, n] bool, `normalization` is of `HeadLossOptions`.
     """
     if normalization == "paper":
         return scored.flatten(1).any(1).sum().expand(scored.shape[-1])
@@ -181,6 +181,36 @@ def counts_of_update(own: Tensor, items: Tensor | int | None, first: Tensor | No
     return items
 
 
+class DepthLossMixin:
+    """A drafter whose loss has a term per token of its window, and how many targets these have.
+
+    Attributes:
+        loss_unit: Name of a depth in logs.
+        window: Depths of the loss.
+        loss_normalization: See `counted`.
+    """
+
+    loss_unit = "head"
+    loss_normalization: str = "tokens"
+    window: int
+
+    @property
+    def num_losses(self) -> int:
+        """Depths of the window."""
+        return self.window
+
+    def loss_counts(
+        self,
+        labels: Tensor | None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the targets per depth of a batch, [n] int64; arguments as for `forward`."""
+        targets = depth_targets(labels, self.num_losses, attention_mask, position_ids, shift_labels)
+        return counted(targets != IGNORE, self.loss_normalization)
+
+
 def depth_means(terms: Tensor, valid: Tensor) -> Tensor:
     """Return the detached mean of the valid terms per depth, [n] in nats; NaN where a depth has no target."""
     terms = torch.where(valid.bool(), terms.detach(), torch.zeros_like(terms))
@@ -204,13 +234,13 @@ def head_loss(
     """Return the loss of a head over all windows of a batch, in chunks.
 
     A term is -log q(x_{t+j} | x_{t+1..t+j-1}), where x is the label if that is scored, and else the token observed; or,
-    from depth 2 on, how far that distribution is from the backbone's own (`loss_target="teacher"`, see `divergences`),
-    mixed with a share `loss_label_weight` of the former. Over a draft vocabulary a target outside it counts and adds
+    from depth 2 on, how far that distribution is from the backbone's own (`target="teacher"`, see `divergence`),
+    mixed with a share `label_weight` of the former. Over a draft vocabulary a target outside it counts and adds
     nothing, as in the losses of EAGLE-3.
 
     Args:
         head: The head.
-        config: Its options; `gamma`, `masked_tokens` and those that begin with `loss_` are read here.
+        config: Its options; `loss_options` and `masked_tokens` are read here.
         features: [B, L, F], of any floating dtype; for most families the last hidden states.
         targets: [B, L, n] int64, -100 where nothing is scored.
         input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
@@ -218,16 +248,17 @@ def head_loss(
         backbone: The parts of its backbone that the head borrows.
         last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
         scale: Factor of the loss, or of every depth, [n]; not of the reported means.
-        balance: [n] factors of the depths, for `loss_balance="rms"`; None: those of this batch, which takes a pass.
+        balance: [n] factors of the depths, for `balance="rms"`; None: those of this batch, which takes a pass.
         vocabulary: The tokens that are drafted, those of the head's columns and the backbone's logits.
         summaries: [B, L, 2], see `logit_summaries`; None: computed here, where they are read.
     """
     num_columns = cast(int, head.vocab_size)
     vocab_size = num_columns if vocabulary is None else vocabulary.vocab_size
+    options = config.loss_options
     window, scored = targets.shape[-1], check_targets(targets, vocab_size) != IGNORE
-    own, tokens, unknown = counted(scored, config.loss_normalization), targets.clamp(min=0), None
+    own, tokens, unknown = counted(scored, options.normalization), targets.clamp(min=0), None
     dtype, shares = torch.promote_types(features.dtype, torch.float32), None
-    if config.loss_normalization == "paper":
+    if options.normalization == "paper":
         shares = scored.sum(1, keepdim=True).clamp(min=1).to(dtype).reciprocal().expand(scored.shape)
     if input_ids is not None and config.masked_tokens == "observe":
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
@@ -238,12 +269,11 @@ def head_loss(
         tokens = vocabulary.codes(tokens)
         scored = scored & (tokens < num_columns)
     teacher: Teacher | BlockTarget | None = None
-    if config.loss_divergence == "block":
-        share = config.loss_label_weight
-        teacher = BlockTarget.of(share, backbone, last_states, ids, targets != IGNORE, scored)
+    if options.divergence == "block":
+        teacher = BlockTarget.of(options.label_weight, backbone, last_states, ids, targets != IGNORE, scored)
     elif config.loss_target == "teacher":
-        teacher = Teacher.of(config, backbone, last_states, scored, summaries)
-    balanced = config.loss_balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
+        teacher = Teacher.of(options, backbone, last_states, scored, summaries)
+    balanced = options.balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(
         part: Tensor, tokens: Tensor, scored: Tensor, unknown: Tensor | None, shares: Tensor | None, *taught: Tensor
@@ -263,7 +293,7 @@ def head_loss(
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = LossSegment(features, arguments, weights, scored=scored.any(-1))
     size = window * config.rank * num_columns * (1 if teacher is None else 2)
-    if isinstance(teacher, BlockTarget) and config.loss_places == "calls" and torch.is_grad_enabled():
+    if isinstance(teacher, BlockTarget) and options.places == "calls" and torch.is_grad_enabled():
         accepted = term_rows(terms, part, size).unflatten(0, scored.shape[:2])[..., window + 1 :]
         teacher.by_calls(accepted)
         part.arguments = (tokens, scored, unknown, shares, *teacher.arguments)
@@ -287,15 +317,16 @@ def head_loss(
 def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
     """Return the factors of the summed terms of each depth, [n], from targets per depth [n]; 0 counts as 1.
 
-    `loss_weights`, or the family's own recipe with `gamma` for its discount, are divided by the counts; without either,
-    weights of `gamma` sum to 1 (`discounted_weights`), but for `loss_normalization="paper"`. The loss `"block"` is
+    `weights`, or the family's own recipe with gamma for its discount, are divided by the counts; without either,
+    weights of gamma sum to 1 (`discounted_weights`), but for `normalization="paper"`. The loss `"block"` is
     divided by the targets at depth 2, the positions where a cycle may begin, and no discount is read there.
     """
-    weights, recipe = config.loss_weights, config.family.loss_weights
-    if config.loss_divergence == "block":  # depth 1 has only its labels
+    options, recipe = config.loss_options, config.family.loss_weights
+    weights = options.weights
+    if options.divergence == "block":  # depth 1 has only its labels
         weights = [1.0] * len(counts) if weights is None else weights
         counts = torch.cat([counts[:1], counts[1:2].expand(len(counts) - 1)])
-        weights = [config.loss_label_weight * weights[0], *weights[1:]]
+        weights = [options.label_weight * weights[0], *weights[1:]]
     if weights is None and recipe is not None:
         weights = recipe(len(counts))
         if config.gamma is not None:
@@ -303,7 +334,7 @@ def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:
     if weights is not None:
         return torch.tensor(weights, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
     gamma = cast(float, config.gamma)
-    if config.loss_normalization == "paper":
+    if options.normalization == "paper":
         return _discounts(counts, gamma) / counts.clamp(min=1)
     return discounted_weights(counts, gamma)
 

@@ -25,8 +25,7 @@ from ...generation.tensors.wrapped_models import (
     merged_copy,
 )
 from ..common.loading import StrictLoadingMixin
-from ..common.loss_options import OwnLossMixin
-from ..common.outputs import PTPOutput
+from ..common.outputs import OwnLossMixin, PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from .assistant_session import ParallelAssistant

@@ -43,10 +43,10 @@ MODELS = {
     "modules, divided as in the paper": lambda: modules(normalization="paper", unroll_steps=3),
     "heads apart": lambda: MTPHeads.from_backbone(llama(), window=3, leaf="full"),
     "heads apart, other weights": lambda: MTPHeads.from_backbone(
-        llama(), window=3, head_type="medusa", loss_weights=[0.5, 0.3, 0.4], loss_balance="rms"
+        llama(), window=3, head_type="medusa", loss_options={"weights": [0.5, 0.3, 0.4], "balance": "rms"}
     ),
     "heads apart that attend": lambda: MTPHeads.from_backbone(
-        llama(num_hidden_layers=2), window=3, head_type="layer", loss_target="teacher"
+        llama(num_hidden_layers=2), window=3, head_type="layer", loss_options={"target": "teacher"}
     ),
 }
 

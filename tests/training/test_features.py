@@ -28,9 +28,11 @@ DRAFTERS = {
     "cp": lambda: MTPHeads.from_backbone(backbone(), window=3, head_type="cp", rank=2),
     "layer": lambda: MTPHeads.from_backbone(backbone(), window=3, head_type="layer"),
     "draft layers": lambda: MTPHeads.from_backbone(backbone(), window=3, draft_layers=2),
-    "taught": lambda: MTPHeads.from_backbone(backbone(), window=3, loss_target="teacher", loss_divergence="kl"),
+    "taught": lambda: MTPHeads.from_backbone(
+        backbone(), window=3, loss_options=dict(target="teacher", divergence="kl")
+    ),
     "lk over half": lambda: MTPHeads.from_backbone(
-        backbone(), window=3, loss_target="teacher", loss_divergence="lk", draft_ids=torch.arange(0, 320, 2)
+        backbone(), window=3, loss_options=dict(target="teacher", divergence="lk"), draft_ids=torch.arange(0, 320, 2)
     ),
     "eagle 1 over half": lambda: EagleHead.from_backbone(backbone(), version=1, draft_ids=torch.arange(0, 320, 2)),
     "eagle 1": lambda: EagleHead.from_backbone(backbone(), version=1),

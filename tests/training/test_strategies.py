@@ -40,10 +40,13 @@ def eagle(version=3, **loss):
 
 CASES = {
     "heads only": (heads, {}),
-    "heads, lk": (heads, dict(loss_target="teacher", loss_divergence="lk")),
-    "heads, kl and labels": (heads, dict(loss_target="teacher", loss_divergence="kl", loss_label_weight=0.3)),
-    "heads, Eq. 4": (lambda: heads(head_type="cp", rank=2, loss_normalization="paper"), {}),
-    "heads, balanced": (lambda: heads(head_type="medusa", loss_weights=[0.5, 0.3, 0.4]), dict(loss_balance="rms")),
+    "heads, lk": (heads, dict(loss=dict(target="teacher", divergence="lk"))),
+    "heads, kl and labels": (heads, dict(loss=dict(target="teacher", divergence="kl", label_weight=0.3))),
+    "heads, Eq. 4": (lambda: heads(head_type="cp", rank=2, loss_options=dict(normalization="paper")), {}),
+    "heads, balanced": (
+        lambda: heads(head_type="medusa", loss_options=dict(weights=[0.5, 0.3, 0.4])),
+        dict(loss=dict(balance="rms")),
+    ),
     "heads, draft layers": (lambda: heads(head_type="cp", rank=2), dict(draft_layers=1, head_warmup=2)),
     "heads, joint": (heads, dict(train="all", head_warmup=0.5, drafter_lr_multiplier=3.0, loss_weight=0.4)),
     "medusa, joint with adapters": (
@@ -52,12 +55,12 @@ CASES = {
     ),
     "layer, joint": (lambda: heads(head_type="layer"), dict(train="all")),
     "evabyte, joint": (small_model, dict(train="all", head_warmup=2, loss_weight=0.5)),
-    "circuit, Eq. 4": (lambda: circuit(loss_normalization="paper"), dict(train="all")),
-    "circuit, reverse kl": (circuit, dict(train="all", loss_target="teacher", loss_divergence="reverse_kl")),
-    "modules, joint, tv": (modules, dict(train="all", loss_target="teacher", loss_divergence="tv")),
+    "circuit, Eq. 4": (lambda: circuit(loss_options=dict(normalization="paper")), dict(train="all")),
+    "circuit, reverse kl": (circuit, dict(train="all", loss=dict(target="teacher", divergence="reverse_kl"))),
+    "modules, joint, tv": (modules, dict(train="all", loss=dict(target="teacher", divergence="tv"))),
     "modules with adapters": (modules, dict(train="lora", lora_rank=2, drafter_lr_multiplier=2.0)),
-    "eagle 3, lk": (lambda: eagle(steps=3), dict(loss_divergence="lk")),
-    "eagle 3, and labels": (lambda: eagle(steps=2), dict(loss_label_weight=0.3)),
+    "eagle 3, lk": (lambda: eagle(steps=3), dict(loss=dict(divergence="lk"))),
+    "eagle 3, and labels": (lambda: eagle(steps=2), dict(loss=dict(label_weight=0.3))),
     "eagle 1": (lambda: eagle(1), {}),
     "hass": (lambda: eagle(1, objective="hass", steps=2), {}),
 }
@@ -164,11 +167,16 @@ def test_a_frozen_backbone_stays_as_it_is_and_a_teacher_shows_acceptances(tmp_pa
         (eagle, dict(train="all"), "train='all'.*EagleHead"),
         (eagle, dict(loss_weight=0.3), "loss_weight=.*0.3.*EagleHead"),
         (modules, dict(draft_layers=1), "draft_layers=.*1.*DeepSeekMTP"),
-        (modules, dict(loss_balance="rms"), "loss_balance=.*'rms'.*DeepSeekMTP"),
+        (modules, dict(loss=dict(balance="rms")), "'balance'.*DeepSeekMTP"),
+        (eagle, dict(loss=dict(target="labels")), "target='labels'"),
+        (heads, dict(loss=dict(weights=[1.0])), "weights=.*window=3"),
+        (heads, dict(loss=dict(weights=[1.0] * 3, decay=0.5)), "decay=0.5.*weights="),
+        (heads, dict(loss=dict(divergence="js")), "divergence='js'"),
+        (modules, dict(loss=dict(label_weight=2)), "label_weight=2.*0.*1"),
         (heads, dict(draft_layers=1, train="all"), "draft_layers=.*1"),
         (lambda: heads(draft_layers=1), dict(draft_layers=1, draft_lora_rank=3), "draft_lora_rank=.*3.*8"),
-        (heads, dict(loss_divergence="lk"), "loss_divergence=.*'lk'.*loss_target=.*'teacher'"),
-        (modules, dict(loss_label_weight=0.5), "loss_label_weight=.*0.5.*loss_target=.*'teacher'"),
+        (heads, dict(loss=dict(divergence="lk")), "divergence=.*'lk'.*target=.*'teacher'"),
+        (modules, dict(loss=dict(label_weight=0.5)), "label_weight=.*0.5.*target=.*'teacher'"),
         (heads, dict(train="lora", lora_targets=["wq"]), "lora_targets.*'wq'"),
         (lambda: heads(head_type="layer"), dict(draft_layers=1), "decoder layers"),
         (heads, dict(head_warmup=2), "head_warmup=.*2.*train='drafter'"),
@@ -190,8 +198,11 @@ def test_every_drafter_is_what_a_trainer_needs():
 
 
 def test_heads_that_have_a_teacher_need_not_be_told(tmp_path):
-    for make in (lambda: heads(loss_target="teacher"), lambda: heads(head_type="hydra", arch="prefix-mlp")):
-        strategy = TrainingStrategy(loss_divergence="lk")
+    for make in (
+        lambda: heads(loss_options=dict(target="teacher")),
+        lambda: heads(head_type="hydra", arch="prefix-mlp"),
+    ):
+        strategy = TrainingStrategy(loss=dict(divergence="lk"))
         assert trainer_for(make(), tmp_path, ragged_rows(), strategy=strategy).model.config.loss_divergence == "lk"
 
 
@@ -203,9 +214,7 @@ def test_no_draft_layers_go_with_a_backbone_that_learns(tmp_path):
     ("fields", "message"),
     [
         (dict(train="head"), "train='head'"),
-        (dict(loss_divergence="js"), "loss_divergence=.*'js'"),
         (dict(head_warmup=-1), "head_warmup=.*1.*0"),
-        (dict(loss_label_weight=2), "loss_label_weight=.*2.*0.*1"),
         (dict(drafter_lr_multiplier=0), "drafter_lr_multiplier=.*0.*0"),
         (dict(loss_weight_last=0.1), "loss_weight_last=.*0.1"),
         (dict(lora_targets=["q_proj"]), "lora_targets=.*'q_proj'.*'s adapters.* train='"),
@@ -228,11 +237,11 @@ def test_values_out_of_range_are_refused(fields, message):
 @pytest.mark.parametrize("make", [heads, eagle, modules, circuit])
 def test_the_block_loss_is_chosen_for_every_drafter(make, tmp_path):
     model, ids = make(), torch.randint(1, 96, (2, 12))
-    trainer_for(
-        model, tmp_path, ragged_rows(4), strategy=TrainingStrategy(loss_target="teacher", loss_divergence="block")
-    )
+    strategy = TrainingStrategy(loss=dict(target="teacher", divergence="block"))
+    trainer_for(model, tmp_path, ragged_rows(4), strategy=strategy)
     out = model(ids, labels=ids)
     assert out.loss.requires_grad and out.acceptances[1:].isfinite().all()
-    for wrong in ({"loss_places": "calls"}, {"loss_divergence": "box"}):
+    for wrong in ({"places": "calls", "divergence": "kl"}, {"divergence": "box"}):
         with pytest.raises(ValueError, match="block"):
-            TrainingStrategy(loss_target="teacher", **wrong)
+            trainer_for(model, tmp_path, ragged_rows(4), strategy=TrainingStrategy(loss=wrong))
+    assert model.loss_options.divergence == "block"

@@ -36,6 +36,7 @@ from ..loading import (
     tokenizer_source,
     trained_backbone,
 )
+from ..preparation import set_loss_options
 from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
 from ..trainer_base import Inputs
@@ -179,14 +180,9 @@ def _apply_loss_options(model: Any, arguments: DrafterArguments) -> None:
     options = arguments.options("loss_options")
     if is_parallel(model):
         model.train_only("all" if ptp_options(arguments).base_weight else "drafter")
-    elif options and model.loss_options is not None:
-        model.loss_options = filled("loss_options", options, type(model.loss_options))
-        int(model.num_losses)  # validates them
     elif options:
-        raise ValueError(
-            f"loss_options={options}: the loss of a {type(model).__name__} follows its drafter_options (gamma, "
-            "loss_weights, ...) and the strategy"
-        )
+        values = filled("loss_options", options, type(model.loss_options))
+        set_loss_options(model, {name: getattr(values, name) for name in options})
 
 
 def ptp_options(arguments: DrafterArguments) -> PTPOptions:

@@ -49,7 +49,7 @@ class DrafterArguments:
         "modules: draft_vocabulary) is a list of the tokens to draft, or a JSON file that holds one.",
     )
     loss_options: dict | str | None = option(
-        None, help="Options of an EAGLE head's, of modules' or of PTP's loss; JSON."
+        None, help="Options of the drafter's loss (fields of its loss_options; of PTPOptions); JSON."
     )
     strategy: dict | str | None = option(None, help="Fields of TrainingStrategy; JSON.")
     regenerate: dict | str | None = option(
@@ -83,15 +83,15 @@ class DrafterArguments:
 def _section(name: str, value: object) -> object:
     """Return the mapping of a section, from JSON where a flag gave it."""
     value = _from_json(value)
-    if isinstance(value, dict):
-        return {key: _from_json(each) for key, each in value.items()}
-    if value is None or (value is False and name == "acceptance"):
-        return value
+    if isinstance(value, dict) or value is None or (value is False and name == "acceptance"):
+        return _from_json(value)
     raise ValueError(f"{name}={value!r} must be a mapping, or JSON that holds one")
 
 
 def _from_json(value: object) -> object:
     """Return what a text holds as JSON, if it does: YAML 1.1 takes 1e-4 for text."""
+    if isinstance(value, dict):
+        return {key: _from_json(each) for key, each in value.items()}
     if isinstance(value, str):
         with suppress(ValueError):
             return json.loads(value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...modeling.common.loss_options import check_values
+from ...configuration.fields import check_values
 
 METHODS, LOSSES, SEQUENCES = ("distil", "inverse"), ("ce", "kl", "reverse_kl", "bce"), ("dataset", "student")
 """Values of fields of `PTPOptions`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...modeling.common.loss_options import check_values
+from ...configuration.fields import check_values
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.registers import RegisterModel
 from ..trainer_base import Inputs

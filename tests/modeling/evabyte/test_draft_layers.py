@@ -140,7 +140,7 @@ def test_layers_come_below_stored_heads(head, tmp_path):
 def test_a_strategy_adds_them_and_both_stages_are_one_run(tmp_path):
     model = tiny_model(num_pred_heads=4)
     backbone = {name: p.clone() for name, p in model.model.named_parameters()}
-    strategy = TrainingStrategy(draft_layers=1, head_warmup=1, loss_target="teacher", drafter_lr_multiplier=2.0)
+    strategy = TrainingStrategy(draft_layers=1, head_warmup=1, loss={"target": "teacher"}, drafter_lr_multiplier=2.0)
     trainer = trainer_for(model, tmp_path, ragged_rows(), max_steps=2, learning_rate=1e-2, strategy=strategy)
     trainer.train()
     assert model.config.mtp_head.loss_target == "teacher"

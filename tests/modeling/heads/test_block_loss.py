@@ -146,15 +146,15 @@ def test_the_labels_can_be_mixed_in():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"loss_divergence": "block", "loss_target": "labels"},
-        {"loss_divergence": "block", "loss_normalization": "paper"},
-        {"loss_places": "calls"},
+        {"divergence": "block", "target": "labels"},
+        {"divergence": "block", "normalization": "paper"},
+        {"places": "calls"},
     ],
 )
 def test_options_that_contradict_it(wrong):
-    assert MTPHeadConfig(loss_divergence="block").loss_target == "teacher"
+    assert MTPHeadConfig(loss_options={"divergence": "block"}).loss_target == "teacher"
     with pytest.raises(Exception, match="block"):
-        MTPHeadConfig(**wrong)
+        MTPHeadConfig(loss_options=wrong)
 
 
 def test_a_head_learns_what_is_accepted():
@@ -162,7 +162,7 @@ def test_a_head_learns_what_is_accepted():
     base = backbone(initializer_range=0.4)
     torch.manual_seed(1)
     ids = base.generate(torch.randint(1, 64, (16, 1)), do_sample=True, top_k=0, max_new_tokens=30)
-    options = {"head_type": "hydra", "window": 3, "loss_divergence": "block", "loss_label_weight": 0.1}
+    options = {"head_type": "hydra", "window": 3, "loss_options": {"divergence": "block", "label_weight": 0.1}}
     heads = MTPHeads.from_backbone(base, draft_ids=None, **options)
     optimizer = torch.optim.Adam(heads.parameters(), 3e-3)
     accepted = []
@@ -216,7 +216,7 @@ def test_eagle_steps_learn_it(ids, kind, monkeypatch):
     monkeypatch.setattr(eagle_losses, "_BLOCK", 5)
     options = {"divergence": "block", "places": kind, "steps": 3}
     head = EagleHead.from_backbone(tiny_backbone(), draft_ids=None if ids is None else torch.tensor(ids))
-    head.loss_options = EagleLossOptions(**options)
+    head.loss_options.update(**options)
     labels = answers(head.backbone)
     out = head(labels.clamp(min=1), labels=labels)
     counts = head.loss_counts(labels)
@@ -232,7 +232,7 @@ def test_steps_of_version_1_learn_it_beside_their_features(objective):
     head = EagleHead.from_backbone(tiny_backbone(), version=1)
     labels, losses = answers(head.backbone), []
     for divergence in ("block", "cross_entropy"):
-        head.loss_options = EagleLossOptions(divergence=divergence, objective=objective)
+        head.loss_options.update(divergence=divergence, objective=objective)
         losses.append(head(labels.clamp(min=1), labels=labels))
     counts = head.loss_counts(labels)
     total, _ = reference(head, labels, len(counts))

@@ -158,7 +158,7 @@ def test_gamma_is_read_and_the_recipe_stands_where_there_is_none(head_type):
     assert recipe.gamma is None
     first, *weights = (depth_weights(recipe, counts) * counts).tolist()
     assert weights == pytest.approx({"medusa": [0.8, 0.64], "hydra": [1, 1], "layer": [1, 1]}[head_type])
-    given = MTPHeadConfig(head_type=head_type, window=3, gamma=0.5)
+    given = MTPHeadConfig(head_type=head_type, window=3, loss_options={"decay": 0.5})
     assert (depth_weights(given, counts) * counts).tolist() == pytest.approx([first, 0.5, 0.25])
 
 

@@ -124,7 +124,7 @@ def test_training_moves_every_weight_of_the_heads_and_none_of_the_backbone(kind,
 @pytest.mark.parametrize("kind", ["medusa-own", "hydra++", "layer-weighted"])
 @pytest.mark.parametrize("target", ["labels", "teacher"])
 def test_chunks_change_no_gradient(kind, target, monkeypatch):
-    _, heads = made(kind, loss_target=target)
+    _, heads = made(kind, loss_options={"target": target})
     found = []
     for size in (2**24, 5 * 4 * 64 * (1 + (target == "teacher"))):
         monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", size)
@@ -138,7 +138,7 @@ def test_chunks_change_no_gradient(kind, target, monkeypatch):
 
 @pytest.mark.core
 def test_losses_are_weighed_taught_and_balanced_as_defined():
-    base, heads = made("medusa", loss_weights=[0.5, 1.0, 2.0, 4.0])
+    base, heads = made("medusa", loss_options={"weights": [0.5, 1.0, 2.0, 4.0]})
     with torch.no_grad():
         distribution = heads.distribution(IDS).conditional_log_probs(torch.zeros(2, 11, 4, dtype=torch.long))
         target = base(IDS).logits.softmax(-1)
@@ -167,7 +167,7 @@ def test_losses_are_weighed_taught_and_balanced_as_defined():
             "mix=none",
         ),
         ({"head_type": "layer", "num_blocks": 2}, "num_blocks=.*2"),
-        ({"head_type": "medusa", "loss_weights": [1.0]}, "one entry per depth"),
+        ({"head_type": "medusa", "loss_options": {"weights": [1.0]}}, "one entry per depth"),
         ({"head_type": "hydra", "arch": "eagle-attn"}, "arch='eagle-attn'"),
     ],
 )

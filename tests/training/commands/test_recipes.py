@@ -115,7 +115,7 @@ def test_an_eagle_head_learns_text_that_its_backbone_wrote(folders, settings_of,
     regenerate(backbone, prompts, tmp_path / "text", max_new_tokens=20, batch_size=4, do_sample=True, top_k=0)
     settings = settings_of(
         dataset_name=str(tmp_path / "text"), drafter="eagle", eval_strategy="steps", eval_steps=4, acceptance=False,
-        loss_options={"steps": 2, "divergence": "lk"}, strategy={"loss_label_weight": 0.2},
+        loss_options={"steps": 2, "divergence": "lk"}, strategy={"loss": {"label_weight": 0.2}},
     )  # fmt: skip
     trainer = train(settings)
     batch = next(iter(trainer.get_train_dataloader()))

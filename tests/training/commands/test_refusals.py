@@ -36,7 +36,7 @@ WRONG = {
     "an unknown option": ({"drafter_options": {"rang": 2}}, "'rang'"),
     "an unknown head": ({"drafter_options": {"head_type": "xx"}}, "head_type='xx'"),
     "an unknown field of a strategy": ({"strategy": {"trian": "all"}}, "'trian'"),
-    "a loss that is not there": ({"loss_options": {"weight": 1}}, "loss_options={'weight': 1}"),
+    "a loss that is not there": ({"loss_options": {"weight": 1}}, "no option 'weight'"),
     "an unknown loss option": ({"drafter": "parallel", "loss_options": {"weight": 1}}, "no option 'weight'"),
     "wrapped packing": ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'"),
     "a loss of TRL": ({"loss_type": "dft"}, "loss_type='dft'"),

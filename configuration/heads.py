@@ -146,7 +146,8 @@ class MTPHeadConfig(PreTrainedConfig):
     loss_target = _option(
         "target", lambda config: "teacher" if config.loss_divergence == "block" else config.family.loss_target(config)
     )
-    loss_divergence, loss_places, loss_label_weight = map(_option, ("divergence", "places", "label_weight"))
+    loss_divergence, loss_label_weight = map(_option, ("divergence", "label_weight"))
+    position_weighting = _option("position_weighting")
     loss_weights, loss_normalization, loss_balance = map(_option, ("weights", "normalization", "balance"))
 
     def __post_init__(self, **kwargs: Any) -> None:

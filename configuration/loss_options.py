@@ -14,8 +14,8 @@ DIVERGENCES = ("cross_entropy", "kl", "reverse_kl", "tv", "lk", "lk_kl")
 """Cross-entropy of q under p; KL(p || q); KL(q || p); total variation; LK; LK with a KL that fades as alpha grows."""
 LOSSES = (*DIVERGENCES, "block")
 """With the expected number of drafts that block verification accepts, which is no distance."""
-WEIGHTINGS = ("all", "calls")
-"""How positions are weighed: all alike, or by the calls that a rejection there costs."""
+POSITION_WEIGHTINGS = ("uniform", "expected_calls")
+"""How positions are weighted: all alike, or by the calls that a rejection there costs."""
 OBJECTIVES = {1: ("eagle1", "hass"), 3: ("ttt",)}
 """Objectives of each version of EAGLE, the default first."""
 _STEPS = {"eagle1": 1, "hass": 3, "ttt": 7}
@@ -31,7 +31,7 @@ class LossOptions:
         divergence: Distance of the drafter's distribution from the teacher's: `"cross_entropy"` (the papers'),
             `"kl"`, `"reverse_kl"`, `"tv"`; or the acceptance itself, `"lk"`, `"lk_kl"` and `"block"`
             (`modeling.common.teacher`).
-        places: How `"block"` weighs positions: `"all"` alike, or by the `"calls"` that a rejection costs.
+        position_weighting: Of `"block"`: `"uniform"`, or by the `"expected_calls"` that a rejection costs.
         label_weight: Share of the labels' negative log-likelihood that is mixed into that distance, 0 to 1.
         decay: Every depth counts by this factor less than the one before it: a draft ends with its first wrong token.
 
@@ -41,11 +41,11 @@ class LossOptions:
 
     target: str | None = "teacher"
     divergence: str = "cross_entropy"
-    places: str = "all"
+    position_weighting: str = "uniform"
     label_weight: float = 0.0
     decay: float | None = 1.0
 
-    _choices = {"target": ("labels", "teacher"), "divergence": LOSSES, "places": WEIGHTINGS}
+    _choices = {"target": ("labels", "teacher"), "divergence": LOSSES, "position_weighting": POSITION_WEIGHTINGS}
     _ranges = {"label_weight": "[0, 1]", "decay": "(0, 1]"}
 
     def __post_init__(self) -> None:
@@ -73,8 +73,8 @@ class LossOptions:
     def check(self) -> None:
         """Refuse values out of range, and options that contradict each other."""
         check_values(self, self._choices, self._ranges)
-        if self.places != "all" and self.divergence != "block":
-            raise ValueError(f"places={self.places!r} is an option of divergence='block'")
+        if self.position_weighting != "uniform" and self.divergence != "block":
+            raise ValueError(f"position_weighting={self.position_weighting!r} is an option of divergence='block'")
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
     "tokenahead.MTPHeadConfig": {"mix": ("weighted",)},
     "tokenahead.configuration.loss_options.HeadLossOptions": {
         "divergence": ("block",),
-        "places": ("calls",),
+        "position_weighting": ("expected_calls",),
         "balance": ("rms",),
     },
     "tokenahead.training.PTPOptions": {"method": ("inverse",), "sequences": ("student",)},

@@ -90,7 +90,7 @@ def set_loss_options(model: Any, changes: Mapping[str, Any]) -> None:
         config.validate_architecture()
     int(model.num_losses)  # validates those of EAGLE
     target = options.target if config is None else config.loss_target
-    for name in changes.keys() & {"divergence", "places", "label_weight"} if target == "labels" else ():
+    for name in changes.keys() & {"divergence", "position_weighting", "label_weight"} if target == "labels" else ():
         raise ValueError(
             f"loss option {name}={changes[name]!r} is for target='teacher', and this {kind} learns the labels: set "
             f"target='teacher', too, or leave {name} out"

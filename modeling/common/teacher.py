@@ -13,7 +13,7 @@ distribution.
 
 Cycles begin more often where drafts are rejected. The expected number of calls W = sum_t w_t, with C(t) the calls left
 at t, has the derivative dW / dm_k(t) = - w_t (C(t+k) - C(t+k+1)), so that with these weights of m_k, without gradient,
-the loss is the number of calls (`places="calls"`).
+the loss is the number of calls (`position_weighting="expected_calls"`).
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def call_weights(accepted: Tensor, eligible: Tensor) -> Tensor:
 
 
 def position_weights(kind: str, accepted: Tensor, eligible: Tensor) -> Tensor:
-    """Return the weights of m_k by one of `WEIGHTINGS`, [B, L, m] as `accepted`; see `cycle_starts`."""
-    if kind == "all":
+    """Return the weights of m_k by one of `POSITION_WEIGHTINGS`, [B, L, m] as `accepted`; see `cycle_starts`."""
+    if kind == "uniform":
         return eligible[..., None].to(accepted).expand_as(accepted)
     return call_weights(accepted.cpu(), eligible.cpu()).to(accepted)
 
@@ -257,12 +257,12 @@ def sequence_log_probs(backbone: BackboneParts, states: Tensor, following: Tenso
 
 
 def block_terms(
-    log_q: Tensor, log_p: Tensor, drafted: Tensor, eligible: Tensor, kind: str = "all", label_weight: float = 0.0
+    log_q: Tensor, log_p: Tensor, drafted: Tensor, eligible: Tensor, kind: str = "uniform", label_weight: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return the terms of all depths of whole sequences, and m_k, [B, L, m] each.
 
     For `log_q`, `log_p` and `drafted`, [B, L, m], see `accepted_along`, for `eligible` [B, L] `cycle_starts`; `kind` is
-    one of `WEIGHTINGS`, and `label_weight` the share of the likelihood of drafted tokens that is mixed in.
+    one of `POSITION_WEIGHTINGS`, and `label_weight` the share of the likelihood of drafted tokens that is mixed in.
     """
     drafted = drafted & eligible[..., None]
     accepted = accepted_along(log_q, log_p, drafted)
@@ -320,7 +320,7 @@ class BlockTarget:
             terms = terms - share * torch.where(drafted, log_q[..., 1:], 0.0)
         return torch.cat([-log_q[..., :1], terms], -1), pad(accepted.detach(), (1, 0))
 
-    def by_calls(self, accepted: Tensor) -> None:
+    def weigh_by_calls(self, accepted: Tensor) -> None:
         """Weigh positions by the calls that a rejection there costs, from m_k at all of them, [B, L, n - 1]."""
         log_p, drafted, weights = self.arguments
-        self.arguments = log_p, drafted, position_weights("calls", accepted, weights[..., 0].bool())
+        self.arguments = log_p, drafted, position_weights("expected_calls", accepted, weights[..., 0].bool())

@@ -165,7 +165,9 @@ def _block_slopes(
     with torch.enable_grad():
         log_q.requires_grad_()
         following = ahead(log_p[..., None], len(states))
-        terms, accepted = block_terms(log_q, following, is_drafted, starts, options.places, options.label_weight)
+        terms, accepted = block_terms(
+            log_q, following, is_drafted, starts, options.position_weighting, options.label_weight
+        )
         (slopes,) = torch.autograd.grad(terms.sum(), log_q)
     known = torch.stack([terms.detach(), slopes, accepted], -1)
     return [known[:, : state.shape[1], max(depth - 1, 0)] for depth, state in enumerate(states)]

@@ -197,7 +197,7 @@ class _Unrolled:
         counted = self.counted.permute(1, 2, 0)
         drafted = counted & torch.isin(targets, self.head.draft_ids)
         starts, share = self.counted[0] & (following[:, :rows] != IGNORE), self.options.label_weight
-        both = block_terms(log_q.permute(1, 2, 0), log_p, drafted, starts, self.options.places, share)
+        both = block_terms(log_q.permute(1, 2, 0), log_p, drafted, starts, self.options.position_weighting, share)
         terms, accepted = (part.permute(2, 0, 1) for part in both)
         weight = 1.0 if self.options.objective == "ttt" else _DISTRIBUTION_WEIGHT
         chosen = torch.stack([counted, counted & self.first[..., None]]).permute(3, 0, 1, 2).float()

@@ -293,9 +293,9 @@ def head_loss(
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = LossSegment(features, arguments, weights, scored=scored.any(-1))
     size = window * config.rank * num_columns * (1 if teacher is None else 2)
-    if isinstance(teacher, BlockTarget) and options.places == "calls" and torch.is_grad_enabled():
+    if isinstance(teacher, BlockTarget) and options.position_weighting == "expected_calls" and torch.is_grad_enabled():
         accepted = term_rows(terms, part, size).unflatten(0, scored.shape[:2])[..., window + 1 :]
-        teacher.by_calls(accepted)
+        teacher.weigh_by_calls(accepted)
         part.arguments = (tokens, scored, unknown, shares, *teacher.arguments)
     if balanced:
         factors = _rms_balance(terms, head, part, size, own) if balance is None else balance.to(weights)

@@ -241,7 +241,7 @@ def test_the_block_loss_is_chosen_for_every_drafter(make, tmp_path):
     trainer_for(model, tmp_path, ragged_rows(4), strategy=strategy)
     out = model(ids, labels=ids)
     assert out.loss.requires_grad and out.acceptances[1:].isfinite().all()
-    for wrong in ({"places": "calls", "divergence": "kl"}, {"divergence": "box"}):
+    for wrong in ({"position_weighting": "expected_calls", "divergence": "kl"}, {"divergence": "box"}):
         with pytest.raises(ValueError, match="block"):
             trainer_for(model, tmp_path, ragged_rows(4), strategy=TrainingStrategy(loss=wrong))
     assert model.loss_options.divergence == "block"

@@ -59,7 +59,7 @@ def test_weights_of_calls_are_the_gradient_of_the_expected_calls():
     loss = -(call_weights(accepted, places) * accepted).sum()
     (found,) = torch.autograd.grad(loss, log_q)
     assert (found - wanted).abs().max() < 1e-10 and wanted.abs().max() > 0.1
-    assert torch.equal(position_weights("calls", accepted, places), call_weights(accepted, places))
+    assert torch.equal(position_weights("expected_calls", accepted, places), call_weights(accepted, places))
 
 
 def test_accepted_drafts_are_the_smallest_product_of_ratios_so_far():
@@ -106,10 +106,10 @@ def expected_terms(base, heads, ids, labels, positions):
 
 
 @pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("kind", ["all", "calls"])
+@pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 def test_every_family_learns_it(name, kind):
     base, heads = made(name) if name in ("cp", "hydra") else made(name, list(range(64)))
-    heads.config.loss_target, heads.config.loss_divergence, heads.config.loss_places = "teacher", "block", kind
+    heads.config.loss_target, heads.config.loss_divergence, heads.config.position_weighting = "teacher", "block", kind
     heads.config.validate()
     ids, labels, positions = text()
     found = heads(ids, labels=labels, position_ids=positions)
@@ -148,7 +148,7 @@ def test_the_labels_can_be_mixed_in():
     [
         {"divergence": "block", "target": "labels"},
         {"divergence": "block", "normalization": "paper"},
-        {"places": "calls"},
+        {"position_weighting": "expected_calls"},
     ],
 )
 def test_options_that_contradict_it(wrong):
@@ -175,7 +175,7 @@ def test_a_head_learns_what_is_accepted():
     assert accepted[-1] > accepted[0] + 0.1 and len(KEPT)
 
 
-def reference(drafter, labels, drafts, kind="all"):
+def reference(drafter, labels, drafts, kind="uniform"):
     """Sum of the weighted terms from whole distributions of all drafts, with gradients, and m_k [B, L, m]."""
     kept = torch.zeros(*labels.shape, drafts)
     places = torch.zeros_like(labels, dtype=torch.bool)
@@ -210,11 +210,11 @@ def answers(model):
     return labels
 
 
-@pytest.mark.parametrize("kind", ["all", "calls"])
+@pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("ids", [None, KEPT])
 def test_eagle_steps_learn_it(ids, kind, monkeypatch):
     monkeypatch.setattr(eagle_losses, "_BLOCK", 5)
-    options = {"divergence": "block", "places": kind, "steps": 3}
+    options = {"divergence": "block", "position_weighting": kind, "steps": 3}
     head = EagleHead.from_backbone(tiny_backbone(), draft_ids=None if ids is None else torch.tensor(ids))
     head.loss_options.update(**options)
     labels = answers(head.backbone)
@@ -240,11 +240,13 @@ def test_steps_of_version_1_learn_it_beside_their_features(objective):
     assert losses[0].loss < losses[1].loss and gradients(head, losses[0].loss)
 
 
-@pytest.mark.parametrize("kind", ["all", "calls"])
+@pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen2"])
 def test_modules_learn_it(name, kind):
     model = family_model(name, num_nextn_predict_layers=2)
-    model.loss_options = ModuleLossOptions(target="teacher", divergence="block", places=kind, unroll_steps=3)
+    model.loss_options = ModuleLossOptions(
+        target="teacher", divergence="block", position_weighting=kind, unroll_steps=3
+    )
     model.train_only("drafter")
     labels = answers(model)
     counts = model.loss_counts(labels)
@@ -258,21 +260,21 @@ def test_modules_learn_it(name, kind):
 
 
 def test_losses_of_drafters_refuse_what_contradicts_it():
-    for wrong in ({"places": "calls"}, {"divergence": "block", "places": "some"}):
-        with pytest.raises(ValueError, match="places"):
+    for wrong in ({"position_weighting": "expected_calls"}, {"divergence": "block", "position_weighting": "some"}):
+        with pytest.raises(ValueError, match="position_weighting"):
             EagleLossOptions(**wrong).resolved(3)
-        with pytest.raises(ValueError, match="places"):
+        with pytest.raises(ValueError, match="position_weighting"):
             ModuleLossOptions(**wrong)
 
 
-@pytest.mark.parametrize("kind", ["all", "calls"])
+@pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("options", [{}, {"head_type": "cp", "rank": 2}], ids=["ff", "cp"])
 def test_a_model_with_heads_of_its_own_learns_it(options, kind):
     model = tiny_model(3, vocab_size=64, num_pred_heads=4, window_size=8, pad_token_id=None, initializer_range=0.3)
     if options:
         model.set_head(**options)
     config = model.config.mtp_head
-    config.loss_target, config.loss_divergence, config.loss_places = "teacher", "block", kind
+    config.loss_target, config.loss_divergence, config.position_weighting = "teacher", "block", kind
     labels = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(2))
     out = model(labels, labels=labels)
     counts = model.loss_counts(labels)

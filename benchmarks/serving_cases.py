@@ -205,9 +205,9 @@ def cases(builder: Builder) -> dict[str, Callable[[], list[Case]]]:
     for family in ("llama", "mistral", "qwen3", "qwen2"):
         groups[f"{family} retrofit"] = lambda family=family: both(builder.retrofit(family))
     groups["heads as medusa"] = lambda: [
-        builder.heads("llama", "ff full", False, leaf="full"),
+        builder.heads("llama", "ff full", False, unembedding="own"),
         builder.heads("llama", "ff shared", False, is_slow=True),
-        builder.heads("llama", "medusa", False, head_type="medusa", unembed="own"),
+        builder.heads("llama", "medusa", False, head_type="medusa", unembedding="own"),
         builder.heads("llama", "medusa shared", False, is_slow=True, head_type="medusa"),
     ]
     groups["heads through the proposer"] = lambda: [
@@ -215,7 +215,7 @@ def cases(builder: Builder) -> dict[str, Callable[[], list[Case]]]:
         builder.heads("llama", "cp", True, head_type="cp", rank=4),
         builder.heads("llama", "hmm", True, head_type="hmm", rank=4),
         builder.heads("llama", "btree", True, head_type="btree", rank=4),
-        builder.heads("qwen3", "btree full", True, head_type="btree", rank=4, leaf="full"),
+        builder.heads("qwen3", "btree full", True, head_type="btree", rank=4, unembedding="own"),
         builder.heads("gemma2", "cp", True, head_type="cp", rank=4),
     ]
     most = torch.arange(VOCABULARY)[torch.arange(VOCABULARY) % 8 > 0]

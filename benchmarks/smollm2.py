@@ -4,7 +4,7 @@
     python benchmarks/smollm2.py train eagle3 --minutes 25
     python benchmarks/smollm2.py train eagle3 --minutes 8 --divergence lk --rate 5e-4 --start smollm2/eagle3/final
     python benchmarks/smollm2.py train hydra --minutes 20
-    python benchmarks/smollm2.py train cp --minutes 14 --divergence lk --options '{"rank": 4, "leaf": "shared"}'
+    python benchmarks/smollm2.py train cp --minutes 14 --divergence lk --options '{"rank": 4, "unembedding": "shared"}'
     python benchmarks/smollm2.py train masked --minutes 20 --rate 2e-3
     python benchmarks/smollm2.py measure --questions spec_bench.jsonl
     tokenahead bench --methods eagle:smollm2/eagle3/final ...

@@ -123,9 +123,10 @@ class EvaByteConfig(PreTrainedConfig):
                 f"mtp_head.head_type={self.mtp_head.head_type!r} is for attached heads (MTPHeads); "
                 f"EvaByte's own head can be one of {owned}"
             )
-        if self.mtp_head.family.rows_of_lm_head and self.mtp_head.leaf != "full":
+        if self.mtp_head.family.rows_of_lm_head and self.mtp_head.unembedding != "own":
             raise ValueError(
-                f"mtp_head.leaf={self.mtp_head.leaf!r}: EvaByte's FF heads are rows of one matrix, leaf='full'"
+                f"mtp_head.unembedding={self.mtp_head.unembedding!r}: EvaByte's FF heads are rows of one matrix, "
+                "unembedding='own'"
             )
         if (self.mtp_head.window or 0) > self.window_size:
             raise ValueError(

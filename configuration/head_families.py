@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-COMMON_OPTIONS = ("head_type", "window", "rank", "leaf")
+COMMON_OPTIONS = ("head_type", "window", "rank", "unembedding")
 """Options that every family writes into a model's `config.json`."""
 
 SHAPING_OPTIONS = (
-    *("rank", "contextual", "homogeneous"),
-    *("num_blocks", "tied_blocks", "unembed", "block", "block_size"),
+    *("rank", "unembedding", "contextual", "homogeneous"),
+    *("num_blocks", "tied_blocks", "block", "block_size"),
     *("arch", "grounded", "state_offset", "first", "mix"),
 )
 """Options that decide which parameters a head has; a family that lacks one leaves it at its default."""
@@ -38,8 +38,8 @@ class HeadFamilyFacts:
         borrows_first: From a config to whether position 1 of the distribution is the backbone's own, so that a backbone
             which learns together with the head is charged once.
         paper: Its BibTeX entry, or the key of one in `model_cards/templates/citations.bib`.
-        options: Fields of `MTPHeadConfig` that it takes beyond `COMMON_OPTIONS`, with `"rank"` and `"leaf"` if it has a
-            choice there.
+        options: Fields of `MTPHeadConfig` that it takes beyond `COMMON_OPTIONS`, with `"rank"` and `"unembedding"` if
+            it has a choice there.
         defaults: Options that `MTPHeadConfig` does not know, with their defaults. They decide about parameters.
         check: Raises ValueError for a config that contradicts itself; common contradictions are checked elsewhere.
         attends: From a config to whether features look at other positions; the head then has a cache of its own.
@@ -50,6 +50,7 @@ class HeadFamilyFacts:
         loss_weights: From the window n to the weights of the n depths in the family's own recipe, which holds where
             `decay` is None; None: `decay` discounts them.
         loss_target: From a config to the default of `target`.
+        unembedding: Default of `unembedding`: `"own"` or `"shared"`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class HeadFamilyFacts:
     sequential: bool = False
     loss_weights: Callable[[int], list[float]] | None = None
     loss_target: Callable[..., str] = lambda config: "labels"
+    unembedding: str = "shared"
 
     def written(self) -> list[str]:
         """Return the names of the options that a model's `config.json` holds."""
@@ -76,7 +78,7 @@ class HeadFamilyFacts:
     def shaping(self) -> list[str]:
         """Return the names of the options that must agree for a checkpoint of one head to fit another."""
         window = () if self.any_window else ("window",)
-        return ["leaf", *window, *(name for name in SHAPING_OPTIONS if name in self.options), *self.defaults]
+        return [*window, *(name for name in SHAPING_OPTIONS if name in self.options), *self.defaults]
 
 
 def _discounted(factor: float) -> Callable[[int], list[float]]:
@@ -104,7 +106,8 @@ def _circuit(name: str, *options: str) -> HeadFamilyFacts:
         "MtPC",
         _never,
         "grivas2025mtpc",
-        ("rank", "leaf", "contextual", "masked_tokens", *options),
+        ("rank", "unembedding", "contextual", "masked_tokens", *options),
+        unembedding="own",
     )
 
 
@@ -114,18 +117,19 @@ FF = HeadFamilyFacts(
     "Gloeckle et al. 2024",
     _never,
     "gloeckle2024better",
-    ("leaf",),
+    ("unembedding",),
+    unembedding="own",
     any_window=True,
     rows_of_lm_head=True,
 )
 CP, HMM, BTREE = _circuit("cp"), _circuit("hmm", "homogeneous", "identity_bias"), _circuit("btree")
 MEDUSA = HeadFamilyFacts(
     "medusa",
-    "independent heads of {num_blocks} blocks each, with the unembedding `{unembed}`",
+    "independent heads of {num_blocks} blocks each, with the unembedding `{unembedding}`",
     "Medusa, Cai et al. 2024",
     _always,
     "cai2024medusa",
-    ("num_blocks", "tied_blocks", "unembed", "block", "block_size"),
+    ("num_blocks", "tied_blocks", "unembedding", "block", "block_size"),
     apart_only=True,
     loss_weights=_discounted(0.8),
 )
@@ -135,7 +139,7 @@ HYDRA = HeadFamilyFacts(
     "Hydra, Ankner et al. 2024",
     _always,
     "ankner2024hydra",
-    ("num_blocks", "tied_blocks", "unembed", "arch", "grounded", "state_offset", "backbone_config"),
+    ("num_blocks", "tied_blocks", "unembedding", "arch", "grounded", "state_offset", "backbone_config"),
     check=_check_hydra,
     attends=_has_prefix_layer,
     apart_only=True,

@@ -14,13 +14,9 @@ from .loss_options import HeadLossOptions
 HEAD_TYPES = tuple(HEAD_FAMILIES)
 """Head families of this library; others can be registered (`modeling.heads.family.register`)."""
 
-LEAVES = ("full", "shared")
-"""How a head turns hidden states into logits, `MTPHeadConfig.leaf`."""
-
 CHOICES = {
-    "leaf": LEAVES,
+    "unembedding": ("own", "shared"),
     "masked_tokens": ("observe", "marginalise"),
-    "unembed": ("own", "shared"),
     "block": ("residual", "ffn"),
     "arch": ("mlp", "prefix-mlp"),
     "first": ("backbone", "own"),
@@ -59,17 +55,17 @@ class MTPHeadConfig(PreTrainedConfig):
         window: Number of tokens n that the distribution covers; the first is the ordinary next token, so a draft has n
             - 1. None lets the owner decide (EvaByte takes `num_pred_heads`).
         rank: Number of states r of every latent of a circuit; `"ff"` has 1.
-        leaf: `"full"`: an unembedding [v, d] of its own per position; `"shared"`: one map [d, d] per position before
-            the backbone's frozen unembedding, for large vocabularies. Circuits have one per position and state.
+        unembedding: `"own"`: an unembedding [v, d] per position (circuits: and state). `"shared"`: the backbone's
+            frozen one, for large vocabularies; for `"ff"` and circuits it follows one map [d, d] per position (and
+            state). None: `"own"` for `"ff"` and circuits, else `"shared"`.
         contextual: The weights of a circuit's sums depend on the hidden state; otherwise they are plain parameters.
         homogeneous: All steps of an `"hmm"` share one transition.
         identity_bias: Added to the diagonal of an `"hmm"`'s transition logits at the start, so that states persist;
             None: so much that the mean diagonal is 0.85, whatever the rank is (5.4 for r = 32).
         num_blocks: Blocks of every Medusa or Hydra head.
         tied_blocks: All blocks of one head, but for Hydra's first, share their weights, as in the released heads.
-        unembed: `"own"`: every Medusa or Hydra head has an unembedding [v, d]; `"shared"`: they use the backbone's.
         block: Of a Medusa head: `"residual"` (u + SiLU(A u + a)), or `"ffn"` with one hidden layer (Stern et al. 2018,
-            blockwise parallel decoding: `unembed="shared"`).
+            blockwise parallel decoding: `unembedding="shared"`).
         block_size: Width of that hidden layer; None: 4 d.
         arch: Of Hydra heads: `"mlp"`, or `"prefix-mlp"` (Hydra++: a decoder layer over the states comes first).
         grounded: Hydra heads read the embeddings of the tokens before theirs; otherwise positions are independent.
@@ -111,13 +107,12 @@ class MTPHeadConfig(PreTrainedConfig):
     head_type: str = "ff"
     window: int | None = None
     rank: int = 1
-    leaf: str = "full"
+    unembedding: str | None = None
     contextual: bool = True
     homogeneous: bool = False
     identity_bias: float | int | None = None
     num_blocks: int = 1
     tied_blocks: bool = False
-    unembed: str = "shared"
     block: str = "residual"
     block_size: int | None = None
     arch: str = "mlp"
@@ -154,6 +149,8 @@ class MTPHeadConfig(PreTrainedConfig):
         """Fill fields that depend on others; `kwargs` are unknown fields."""
         family = HEAD_FAMILIES.get(self.head_type)  # None where `validate_architecture` will refuse the name
         self.loss_options = HeadLossOptions.of(self.loss_options)
+        if self.unembedding is None and family:
+            self.unembedding = family.unembedding
         super().__post_init__(**(dict(family.defaults) if family else {}) | kwargs)
 
     def validate_architecture(self) -> None:
@@ -187,7 +184,7 @@ class MTPHeadConfig(PreTrainedConfig):
 
     def _refuse_options_of_others(self) -> None:
         for name, value in self._values(SHAPING_OPTIONS).items():
-            default = vars(MTPHeadConfig)[name]
+            default = self.family.unembedding if name == "unembedding" else vars(MTPHeadConfig)[name]
             if value != default and name not in self.family.options:
                 raise ValueError(
                     f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; "

@@ -267,6 +267,6 @@ class _TargetParts(BackboneParts):
         if logits is None:
             raise RuntimeError(
                 "tensor_parallel_size: this platform of vLLM gathers logits on one rank only, so heads that share the "
-                "backbone's unembedding (leaf='shared') cannot draft on the others; use leaf='full'"
+                "backbone's unembedding (unembedding='shared') cannot draft on the others; use unembedding='own'"
             )
         return logits.view(*states.shape[:-1], -1)

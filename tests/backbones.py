@@ -126,10 +126,10 @@ def check_greedy(model: PreTrainedModel, drafter, batch: list[torch.Tensor], new
 
 
 def train_heads(
-    model: PreTrainedModel, window: int = 4, steps: int = 60, leaf: str | None = "full", **options
+    model: PreTrainedModel, window: int = 4, steps: int = 60, unembedding: str | None = "own", **options
 ) -> MTPHeads:
     """Attached heads that learned text which the model wrote greedily."""
-    return _taught(MTPHeads.from_backbone(model, window=window, leaf=leaf, **options), steps)
+    return _taught(MTPHeads.from_backbone(model, window=window, unembedding=unembedding, **options), steps)
 
 
 def train_eagle(model: PreTrainedModel, version: int, steps: int = 40) -> EagleHead:

@@ -12,7 +12,9 @@ from tokenahead import MTPHeads
 MODELS = {
     "evabyte_ff": lambda: tiny_model(),
     "evabyte_btree": lambda: tiny_model(mtp_head={"head_type": "btree", "window": 4, "rank": 2}),
-    "evabyte_shared": lambda: tiny_model(mtp_head={"head_type": "hmm", "window": 4, "rank": 2, "leaf": "shared"}),
+    "evabyte_shared": lambda: tiny_model(
+        mtp_head={"head_type": "hmm", "window": 4, "rank": 2, "unembedding": "shared"}
+    ),
     "deepseek": lambda: family_model("deepseek_v3", num_nextn_predict_layers=2),
     "deepseek_llama": lambda: family_model("llama"),
     "ptp_one_hot": lambda: student(),
@@ -64,9 +66,9 @@ def llama(**changes) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(LlamaConfig(**(sizes | changes))).eval()
 
 
-def moved_heads(base: torch.nn.Module, leaf: str = "shared", **options) -> MTPHeads:
+def moved_heads(base: torch.nn.Module, unembedding: str = "shared", **options) -> MTPHeads:
     """Attached heads that have left their start."""
-    heads = MTPHeads.from_backbone(base, window=4, leaf=leaf, **options)
+    heads = MTPHeads.from_backbone(base, window=4, unembedding=unembedding, **options)
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in heads.parameters():

@@ -161,7 +161,7 @@ _NAMES = {
     "tokenahead.model_cards.card": ("card_metadata",),
     "tokenahead.model_cards.export": ("export",),
     "tokenahead.model_cards.facts": ("describe",),
-    "tokenahead.model_cards.push": ("public_copy",),
+    "tokenahead.model_cards.push": ("hide_local_names", "public_copy"),
     "tokenahead.model_cards.vllm_proposer": (
         "HeadProposer",
         "listen",
@@ -371,7 +371,6 @@ _NAMES = {
     "tokenahead.training.parts": ("part_files",),
     "tokenahead.training.processes": ("Processes",),
     "tokenahead.training.regeneration": ("RegeneratedText",),
-    "tokenahead.model_cards.push": ("hide_local_names",),
 }
 """Internal names, by the module that defines them."""
 

@@ -126,7 +126,7 @@ def _shapes(earlier: PreTrainedConfig, config: PreTrainedConfig) -> Iterator[tup
     """Yield the options that determine the parameters: names, and the values of both configs."""
     before, now = (getattr(each, "mtp_head", each) for each in (earlier, config))
     if isinstance(before, MTPHeadConfig) and isinstance(now, MTPHeadConfig):
-        for name in ("head_type", "leaf", "window", *now.family.shaping(), "draft_layers"):
+        for name in ("head_type", "unembedding", "window", *now.family.shaping(), "draft_layers"):
             yield name, getattr(before, name, None), getattr(now, name, None)
     texts = earlier.get_text_config(), config.get_text_config()
     for names, (before, now) in ((_OF_BACKBONES, texts), (_OF_DRAFTERS, (earlier, config))):

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-from ...configuration import MTPHeadConfig
+from ...configuration.heads import MTPHeadConfig
 
 logger = logging.get_logger(__name__)
 

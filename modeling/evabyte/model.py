@@ -180,7 +180,7 @@ class EvaByteForMTPC(
         Raises:
             TypeError: An option that is no field of `MTPHeadConfig`.
             StrictDataclassError: Options out of range.
-            ValueError: A full leaf tensor larger than this machine's memory.
+            ValueError: Unembeddings larger than this machine's memory.
         """
         check_options(options, MTPHeadConfig, "set_head", _APART)
         old = self.config.mtp_head
@@ -199,7 +199,7 @@ class EvaByteForMTPC(
         else:
             for module in head.modules():
                 init_head(module, self.config.initializer_range)
-            if self.config.mtp_head.leaf == "full":
+            if self.config.mtp_head.unembedding == "own":
                 rows = torch.cat([each.weight for each in (self.lm_head, self.draft_heads) if each is not None])
                 head.copy_leaves(rows.unflatten(0, (-1, self.config.vocab_size)))
         self.head.requires_grad_(True)

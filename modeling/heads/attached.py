@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.fields import check_options
-from ...configuration.head_families import HEAD_FAMILIES, takers
+from ...configuration.head_families import HEAD_FAMILIES
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import adopt_special_ids
@@ -82,7 +82,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         super().__init__(config)
         config.loss_options = HeadLossOptions.of(config.loss_options)  # a dict where `from_pretrained` sets it
         sizes = {"window": config.window, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        if "unembed" in HEAD_FAMILIES[config.head_type].options and config.unembed == "shared":
+        if "num_blocks" in HEAD_FAMILIES[config.head_type].options and config.unembedding == "shared":
             del sizes["vocab_size"]  # that of the backbone, once there is one
         if missing := [name for name, value in sizes.items() if value is None]:
             raise ValueError(f"the config of MTPHeads lacks {', '.join(missing)}")
@@ -98,7 +98,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         cls,
         backbone: PreTrainedModel,
         window: int = 4,
-        leaf: str | None = None,
+        unembedding: str | None = "shared",
         draft_ids: TokenIds | None = None,
         **options: Any,
     ) -> MTPHeads:
@@ -107,7 +107,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         Args:
             backbone: A causal language model of transformers; of a PeftModel, the model within.
             window: n; drafts have n - 1 tokens.
-            leaf: See `MTPHeadConfig`; None: `"shared"`, where the family has a choice.
+            unembedding: See `MTPHeadConfig`; None: the default there.
             draft_ids: [Vd] distinct ids of the only tokens that are drafted (see `frequent_tokens`); None: all, or the
                 first `draft_vocab_size`.
             **options: Further fields of `MTPHeadConfig`.
@@ -122,8 +122,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         check_options(fields, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
         backbone = unwrap(backbone)
         text = backbone.config.get_text_config()
-        if leaf is None and kind in takers("leaf"):
-            leaf = "shared"
         if draft_ids is not None:
             draft_ids = DraftVocabulary(draft_ids, text.vocab_size, "draft_ids").ids
             options["draft_vocab_size"] = len(draft_ids)
@@ -132,7 +130,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             base_model_name_or_path=backbone.config.name_or_path or None,
-            **({} if leaf is None else {"leaf": leaf}),
+            unembedding=unembedding,
             **options,
         )
         if config.backbone_config is None:

@@ -113,7 +113,7 @@ class BlockHead(nn.Module):
     """What Medusa and Hydra heads share: position 1 is the backbone's own distribution; `unembeddings` of the others.
 
     Args:
-        config: Head options: `window`, `unembed`.
+        config: Head options: `window`, `unembedding`.
         hidden_size: d.
         vocab_size: V.
         bias: Whether unembeddings of their own have biases.
@@ -121,7 +121,7 @@ class BlockHead(nn.Module):
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.vocab_size, owns, count = vocab_size, config.unembed == "own", config.num_drafts
+        self.vocab_size, owns, count = vocab_size, config.unembedding == "own", config.num_drafts
         self.unembeddings = OwnUnembeddings(count, hidden_size, vocab_size, bias) if owns else None
 
     def unembed(self, states: Tensor, index: int, backbone: BackboneParts | None) -> Tensor:

@@ -22,10 +22,10 @@ from .window_distribution import WindowDistribution, exact
 
 
 class CircuitHead(nn.Module):
-    """Parameters of a circuit (MtPC): one leaf unembedding per position and state, and the weights of its sums.
+    """Parameters of a circuit (MtPC): one unembedding per position and state, and the weights of its sums.
 
-    Memory in parameters: leaves n r V d (`leaf="full"`) or n r d^2 (`"shared"`); sum weights z r d with z sums, where
-    CP has z = 1, HMM 1 + (n - 1) r (1 + r if homogeneous) and BTree 1 + (n - 2) r; z r if not contextual.
+    Memory in parameters: leaves n r V d (`unembedding="own"`) or n r d^2 (`"shared"`); sum weights z r d with z sums,
+    where CP has z = 1, HMM 1 + (n - 1) r (1 + r if homogeneous) and BTree 1 + (n - 2) r; z r if not contextual.
 
     Args:
         config: Head options.
@@ -33,16 +33,16 @@ class CircuitHead(nn.Module):
         vocab_size: V.
 
     Raises:
-        ValueError: A full leaf tensor larger than this machine's memory.
+        ValueError: Unembeddings larger than this machine's memory.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.num_heads = config.num_depths * config.rank
-        if config.leaf == "full":
+        if config.unembedding == "own":
             _check_memory(config, hidden_size, vocab_size)
-        self.leaf = (FFHead if config.leaf == "full" else SharedHead)(hidden_size, vocab_size, self.num_heads)
+        self.leaf = (FFHead if config.unembedding == "own" else SharedHead)(hidden_size, vocab_size, self.num_heads)
         sums = config.rank * (1 + config.rank * self.num_sum_matrices)
         self.sum_bias = nn.Parameter(torch.zeros(sums))
         self.sum_weight = nn.Parameter(torch.zeros(sums, hidden_size)) if config.contextual else None
@@ -64,7 +64,7 @@ class CircuitHead(nn.Module):
         """Return the parameters of the distribution given hidden states [..., d].
 
         With `stop`, only the leaves of so many first positions are computed, and the others are uniform, on which no
-        distribution of earlier tokens depends. The backbone's unembedding is not needed with `leaf="full"`.
+        distribution of earlier tokens depends. The backbone's unembedding is not needed with `unembedding="own"`.
 
         Returns:
             `leaf_logits` [..., n, r, V], `root_logits` [..., r] and others of the family (`circuit_from_logits`).
@@ -123,7 +123,9 @@ def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> N
     if needed > available:
         sizes = f"window={config.window}, rank={config.rank}, hidden_size={hidden_size} and vocab_size={vocab_size}"
         size = f"{needed / 2**30:.0f} GiB of {available / 2**30:.0f}"
-        raise ValueError(f"leaf='full' with {sizes} needs {size}; use leaf='shared', or a smaller rank or window")
+        raise ValueError(
+            f"unembedding='own' with {sizes} needs {size}; use unembedding='shared', or a smaller rank or window"
+        )
 
 
 def circuit_from_logits(

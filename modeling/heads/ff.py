@@ -131,8 +131,8 @@ def check_vllm_unembedding(backbone: PreTrainedModel) -> Tensor:
 
 
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
-    """Return a matrix [V, d] per head from the second token on: the rows of a full leaf, or W A_h of a shared one."""
-    if config.leaf == "full":
+    """Return a matrix [V, d] per head from the second token on: its own rows, or W A_h before a shared unembedding."""
+    if config.unembedding == "own":
         matrices = tensors["weight"].unflatten(0, (config.num_depths, -1))
     else:
         unembedding = check_vllm_unembedding(backbone)
@@ -173,7 +173,7 @@ def factorised_distribution(
 register(
     HeadFamily(
         FF,
-        lambda config, *sizes: (FFHead if config.leaf == "full" else SharedHead)(*sizes, config.num_depths),
+        lambda config, *sizes: (FFHead if config.unembedding == "own" else SharedHead)(*sizes, config.num_depths),
         _distribution,
         is_independent=True,
         layouts=[HeadLayout("vllm", lambda directory, fields: False, _read_vllm, lambda config: None, _write_vllm)],

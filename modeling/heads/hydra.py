@@ -45,7 +45,7 @@ class HydraHead(BlockHead):
     s is the state at t, or what a decoder layer over all states up to t makes of it (`arch="prefix-mlp"`).
 
     Args:
-        config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembed`, `arch`, `grounded`, `state_offset`.
+        config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembedding`, `arch`, `grounded`, `state_offset`.
         hidden_size: d.
         vocab_size: V.
     """
@@ -219,7 +219,7 @@ def _read(directory: Path) -> Directory:
         "window": heads + 1,
         "num_blocks": blocks,
         "tied_blocks": tied,
-        "unembed": "own",
+        "unembedding": "own",
         "arch": arch,
         "grounded": values.get("grounded_heads", True),
         "state_offset": values.get("hidden_state_offset", 0),
@@ -279,7 +279,7 @@ register(
                 "hydra",
                 lambda directory, fields: any(directory.glob("hydra_lm_head.*")) or "hydra_num_heads" in fields,
                 _read,
-                lambda config: None if config.unembed == "own" else "it holds unembed='own', not unembed='shared'",
+                lambda config: None if config.unembedding == "own" else "its unembedding is 'own', not 'shared'",
                 _write,
                 "hydra_lm_head.pt",  # the only form that their code reads
             )

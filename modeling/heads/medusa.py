@@ -40,7 +40,7 @@ class MedusaHead(BlockHead):
     distribution.
 
     Args:
-        config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembed`, `block`, `block_size`.
+        config: Head options: `window`, `num_blocks`, `tied_blocks`, `unembedding`, `block`, `block_size`.
         hidden_size: d.
         vocab_size: V.
     """
@@ -112,7 +112,7 @@ def _read_vllm(directory: Path) -> Directory:
 def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields and tensors of version 1, or of version 2 where the unembedding is the backbone's."""
     fields: Fields = {"medusa_num_heads": config.num_drafts, "medusa_num_layers": config.num_blocks}
-    if config.unembed == "shared":
+    if config.unembedding == "shared":
         fields["version"] = "2"
     return fields, _named(config, tensors, _OFFICIAL)
 
@@ -120,7 +120,7 @@ def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTraine
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return fields and tensors for vLLM; biases are announced, which it would else drop silently."""
     fields = vllm_fields(config, num_hidden_layers=config.num_blocks, medusa_fc_bias=True)
-    if config.unembed == "own":
+    if config.unembedding == "own":
         return fields, _named(config, tensors, _VLLM)
     shared = {"lm_heads.0.weight": check_vllm_unembedding(backbone)}
     return fields | {"original_lm_head": True}, shared | _named(config, tensors, _VLLM)
@@ -159,7 +159,7 @@ def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:
         "window": heads + 1,
         "num_blocks": blocks,
         "tied_blocks": tied,
-        "unembed": "shared" if unembedding is None else "own",
+        "unembedding": "shared" if unembedding is None else "own",
         "hidden_size": width,
         "vocab_size": values.get("vocab_size") if unembedding is None else len(unembedding),
         "base_model_name_or_path": values.get("base_model_name_or_path"),

@@ -19,7 +19,7 @@ def test_round_trip_keeps_unknown_fields_and_official_names(tmp_path):
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["rope_theta"] == 10000.0 and written["rope_scaling"] is None
-    assert written["mtp_head"] == {"head_type": "ff", "window": 5, "rank": 1, "leaf": "full"}
+    assert written["mtp_head"] == {"head_type": "ff", "window": 5, "rank": 1, "unembedding": "own"}
     again = EvaByteConfig.from_pretrained(tmp_path)
     assert again.some_future_field == 7
     assert again.mtp_head.window == 5
@@ -42,7 +42,7 @@ def test_rope_theta_survives_the_round_trip(tmp_path):
         ({"mtp_head": {"window": 33}}, ["mtp_head.window=33", "window_size=32"]),
         ({"mtp_head": {"window": 0}}, ["window=0", "at least 1"]),
         ({"mtp_head": {"head_type": "medusa"}}, ["head_type='medusa'", "ff"]),
-        ({"mtp_head": {"leaf": "shared"}}, ["leaf='shared'"]),
+        ({"mtp_head": {"unembedding": "shared"}}, ["unembedding='shared'"]),
         ({"mtp_head": {"rank": 4}}, ["rank=4"]),
         ({"mtp_head": {"gamma": 0.0}}, ["decay=0.0"]),
     ],

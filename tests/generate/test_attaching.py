@@ -27,7 +27,7 @@ from tokenahead import (
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=16, do_sample=False)
 MAKE = {
-    "heads": lambda model: MTPHeads.from_backbone(model, window=4, leaf="full"),
+    "heads": lambda model: MTPHeads.from_backbone(model, window=4, unembedding="own"),
     "ngram": lambda model: NgramDrafter().attach(model),
     "assistant": lambda model: AssistantDrafter(blurred(model, 0.3)).attach(model),
 }
@@ -155,7 +155,7 @@ def test_a_drafter_that_drafts_for_another_model_is_refused():
 
 def test_drafters_follow_dtype_and_device():
     model = backbone().double()
-    heads = MTPHeads.from_backbone(model, window=3, leaf="full")
+    heads = MTPHeads.from_backbone(model, window=3, unembedding="own")
     assert heads.dtype == torch.float64
     heads.detach().attach(model.bfloat16())
     assert heads.dtype == torch.bfloat16

@@ -16,7 +16,7 @@ PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
 GREEDY = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)
 CIRCUITS = ["ff", "cp", "hmm", "btree"]
 APART = {kind: KINDS[kind] for kind in ("hydra", "hydra++", "layer")} | {
-    "ff": {"leaf": "full"},
+    "ff": {"unembedding": "own"},
     "draft layers": {"draft_layers": 1},
 }
 

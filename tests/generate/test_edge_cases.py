@@ -18,7 +18,7 @@ OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=12, do_sam
 
 
 MAKE = {
-    "heads": lambda model: MTPHeads.from_backbone(model, window=4, leaf="full"),
+    "heads": lambda model: MTPHeads.from_backbone(model, window=4, unembedding="own"),
     "ngram": lambda model: NgramDrafter(),
     "assistant": lambda model: AssistantDrafter(blurred(model, 0.3)),
 }

@@ -36,7 +36,7 @@ def text(length, seed=0):
 DRAFTERS = {
     "chain": lambda model: NgramDrafter(longest=1, num_tokens=8).attach(model),
     "tree": lambda model: NgramDrafter(longest=1, num_tokens=8, branches=3).attach(model),
-    "heads": lambda model: MTPHeads.from_backbone(model, window=6, leaf="full"),
+    "heads": lambda model: MTPHeads.from_backbone(model, window=6, unembedding="own"),
 }
 
 

@@ -30,7 +30,7 @@ def longrope():
 DRAFTERS = {
     "n-gram": lambda model: NgramDrafter(longest=1).attach(model),
     "n-gram tree": lambda model: NgramDrafter(longest=1, branches=3).attach(model),
-    "heads": lambda model: MTPHeads.from_backbone(model, window=4, leaf="full"),
+    "heads": lambda model: MTPHeads.from_backbone(model, window=4, unembedding="own"),
     "EAGLE": lambda model: EagleHead.from_backbone(model, version=1),
     "assistant": lambda model: AssistantDrafter(LlamaForCausalLM(LlamaConfig(**_SIZES)).eval()).attach(model),
 }
@@ -102,7 +102,7 @@ def test_other_types_have_no_border():
 @pytest.mark.parametrize("length", [20, 85])
 def test_trials_of_trees_stay_below_the_border(length, caplog):
     model = made(longrope)
-    heads = MTPHeads.from_backbone(model, window=4, leaf="full")
+    heads = MTPHeads.from_backbone(model, window=4, unembedding="own")
     options = dict(max_new_tokens=8, do_sample=False, assistant_model=heads, draft_tree="auto", use_mtp=True)
     with caplog.at_level("WARNING"):
         found = model.generate(**prompts(length), **options)

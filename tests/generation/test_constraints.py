@@ -21,9 +21,9 @@ from tokenahead.extending import AutomatonProcessor, TableAutomaton
 V = 48
 TREE = {"draft_tree": {"top_k": 3, "total_tokens": 12}}
 HEADS = {
-    "ff": dict(leaf="full"),
-    "hmm": dict(head_type="hmm", rank=3, leaf="full"),
-    "hydra": dict(head_type="hydra", leaf=None),
+    "ff": dict(unembedding="own"),
+    "hmm": dict(head_type="hmm", rank=3, unembedding="own"),
+    "hydra": dict(head_type="hydra", unembedding=None),
 }
 BANNED = list(range(0, V, 3))
 ALLOWED = [token for token in range(V) if token % 3]

@@ -132,7 +132,7 @@ def test_positions_that_a_model_does_not_read():
 
 def test_trials_of_trees_are_given_them_too(monkeypatch):
     model, types = gpt2(), []
-    heads, batch = MTPHeads.from_backbone(model, window=3, leaf="full"), left_padded(prompts(4)[2:3])
+    heads, batch = MTPHeads.from_backbone(model, window=3, unembedding="own"), left_padded(prompts(4)[2:3])
     forward = GPT2LMHeadModel.forward
 
     @wraps(forward)

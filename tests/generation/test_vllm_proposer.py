@@ -17,10 +17,10 @@ from tokenahead.model_cards.vllm import register
 
 KINDS = {
     "ff": {},
-    "ff full": {"leaf": "full"},
+    "ff full": {"unembedding": "own"},
     "cp": {"head_type": "cp", "rank": 3},
     "hmm": {"head_type": "hmm", "rank": 3},
-    "btree": {"head_type": "btree", "rank": 3, "leaf": "full"},
+    "btree": {"head_type": "btree", "rank": 3, "unembedding": "own"},
     "medusa": {"head_type": "medusa"},
 }
 WINDOW, DRAFTS, NEW = 4, 3, 14

@@ -5,11 +5,11 @@ import pytest
 from tests.backbones import backbone, check_greedy, prompts, train_eagle, train_heads
 
 HEADS = {
-    "ff": dict(leaf="full"),
-    "btree": dict(head_type="btree", rank=3, leaf="full"),
-    "medusa": dict(head_type="medusa", leaf=None),
-    "hydra": dict(head_type="hydra", leaf=None),
-    "layer": dict(head_type="layer", leaf=None),
+    "ff": dict(unembedding="own"),
+    "btree": dict(head_type="btree", rank=3, unembedding="own"),
+    "medusa": dict(head_type="medusa", unembedding=None),
+    "hydra": dict(head_type="hydra", unembedding=None),
+    "layer": dict(head_type="layer", unembedding=None),
 }
 EAGLES = {"eagle-1": 1, "eagle-3": 3}
 DRAFTS = {

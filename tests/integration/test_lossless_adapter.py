@@ -9,7 +9,7 @@ from tests.distributions import continuation_distribution, continuation_p_value
 from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
 
 MAKE = {
-    "heads": lambda model: MTPHeads.from_backbone(model, window=4, leaf="full").eval(),
+    "heads": lambda model: MTPHeads.from_backbone(model, window=4, unembedding="own").eval(),
     "ngram": lambda model: NgramDrafter(num_tokens=3).attach(model),
     "assistant": lambda model: AssistantDrafter(blurred(model, 0.3), num_tokens=3).attach(model),
 }

@@ -54,7 +54,7 @@ def test_sampled_distribution_in_the_assisted_loop_of_transformers(name, is_apar
     """The drafter as a plain candidate generator, and heads apart as `assistant_model`; that loop takes one row."""
     target, options = model(num_hidden_layers=1), {"top_k": 0} | SETTINGS[name]
     monkeypatch.setattr(type(target), "_assisted_decoding", GenerationMixin._assisted_decoding)
-    heads = MTPHeads.from_backbone(target, window=4, leaf="full").eval()
+    heads = MTPHeads.from_backbone(target, window=4, unembedding="own").eval()
     extra = {"assistant_model": heads, "use_mtp": False} if is_apart else {}
     draws = [target.generate(PROMPT, do_sample=True, max_new_tokens=LENGTH, **extra, **options) for _ in range(800)]
     samples = torch.cat(draws)[:, PROMPT.shape[1] :]

@@ -168,7 +168,7 @@ def practised(model: Any, drafter: Any, rate: float) -> Any:
 def heads(family: str, **options: Any) -> Entry:
     """FF heads apart from their backbone."""
     model = backbone(family)
-    drafter = MTPHeads.from_backbone(model, window=4, leaf="full")
+    drafter = MTPHeads.from_backbone(model, window=4, unembedding="own")
     return _attached(f"heads-{family}", model, practised(model, drafter, 3e-2), tree=HEADS_TREE, **options)
 
 
@@ -230,7 +230,7 @@ def assistant() -> Entry:
 def trained_heads(head_type: str, family: str, **options: Any) -> Entry:
     """Heads of another type than FF, which are smaller than their backbone's head."""
     model = random_backbone(family)
-    drafter = train_heads(model, steps=30, leaf=None, head_type=head_type, **options)
+    drafter = train_heads(model, steps=30, unembedding=None, head_type=head_type, **options)
     return _attached(f"{head_type}-{family}", model, drafter, tree=HEADS_TREE)
 
 

@@ -16,7 +16,7 @@ def options_of(command, name):
     return json.loads(words[words.index(name) + 1])
 
 
-@pytest.mark.parametrize("kind", [{}, {"leaf": "full"}, KINDS["medusa"], KINDS["medusa-own"]], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"unembedding": "own"}, KINDS["medusa"], KINDS["medusa-own"]], ids=str)
 def test_independent_and_medusa_heads_are_medusa_s(kind, tmp_path):
     heads = MTPHeads.from_backbone(backbone(), window=4, **kind)
     report = export(heads, tmp_path)

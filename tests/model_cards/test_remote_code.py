@@ -48,7 +48,7 @@ def save_drafters(folder: Path) -> dict:
     backbone.save_pretrained(folder / "backbone")
     drafters = {
         "heads": moved_heads(backbone),
-        "heads_hydra": moved_heads(backbone, leaf=None, head_type="hydra"),
+        "heads_hydra": moved_heads(backbone, unembedding=None, head_type="hydra"),
         "eagle": EagleHead.from_backbone(backbone, aux_layers=[0, 1, 2]).eval(),
         "ptp_student": moved_student(backbone),
     }

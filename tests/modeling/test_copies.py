@@ -60,10 +60,10 @@ def test_dtypes_as_everywhere(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("leaf", ["shared", "full"])
-def test_a_copy_of_heads_is_detached(leaf, how):
+@pytest.mark.parametrize("unembedding", ["shared", "own"])
+def test_a_copy_of_heads_is_detached(unembedding, how):
     base = llama()
-    heads = moved_heads(base, leaf)
+    heads = moved_heads(base, unembedding)
     twin = COPIES[how](heads)
     with pytest.raises(RuntimeError, match="not attached"):
         twin(prompt_for(base))

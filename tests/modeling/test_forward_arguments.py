@@ -105,7 +105,7 @@ def test_the_backbones_config_may_ask_for_the_states_of_a_parallel_model():
 @pytest.mark.parametrize("make", [WITH_STATES["modules"], student, tiny_model], ids=["modules", "parallel", "evabyte"])
 def test_heads_learn_on_every_kind_of_backbone(make):
     base = make()
-    heads = MTPHeads.from_backbone(base, window=3, leaf="full")
+    heads = MTPHeads.from_backbone(base, window=3, unembedding="own")
     assert heads(ids(base), labels=ids(base)).loss.isfinite()
 
 

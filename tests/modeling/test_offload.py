@@ -38,16 +38,16 @@ def test_a_device_map_may_leave_weights_on_disk(name, tmp_path):
     assert same_texts(again.eval(), texts(model))
 
 
-@pytest.mark.parametrize("leaf", ["shared", "full"])
-def test_heads_on_an_offloaded_backbone(leaf):
+@pytest.mark.parametrize("unembedding", ["shared", "own"])
+def test_heads_on_an_offloaded_backbone(unembedding):
     base = llama()
-    ids, heads = prompt_for(base), moved_heads(base, leaf).detach()
+    ids, heads = prompt_for(base), moved_heads(base, unembedding).detach()
     expected = heads.attach(base)(ids, labels=ids).head_losses
     torch.manual_seed(0)
     offloaded = cpu_offload(llama(), execution_device="cpu")
     heads.detach().attach(offloaded)
     torch.testing.assert_close(heads(ids, labels=ids).head_losses, expected)
-    fresh = MTPHeads.from_backbone(offloaded, window=3, leaf=leaf)
+    fresh = MTPHeads.from_backbone(offloaded, window=3, unembedding=unembedding)
     assert {parameter.device.type for parameter in fresh.parameters()} == {"cpu"}
     fresh(ids, labels=ids).loss.backward()
     options = {"max_new_tokens": 9, "do_sample": False}

@@ -78,11 +78,11 @@ def test_adapters_on_gated_adapters_are_refused(name, target):
     assert same_texts(model, expected)
 
 
-@pytest.mark.parametrize("leaf", ["shared", "full"])
-def test_heads_attach_to_a_backbone_that_peft_has_wrapped(leaf):
+@pytest.mark.parametrize("unembedding", ["shared", "own"])
+def test_heads_attach_to_a_backbone_that_peft_has_wrapped(unembedding):
     base = get_peft_model(llama(), lora()).eval()
     expected = base.generate(prompt_for(base)[:1], max_new_tokens=9, do_sample=False)
-    heads = moved_heads(base, leaf)
+    heads = moved_heads(base, unembedding)
     options = {"max_new_tokens": 9, "do_sample": False, "assistant_model": heads}
     assert torch.equal(base.generate(prompt_for(base)[:1], **options), expected)
     again = MTPHeads(heads.config).attach(base)

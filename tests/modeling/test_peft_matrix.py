@@ -72,9 +72,9 @@ def test_heads_apart_serve_an_adapted_and_a_merged_backbone(kind, tmp_path):
     """Adapters belong to the backbone, heads to a directory of their own: both are saved, loaded, merged and
     generate."""
     options = RANKED.get(kind, {})
-    leaf = {"leaf": "shared" if kind in ("ff", *RANKED) else None}
+
     base = moved(get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))).eval()
-    heads = moved_heads(base, head_type=kind, **leaf, **options)
+    heads = moved_heads(base, head_type=kind, **options)
     ids, how = prompt_for(base)[:1], {"max_new_tokens": 9, "do_sample": False}
     expected = base.generate(ids, **how)
     assert torch.equal(base.generate(ids, assistant_model=heads, **how), expected)
@@ -121,7 +121,7 @@ def test_heads_apart_may_be_adapted_themselves(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["ff", "cp", "hmm", "btree"])
 def test_heads_of_tensors_are_no_targets(kind):
-    heads = MTPHeads.from_backbone(llama(), window=3, head_type=kind, leaf="full", **RANKED.get(kind, {}))
+    heads = MTPHeads.from_backbone(llama(), window=3, head_type=kind, unembedding="own", **RANKED.get(kind, {}))
     with pytest.raises(ValueError, match="not found|not supported|no modules"):
         get_peft_model(heads, LoraConfig(r=2, target_modules=["leaf"]))
 

@@ -53,10 +53,10 @@ def test_padding_to_a_multiple():
     assert vocabulary(model) == 384 == model.draft_heads.vocab_size == model.lm_head.out_features
 
 
-@pytest.mark.parametrize("leaf", ["shared", "full"])
-def test_heads_refuse_a_backbone_that_has_grown(leaf):
+@pytest.mark.parametrize("unembedding", ["shared", "own"])
+def test_heads_refuse_a_backbone_that_has_grown(unembedding):
     base = llama()
-    heads = moved_heads(base, leaf)
+    heads = moved_heads(base, unembedding)
     base.resize_token_embeddings(70)
     with pytest.raises(ValueError, match="vocab_size.*64.*LlamaForCausalLM.*70"):
         heads.attach(base)

@@ -13,7 +13,7 @@ from tokenahead import EagleHead, MTPHeads, PTPStudent
 from tokenahead.training import MTPTrainer
 
 IDS = torch.randint(2, 64, (4, 24), generator=torch.Generator().manual_seed(0))
-OWN_UNEMBEDDING = {"head_type": "medusa", "unembed": "own"}
+OWN_UNEMBEDDING = {"head_type": "medusa", "unembedding": "own"}
 CASES = {
     "tokenahead eagle": lambda base: EagleHead.from_backbone(base),
     "tokenahead heads": lambda base: MTPHeads.from_backbone(base),
@@ -27,7 +27,7 @@ CASES = {
     "medusa heads": lambda base: MTPHeads.from_backbone(base, **OWN_UNEMBEDDING),
     "medusa heads without unembedding": lambda base: MTPHeads.from_backbone(base, head_type="medusa"),
     "vllm heads": lambda base: MTPHeads.from_backbone(base, **OWN_UNEMBEDDING),
-    "hydra heads": lambda base: MTPHeads.from_backbone(base, head_type="hydra", unembed="own"),
+    "hydra heads": lambda base: MTPHeads.from_backbone(base, head_type="hydra", unembedding="own"),
     "gloeckle heads": lambda base: MTPHeads.from_backbone(base, head_type="layer"),
 }
 

@@ -44,7 +44,7 @@ def circuit():
 MAKERS = {
     "evabyte": small_model,
     "circuit": circuit,
-    "heads": lambda: MTPHeads.from_backbone(llama(), window=3, leaf="full"),
+    "heads": lambda: MTPHeads.from_backbone(llama(), window=3, unembedding="own"),
     "joint": lambda: MTPHeads.from_backbone(llama(), window=3),
     "joint_layers": lambda: MTPHeads.from_backbone(llama(), window=3, head_type="layer"),
     "draft_layers": lambda: MTPHeads.from_backbone(llama(), window=3, draft_layers=1),

@@ -19,7 +19,7 @@ def batch_of(rows):
 
 def heads():
     torch.manual_seed(0)
-    return MTPHeads.from_backbone(llama(vocab_size=320), window=3, leaf="full")
+    return MTPHeads.from_backbone(llama(vocab_size=320), window=3, unembedding="own")
 
 
 def test_metrics_are_those_of_the_data_whatever_the_batch_size(tmp_path):

@@ -16,7 +16,7 @@ TEXTS = ["def f(x):\n    return x + 1\n", "import os\n", "# a comment\nx = [1, 2
 
 def heads_of(base=None, **options):
     torch.manual_seed(0)
-    return MTPHeads.from_backbone(llama() if base is None else base, window=3, leaf="full", **options)
+    return MTPHeads.from_backbone(llama() if base is None else base, window=3, unembedding="own", **options)
 
 
 def test_a_tokenizer_may_align_the_special_tokens(tmp_path):
@@ -68,13 +68,13 @@ def test_layer_heads_learn_with_reentrant_checkpoints(tmp_path):
     assert torch.equal(*weights)
 
 
-@pytest.mark.parametrize("options", [{}, {"head_type": "btree", "rank": 2}, {"leaf": "shared"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"head_type": "btree", "rank": 2}, {"unembedding": "shared"}], ids=str)
 def test_float32_heads_on_a_bfloat16_backbone_learn_and_draft(options, tmp_path):
     base = llama().bfloat16()
     base.generation_config.eos_token_id = None
     prompt = torch.arange(70, 80)[None]
     expected = base.generate(prompt, do_sample=False, max_new_tokens=12)
-    heads = MTPHeads.from_backbone(base, window=3, **({"leaf": "full"} | options)).float()
+    heads = MTPHeads.from_backbone(base, window=3, **({"unembedding": "own"} | options)).float()
     trainer = trainer_for(heads, tmp_path, ragged_rows(), learning_rate=1e-2, max_steps=6)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -41,7 +41,7 @@ MODELS = {
     "evabyte, circuit and backbone": with_circuit,
     "modules": modules,
     "modules, divided as in the paper": lambda: modules(normalization="paper", unroll_steps=3),
-    "heads apart": lambda: MTPHeads.from_backbone(llama(), window=3, leaf="full"),
+    "heads apart": lambda: MTPHeads.from_backbone(llama(), window=3, unembedding="own"),
     "heads apart, other weights": lambda: MTPHeads.from_backbone(
         llama(), window=3, head_type="medusa", loss_options={"weights": [0.5, 0.3, 0.4], "balance": "rms"}
     ),

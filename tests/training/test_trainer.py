@@ -138,7 +138,7 @@ def test_heads_apart_from_their_backbone_learn_and_the_backbone_does_not(tmp_pat
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
     base = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2)).eval()
     before = copy.deepcopy(base.state_dict())
-    heads = MTPHeads.from_backbone(base, window=3, leaf="full")
+    heads = MTPHeads.from_backbone(base, window=3, unembedding="own")
     trainer = trainer_for(heads, tmp_path, ragged_rows(), learning_rate=2e-2, num_train_epochs=10)
     trainer.train()
     first, last = (trainer.state.log_history[index] for index in (0, -2))
@@ -153,7 +153,7 @@ def test_accumulation_is_exact_for_heads_apart(tmp_path):
     results = []
     for size in (8, 1):
         torch.manual_seed(0)
-        heads = MTPHeads.from_backbone(base, window=3, leaf="full")
+        heads = MTPHeads.from_backbone(base, window=3, unembedding="own")
         options = dict(optim="sgd", learning_rate=1.0, max_steps=1, gradient_accumulation_steps=8 // size)
         trainer_for(heads, tmp_path, ragged_rows(), per_device_train_batch_size=size, **options).train()
         results.append(heads.head.weight.detach().clone())

@@ -20,14 +20,14 @@ from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_le
 from tokenahead import EvaByteCache, EvaByteConfig, EvaByteForMTPC, MTPHeads
 
 KINDS = {
-    "ff": dict(leaf="full"),
-    "cp": dict(head_type="cp", rank=3, leaf="full"),
-    "hmm": dict(head_type="hmm", rank=3, leaf="full"),
-    "btree": dict(head_type="btree", rank=3, leaf="full"),
-    "medusa": dict(head_type="medusa", leaf=None),
-    "hydra": dict(head_type="hydra", leaf=None),
-    "hydra++": dict(head_type="hydra", arch="prefix-mlp", leaf=None),
-    "layer": dict(head_type="layer", leaf=None),
+    "ff": dict(unembedding="own"),
+    "cp": dict(head_type="cp", rank=3, unembedding="own"),
+    "hmm": dict(head_type="hmm", rank=3, unembedding="own"),
+    "btree": dict(head_type="btree", rank=3, unembedding="own"),
+    "medusa": dict(head_type="medusa", unembedding=None),
+    "hydra": dict(head_type="hydra", unembedding=None),
+    "hydra++": dict(head_type="hydra", arch="prefix-mlp", unembedding=None),
+    "layer": dict(head_type="layer", unembedding=None),
 }
 TINY_EVA = dict(
     hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, window_size=32, chunk_size=4,

@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 GOLDENS = Path(__file__).parents[2] / "data" / "heads"
 KINDS = {
     "medusa": {"head_type": "medusa"},
-    "medusa-own": {"head_type": "medusa", "unembed": "own", "num_blocks": 2, "tied_blocks": True},
+    "medusa-own": {"head_type": "medusa", "unembedding": "own", "num_blocks": 2, "tied_blocks": True},
     "blockwise": {"head_type": "medusa", "block": "ffn", "block_size": 24},
     "hydra": {"head_type": "hydra", "num_blocks": 2},
     "hydra-ungrounded": {"head_type": "hydra", "grounded": False, "state_offset": 1},
-    "hydra++": {"head_type": "hydra", "arch": "prefix-mlp", "unembed": "own"},
+    "hydra++": {"head_type": "hydra", "arch": "prefix-mlp", "unembedding": "own"},
     "layer": {"head_type": "layer"},
     "layer-weighted": {"head_type": "layer", "mix": "weighted", "mix_init": "uniform", "first": "own"},
 }

@@ -41,18 +41,18 @@ def backbone(config_class=LlamaConfig, **changes):
     return base
 
 
-@pytest.mark.parametrize("leaf", ["shared", "full"])
+@pytest.mark.parametrize("unembedding", ["shared", "own"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
-def test_greedy_output_is_the_backbones_own(family, leaf):
+def test_greedy_output_is_the_backbones_own(family, unembedding):
     base = backbone(family)
     expected = base.generate(PROMPT, **GREEDY)
-    heads = MTPHeads.from_backbone(base, window=4, leaf=leaf)
+    heads = MTPHeads.from_backbone(base, window=4, unembedding=unembedding)
     assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
 
 
 def test_it_works_on_evabyte_too(trained):
     expected = trained.generate(PROMPT, use_mtp=False, **GREEDY)
-    heads = MTPHeads.from_backbone(trained, window=3, leaf="full")
+    heads = MTPHeads.from_backbone(trained, window=3, unembedding="own")
     try:
         assert torch.equal(trained.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
     finally:
@@ -94,7 +94,7 @@ def test_detach_leaves_the_backbone_bit_equal():
 
 def test_training_on_a_frozen_backbone_raises_acceptance():
     base = backbone()
-    heads = MTPHeads.from_backbone(base, window=4, leaf="full")
+    heads = MTPHeads.from_backbone(base, window=4, unembedding="own")
     text = base.generate(torch.randint(2, 64, (16, 4)), max_new_tokens=60, do_sample=False)
 
     def tokens_per_call():
@@ -116,7 +116,7 @@ def test_training_on_a_frozen_backbone_raises_acceptance():
 
 def test_packed_documents_and_padding_are_masked():
     base = backbone()
-    heads = MTPHeads.from_backbone(base, window=3, leaf="full")
+    heads = MTPHeads.from_backbone(base, window=3, unembedding="own")
     labels = torch.randint(2, 64, (1, 12))
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     out = heads(labels, position_ids=positions, labels=labels)
@@ -140,7 +140,7 @@ def test_another_backbone_is_refused_by_name(changes, message):
 
 
 def test_heads_must_be_attached():
-    heads = MTPHeads(MTPHeadConfig(window=4, hidden_size=32, vocab_size=64, leaf="shared"))
+    heads = MTPHeads(MTPHeadConfig(window=4, hidden_size=32, vocab_size=64, unembedding="shared"))
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):
         backbone().generate(PROMPT, assistant_model=heads, **GREEDY)
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):

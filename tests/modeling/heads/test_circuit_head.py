@@ -13,7 +13,7 @@ VARIANTS = [
     {"head_type": "hmm", "homogeneous": True},
     {"head_type": "hmm", "contextual": False},
     {"head_type": "btree", "contextual": False},
-    {"head_type": "btree", "leaf": "shared"},
+    {"head_type": "btree", "unembedding": "shared"},
 ]
 TOKENS = torch.randint(64, 320, (2, 60), generator=torch.Generator().manual_seed(2))
 
@@ -170,8 +170,8 @@ def test_heads_apart_may_be_circuits():
     model = tiny_model()
     prompt = TOKENS[:1, :20]
     expected = model.generate(prompt, use_mtp=False, do_sample=False, max_new_tokens=20)
-    for leaf in ("full", "shared"):
-        heads = MTPHeads.from_backbone(model, window=4, leaf=leaf, head_type="btree", rank=3)
+    for unembedding in ("own", "shared"):
+        heads = MTPHeads.from_backbone(model, window=4, unembedding=unembedding, head_type="btree", rank=3)
         out = model.generate(prompt, assistant_model=heads, do_sample=False, max_new_tokens=20)
         assert torch.equal(out, expected)
         heads.detach()
@@ -193,7 +193,7 @@ def test_nan_weights_draft_nothing_and_leave_the_text_alone(attribute):
 
 def test_a_leaf_tensor_beyond_memory_is_refused_with_the_way_out():
     config = MTPHeadConfig(head_type="hmm", window=32, rank=64)
-    with pytest.raises(ValueError, match=r"leaf='full'.*GiB.*leaf='shared'"):
+    with pytest.raises(ValueError, match=r"unembedding='own'.*GiB.*unembedding='shared'"):
         build_head(config, hidden_size=8192, vocab_size=256_000)
 
 

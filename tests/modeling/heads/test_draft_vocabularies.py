@@ -14,14 +14,14 @@ from tokenahead import MTPHeads
 
 TYPES = {
     "ff": {},
-    "ff-full": {"leaf": "full"},
+    "ff-full": {"unembedding": "own"},
     "cp": {"head_type": "cp", "rank": 3},
-    "hmm": {"head_type": "hmm", "rank": 2, "leaf": "full"},
+    "hmm": {"head_type": "hmm", "rank": 2, "unembedding": "own"},
     "btree": {"head_type": "btree", "rank": 2},
     "medusa": {"head_type": "medusa"},
-    "medusa-own": {"head_type": "medusa", "unembed": "own"},
+    "medusa-own": {"head_type": "medusa", "unembedding": "own"},
     "hydra": {"head_type": "hydra"},
-    "hydra-own": {"head_type": "hydra", "unembed": "own"},
+    "hydra-own": {"head_type": "hydra", "unembedding": "own"},
     "hydra++": {"head_type": "hydra", "arch": "prefix-mlp"},
     "layer": {"head_type": "layer"},
     "draft-layers": {"head_type": "cp", "rank": 2, "draft_layers": 1},
@@ -163,7 +163,7 @@ def test_the_directory_keeps_it(name, tmp_path):
 @torch.no_grad()
 def test_unembeddings_of_their_own_start_as_rows_of_the_backbone_s():
     base = backbone()
-    heads = MTPHeads.from_backbone(base, window=3, head_type="medusa", unembed="own", draft_ids=KEPT)
+    heads = MTPHeads.from_backbone(base, window=3, head_type="medusa", unembedding="own", draft_ids=KEPT)
     torch.testing.assert_close(heads.head.unembeddings.heads[0].weight, base.lm_head.weight[KEPT], atol=1e-6, rtol=0)
     assert MTPHeads.from_backbone(base, draft_vocab_size=9).draft_ids.tolist() == list(range(9))
 

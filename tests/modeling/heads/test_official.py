@@ -79,7 +79,7 @@ def test_greedy_decoding_accepts_what_the_authors_loop_accepts(name):
         ("medusa-own", "medusa", {}),
         ("medusa-own", "vllm", {}),
         ("medusa", "vllm", {"num_blocks": 2}),
-        ("hydra", "hydra", {"unembed": "own", "num_blocks": 3, "tied_blocks": True}),
+        ("hydra", "hydra", {"unembedding": "own", "num_blocks": 3, "tied_blocks": True}),
         ("hydra++", "hydra", {"num_blocks": 2}),
         ("layer", "gloeckle", {}),
     ],
@@ -116,11 +116,11 @@ def test_names_are_the_authors(tmp_path):
     assert prefix | blocks | {"input_embed_fn.weight"} < named.keys()
 
 
-@pytest.mark.parametrize("leaf", ["full", "shared"])
+@pytest.mark.parametrize("unembedding", ["own", "shared"])
 @torch.no_grad()
-def test_independent_heads_are_medusa_without_blocks_for_vllm(leaf, tmp_path):
+def test_independent_heads_are_medusa_without_blocks_for_vllm(unembedding, tmp_path):
     base = backbone()
-    heads = shaken(MTPHeads.from_backbone(base, window=4, leaf=leaf)).eval()
+    heads = shaken(MTPHeads.from_backbone(base, window=4, unembedding=unembedding)).eval()
     heads.export(tmp_path, "vllm")
     config, named = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     assert config["num_heads"] == 3 and config["num_hidden_layers"] == 0 and config["truncated_vocab_size"] == 64
@@ -169,7 +169,7 @@ def test_the_prefix_layer_of_hydra_has_the_epsilon_of_the_backbone(tmp_path):
 
 
 def test_hydra_heads_refuse_a_backbone_with_other_embeddings(tmp_path):
-    base, heads = made("hydra", unembed="own")
+    base, heads = made("hydra", unembedding="own")
     heads.export(tmp_path, "hydra")
     other = backbone()
     with torch.no_grad():
@@ -232,7 +232,7 @@ def test_a_pickle_with_code_is_not_unpickled(tmp_path, capsys):
     [
         ("hydra", "medusa", "'hydra'"),
         ("blockwise", "vllm", "block='ffn'"),
-        ("hydra", "hydra", "unembed='own'"),
+        ("hydra", "hydra", "unembedding is 'own'"),
         ("layer-weighted", "gloeckle", "mix='none'"),
         ("medusa", "eagle", "layout='eagle'"),
     ],

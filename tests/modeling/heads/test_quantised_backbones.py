@@ -28,7 +28,7 @@ def quantised() -> nn.Module:
     return base
 
 
-@pytest.mark.parametrize("options", [{"leaf": "shared"}, {"leaf": "shared", "head_type": "cp", "rank": 2}])
+@pytest.mark.parametrize("options", [{}, {"head_type": "cp", "rank": 2}])
 def test_the_distribution_starts_as_the_backbones_own(options):
     base = quantised()
     heads, ids = MTPHeads.from_backbone(base, window=3, **options), prompt_for(base)
@@ -39,10 +39,10 @@ def test_the_distribution_starts_as_the_backbones_own(options):
     torch.testing.assert_close(probs[..., 0, :], out.logits.log_softmax(-1))
 
 
-@pytest.mark.parametrize("leaf", ["shared", "full"])
-def test_heads_train_and_draft(leaf):
+@pytest.mark.parametrize("unembedding", ["shared", "own"])
+def test_heads_train_and_draft(unembedding):
     base = quantised()
-    ids, heads = prompt_for(base), MTPHeads.from_backbone(base, window=3, leaf=leaf)
+    ids, heads = prompt_for(base), MTPHeads.from_backbone(base, window=3, unembedding=unembedding)
     heads(ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in heads.parameters())
     assert base.lm_head.scales.grad is None  # frozen, though it could be trained

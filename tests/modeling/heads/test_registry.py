@@ -46,10 +46,10 @@ def test_a_head_built_alone_starts_as_in_a_model():
     assert 0.45 < head.weight.std().item() < 0.55
 
 
-@pytest.mark.parametrize("leaf", ["full", "shared"])
-def test_copies_of_a_model_draft_with_their_own_unembedding(leaf):
+@pytest.mark.parametrize("unembedding", ["own", "shared"])
+def test_copies_of_a_model_draft_with_their_own_unembedding(unembedding):
     model = tiny_model()
-    model.set_head(head_type="cp", window=3, rank=2, leaf=leaf)
+    model.set_head(head_type="cp", window=3, rank=2, unembedding=unembedding)
     hidden = torch.randn(2, 32)
     tokens = torch.zeros(2, 3, dtype=torch.long)
     expected = model.window_distribution(hidden).conditional_log_probs(tokens)
@@ -83,9 +83,9 @@ def test_ff_heads_are_no_linear_layer_that_peft_would_adapt_in_another_shape():
 
 
 def test_the_shared_unembedding_gets_no_gradient():
-    head = build_head(MTPHeadConfig(window=3, leaf="shared"), 32, 320)
+    head = build_head(MTPHeadConfig(window=3, unembedding="shared"), 32, 320)
     model = tiny_model()
-    config = MTPHeadConfig(window=3, leaf="shared")
+    config = MTPHeadConfig(window=3, unembedding="shared")
     window_distribution(head, config, torch.randn(2, 32), BackboneParts(model)).leaf_logits.sum().backward()
     assert head.maps.grad is not None and model.lm_head.weight.grad is None
     with pytest.raises(RuntimeError, match=r"attach\(backbone\)"):

@@ -12,7 +12,7 @@ from tokenahead import EagleHead, MTPHeads
 
 def exported(folders, folder, drafter, layout):
     base = AutoModelForCausalLM.from_pretrained(folders / "llama")
-    options = {"aux_layers": [1, 2, 3]} if drafter == "eagle" else {"head_type": "medusa", "unembed": "own"}
+    options = {"aux_layers": [1, 2, 3]} if drafter == "eagle" else {"head_type": "medusa", "unembedding": "own"}
     {"eagle": EagleHead, "heads": MTPHeads}[drafter].from_backbone(base, **options).export(folder, layout)
     return str(folder)
 

@@ -134,7 +134,7 @@ def test_the_standard_error_is_that_of_a_ratio_of_sums():
 DRAFTERS = {
     "ff": lambda: train_heads(backbone(), steps=20),
     "btree": lambda: train_heads(backbone(), steps=20, head_type="btree", rank=2),
-    "hydra": lambda: train_heads(backbone(), steps=20, head_type="hydra", leaf=None),
+    "hydra": lambda: train_heads(backbone(), steps=20, head_type="hydra", unembedding=None),
     "eagle1": lambda: train_eagle(backbone(), 1, steps=20),
     "evabyte": trained_model,
     "modules": lambda: DeepSeekMTP.from_pretrained(GOLDENS.parent / "deepseek_mtp" / "dsv3_d2_trained").float().eval(),

@@ -18,9 +18,9 @@ LAYOUTS = {
         "vllm": lambda base: EagleHead.from_backbone(base),
     },
     "heads": {
-        "medusa": lambda base: MTPHeads.from_backbone(base, head_type="medusa", unembed="own"),
-        "vllm": lambda base: MTPHeads.from_backbone(base, head_type="medusa", unembed="own"),
-        "hydra": lambda base: MTPHeads.from_backbone(base, head_type="hydra", unembed="own"),
+        "medusa": lambda base: MTPHeads.from_backbone(base, head_type="medusa", unembedding="own"),
+        "vllm": lambda base: MTPHeads.from_backbone(base, head_type="medusa", unembedding="own"),
+        "hydra": lambda base: MTPHeads.from_backbone(base, head_type="hydra", unembedding="own"),
         "gloeckle": lambda base: MTPHeads.from_backbone(base, head_type="layer"),
     },
 }

@@ -17,7 +17,7 @@ def written(model, rows=12, length=30):
 
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("kind", [dict(), dict(head_type="hydra", leaf=None)], ids=["ff", "hydra"])
+@pytest.mark.parametrize("kind", [dict(), dict(head_type="hydra", unembedding=None)], ids=["ff", "hydra"])
 def test_accuracies_are_those_of_proposals_one_by_one(kind, temperature):
     model = backbone()
     with torch.enable_grad():

@@ -128,10 +128,10 @@ def main() -> None:
             runs: dict[str, list[float]] = {mode: [] for mode in MODES}
             rate = {}
             for mode, own in MODES.items():
-                told = getattr(
+                stats = getattr(
                     decode(model, inputs, return_dict_in_generate=True, **options, **own)[1], "speculation", None
                 )
-                rate[mode] = 1.0 if told is None else told.tokens_per_call
+                rate[mode] = 1.0 if stats is None else stats.tokens_per_call
             for _ in range(arguments.rounds + 1):
                 for mode, own in MODES.items():
                     runs[mode].append(decode(model, inputs, **options, **own)[0])

@@ -75,6 +75,6 @@ def per_cycle(generate: Callable[[int], Any], new_tokens: int = 64) -> dict[str,
         generate(1)
     with counted() as whole:
         out = generate(new_tokens)
-    told = getattr(out, "speculation", None)
-    cycles = max((new_tokens if told is None else told.backbone_calls) - 1, 1)
+    stats = getattr(out, "speculation", None)
+    cycles = max((new_tokens if stats is None else stats.backbone_calls) - 1, 1)
     return {name: (getattr(whole, name) - getattr(short, name)) / cycles for name in ("kernels", "syncs", "copies")}

@@ -140,9 +140,13 @@ def main() -> None:
                     plain = {} if "assistant_model" in options else {"use_mtp": False}
                     bare = per_cycle(partial(decode, model, inputs, how | plain))
                     mine = per_cycle(partial(decode, model, inputs, how | options))
-                    told = decode(model, inputs, how | options, 64).speculation
+                    stats = decode(model, inputs, how | options, 64).speculation
                     over = f"{mine['kernels'] - bare['kernels']:.0f} of {bare['kernels']:.0f}"
-                    rate, syncs, copies = f"{told.tokens_per_call:.2f}", f"{mine['syncs']:.2f}", f"{mine['copies']:.2f}"
+                    rate, syncs, copies = (
+                        f"{stats.tokens_per_call:.2f}",
+                        f"{mine['syncs']:.2f}",
+                        f"{mine['copies']:.2f}",
+                    )
                     table.add_row(name, str(batch), mode, rate, over, syncs, copies)
     Console(width=120).print(table)
 

@@ -106,9 +106,9 @@ def measure(model: EvaByteForMTPC, prompt: torch.Tensor, new_tokens: int, rounds
             ours, out = decode(model, prompt, max_new_tokens=new_tokens, **options)
             first = statistics.median(decode(model, prompt, max_new_tokens=1, **options)[0] for _ in range(3))
             forward = bare_forward(model, out.sequences[:, : prompt.shape[1] + new_tokens // 2], 30)
-            told = out.speculation
-            cycle = (ours - first) / (told.backbone_calls - 1)
-            runs.append((plain, ours, forward, cycle, cycle / forward, told.tokens_per_call))
+            stats = out.speculation
+            cycle = (ours - first) / (stats.backbone_calls - 1)
+            runs.append((plain, ours, forward, cycle, cycle / forward, stats.tokens_per_call))
         plain, ours, forward, cycle, overhead, per_call = (statistics.median(column) for column in zip(*runs))
         rows.append(
             {

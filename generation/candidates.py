@@ -71,7 +71,7 @@ class CandidateAdapter(CandidateGenerator):
             **kwargs: Further arguments of the loop.
 
         Returns:
-            Candidate ids [1, L + m] and log q [1, m, v] (None where the draft is certain or empty).
+            Candidate ids [1, L + m] and log q [1, m, v] (None where the draft is deterministic or empty).
         """
         if is_first_iteration or self.is_left_out:
             return input_ids, None

@@ -49,14 +49,14 @@ class DraftTree:
         tokens: [B, m] int64; siblings are tried in the order of their nodes.
         parents: [B, m] int64 node numbers, smaller than their children's; -1 is b.
         probs: [B, m + 1, V] probabilities that the children of each index of the block were drawn from; rows without
-            children are never read, and a chain leaves the last one out. None: the tokens are certain given those
+            children are never read, and a chain leaves the last one out. None: the tokens are deterministic given those
             before them (argmax, top-k, n-grams).
         replacement: Siblings were drawn independently; otherwise without replacement, in the order of their nodes.
         depth: The longest path that the tree could have, fixed before drafting; at most m.
         num_nodes: [B] real nodes of every sequence, if not all of them; the others are never accepted.
-        certain: [B, m] bool, nodes of a drawn tree that were not drawn: their tokens are certain given those before
-            their parents' children, precede the drawn ones among these, and are taken out of `probs` for them.
-            Whether there is such a node must not depend on draws among its siblings. None: all nodes were drawn.
+        deterministic: [B, m] bool, nodes of a drawn tree that were not drawn: their tokens are deterministic given
+            those before their parents' children, precede the drawn ones among these, and are taken out of `probs` for
+            them. Whether there is such a node must not depend on draws among its siblings. None: all nodes were drawn.
         columns: [v] int64, the tokens that the columns of `probs` [B, m + 1, v] stand for, of a drawn tree; all others
             have no probability. None: every token has a column.
         auxiliary: Positions after the nodes in the block; only their drafter reads them.
@@ -69,7 +69,7 @@ class DraftTree:
     replacement: bool = False
     depth: int = sys.maxsize
     num_nodes: Tensor | None = None
-    certain: Tensor | None = None
+    deterministic: Tensor | None = None
     columns: Tensor | None = None
     auxiliary: Any = None
     is_chain: bool = False
@@ -85,7 +85,7 @@ class DraftTree:
 
         Args:
             draft: [B, m] int64.
-            q: [B, m, V] probabilities that the tokens were drawn from; None: certain tokens.
+            q: [B, m, V] probabilities that the tokens were drawn from; None: deterministic tokens.
             num_nodes: [B] real tokens of every sequence, if not all of them.
             auxiliary: See the class.
         """

@@ -56,8 +56,9 @@ class HeadProposer:
     """The drafter, as `speculative_config` names it.
 
     Greedy requests get the argmax of each exact conditional, as in this library. Sampled requests get it too, and vLLM
-    takes it as certain, which is lossless; with `"draft_sample_method": "probabilistic"` their drafts are drawn from
-    the conditionals at the request's temperature, and vLLM verifies them by these distributions, which accepts more.
+    takes it as deterministic, which is lossless; with `"draft_sample_method": "probabilistic"` their drafts are drawn
+    from the conditionals at the request's temperature, and vLLM verifies them by these distributions, which accepts
+    more.
 
     On CPUs vLLM 0.32 loses the temperatures of requests with drafts, of any drafter, so that sampled outputs do not
     follow the backbone. This is tested when the heads are loaded, and the wrong function of vLLM is replaced in the

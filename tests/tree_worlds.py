@@ -87,13 +87,13 @@ def all_trees(
 ) -> tuple[DraftTree, torch.Tensor]:
     """Every way to draw a tree of some parents, once for each row of the batch, and its probability [2 n].
 
-    Nodes with a mark are certain: their tokens follow from the text before them. Where siblings have used up their
-    distribution, the next one takes the first token that is left: it is no draw of it.
+    Nodes with a mark are deterministic: their tokens follow from the text before them. Where siblings have used up
+    their distribution, the next one takes the first token that is left: it is no draw of it.
     """
     tokens = torch.tensor(list(itertools.product(range(V), repeat=len(shape)))).repeat(2, 1)
     tree = DraftTree(tokens, torch.tensor(shape).expand_as(tokens), replacement=replacement)
     if marks is not None:
-        tree.certain = torch.tensor(marks).expand_as(tokens)
+        tree.deterministic = torch.tensor(marks).expand_as(tokens)
     known = texts(tree)
     tree.probs, rows = world.along(world.q, tree), torch.arange(len(tokens))
     left, unused, chance = tree.probs.clone(), torch.ones_like(tree.probs), torch.ones(len(tokens), dtype=torch.float64)
@@ -104,9 +104,9 @@ def all_trees(
         drawn = torch.where(
             empty, first.double(), distribution[rows, token] / distribution.sum(-1).masked_fill(empty, 1)
         )
-        is_certain = marks is not None and marks[node]
-        chance *= (token == (known[:, parent + 1] + 2 * node) % V).double() if is_certain else drawn
-        if not replacement or is_certain:
+        is_deterministic = marks is not None and marks[node]
+        chance *= (token == (known[:, parent + 1] + 2 * node) % V).double() if is_deterministic else drawn
+        if not replacement or is_deterministic:
             left[rows, parent + 1, token] = 0
             unused[rows, parent + 1, token] = 0
     torch.testing.assert_close(chance.view(2, -1).sum(1), torch.ones(2, dtype=torch.float64))

@@ -184,7 +184,7 @@ def _speeds(runs: dict[str, list[Run]], is_sampled: bool) -> str:
     ratio = f"{speeds[0] / speeds[1]:.2f} times plain decoding's speed" if speeds[1] else "Too short to be timed"
     slowest, fastest = (choose(run.speed or 0.0 for run in plain) for choose in (min, max))
     if speeds[1] and not speeds[1] / UNSTABLE <= slowest <= fastest <= speeds[1] * UNSTABLE:
-        ratio = f"No speed-up is told: plain decoding itself ran at {slowest:,.1f} to {fastest:,.1f} tokens/s"
+        ratio = f"No speed-up is reported: plain decoding itself ran at {slowest:,.1f} to {fastest:,.1f} tokens/s"
     same = "the same text" if drafted[0].ids == plain[0].ids else "another text: rounding decides near-ties"
     texts = "texts of the same distribution" if is_sampled else same
     meters = (f'<meter value="{speed}" max="{max(speeds)}"></meter>{speed:,.1f} tokens/s, ' for speed in speeds)

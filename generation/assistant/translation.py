@@ -12,7 +12,7 @@ Two ways to draft; both leave the backbone's output and its distribution unchang
     common tokens    the assistant drafts tokens that both vocabularies have, with the distributions that they were
                      drawn from (Timor et al. 2025, 2502.05202)
     text             it goes on in all of its tokens, likeliest first, and their text is tokenised for the backbone:
-                     certain tokens, in a number of its own for every sequence
+                     deterministic tokens, in a number of its own for every sequence
 
 Sequences have different numbers of new ids, and text may be tokenised anew: the assistant's columns end with the text
 that is read, and every sequence reads as many of its last ids again as any sequence needs.

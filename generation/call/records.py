@@ -52,7 +52,7 @@ class Records:
     def per_token(self, generated: list[int], pad: int) -> tuple[Entries, Entries, tuple | None]:
         """Return scores and logits as tuples of [B, v], hidden states as a tuple per token of tuples per layer.
 
-        A sequence that ended early has, from then on, the distribution that puts `pad` for certain, and hidden states
+        A sequence that ended early has, from then on, the one-hot distribution of `pad`, and hidden states
         of 0.
         """
         longest = max(generated)

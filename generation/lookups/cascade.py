@@ -161,7 +161,7 @@ class DrafterCascade(AttachableDrafter):
         return CascadeSession(sessions, self.calibrations[options.do_sample], self.least, self.joins)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """Return the last drafter's, which takes certain drafts, too."""
+        """Return the last drafter's, which takes deterministic drafts, too."""
         return self.last.make_verifier(options, cast(CascadeSession, session).sessions[-1])
 
 

@@ -20,9 +20,9 @@ class NgramDrafter(LookUpDrafter):
     """Drafts from each sequence's own tokens, for any backbone and batch, without a model.
 
     The longest n-gram that ends the sequence and occurred in it before wins, and of several matches the latest; their
-    continuations are certain drafts, so sampling stays exact. With `branches` above 1 the best matches are drafted as a
-    tree. A sequence whose drafts were rejected gets shorter ones, and longer ones again as they are accepted: of k
-    drafts, a of them accepted, the next has max(2 a + 2, k / 2) tokens at most.
+    continuations are deterministic drafts, so sampling stays exact. With `branches` above 1 the best matches are
+    drafted as a tree. A sequence whose drafts were rejected gets shorter ones, and longer ones again as they are
+    accepted: of k drafts, a of them accepted, the next has max(2 a + 2, k / 2) tokens at most.
 
     Args:
         longest: Tokens of the longest n-gram to look for.

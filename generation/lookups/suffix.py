@@ -38,8 +38,8 @@ class SuffixDrafter(LookUpDrafter):
     It counts the continuations of every run of tokens of the prompts, of all sequences of a batch while they are
     written, of earlier calls, and of texts that are added (`add`). Groups of answers to one prompt, agents that
     repeat themselves and traffic of one kind have long runs in common. The counts decide how long the draft is and
-    where it branches (SuffixDecoding, Oliaro et al. 2024). Drafts are certain tokens, so that sampling stays exact.
-    Calls in several threads may share one drafter.
+    where it branches (SuffixDecoding, Oliaro et al. 2024). Drafts are deterministic tokens, so that sampling stays
+    exact. Calls in several threads may share one drafter.
 
     Its drafts, and how many calls of the backbone a text takes, tell a user what others have sent. Where they must not,
     give each call a `scope` (`generate(..., scope="user 7")`, or a list of one per prompt): it drafts from the text of

@@ -25,36 +25,37 @@ _RANKS = 1 << 31
 Expand = Callable[[Tensor, Tensor], Tensor]
 
 
-def joined_chains(certain: DraftTree, drawn: DraftTree) -> DraftTree:
-    """Return a tree of a chain of certain tokens and of a chain of draws, which do not depend on each other.
+def joined_chains(deterministic: DraftTree, drawn: DraftTree) -> DraftTree:
+    """Return a tree of a chain of deterministic tokens and of a chain of draws, which do not depend on each other.
 
-    The drawn chain goes along the certain one as far as both agree, and branches off with its first token that differs.
-    That token is a draw among all but the certain one, whatever came before: so the certain child comes first, and
-    a draw that agrees with it is a node that is never accepted. (Several draws at an index would break this.)
+    The drawn chain goes along the deterministic one as far as both agree, and branches off with its first token that
+    differs. That token is a draw among all but the deterministic one, whatever came before: so the deterministic child
+    comes first, and a draw that agrees with it is a node that is never accepted. (Several draws at an index would break
+    this.)
 
     Args:
-        certain: [B, k] tokens; where a sequence has fewer (`num_nodes`), any will do, for each is a guess.
+        deterministic: [B, k] tokens; where a sequence has fewer (`num_nodes`), any will do, for each is a guess.
         drawn: [B, m] tokens, with distributions where they were drawn.
     """
-    tokens, device = torch.cat([certain.tokens, drawn.tokens], dim=1), drawn.tokens.device
-    (batch, size), length = certain.tokens.shape, drawn.tokens.shape[1]
+    tokens, device = torch.cat([deterministic.tokens, drawn.tokens], dim=1), drawn.tokens.device
+    (batch, size), length = deterministic.tokens.shape, drawn.tokens.shape[1]
     both = min(size, length)
-    agrees = (certain.tokens[:, :both] == drawn.tokens[:, :both]).long().cumprod(1).bool()
+    agrees = (deterministic.tokens[:, :both] == drawn.tokens[:, :both]).long().cumprod(1).bool()
     agrees = torch.nn.functional.pad(agrees, (0, length - both))[:, : length - 1]
     steps = cached_arange(length, device)[:-1]
     later = torch.where(agrees, steps, steps + size)  # the node of token i of the drawn chain, as a parent
-    parents = torch.cat([certain.parents, torch.nn.functional.pad(later, (1, 0), value=-1)], dim=1)
+    parents = torch.cat([deterministic.parents, torch.nn.functional.pad(later, (1, 0), value=-1)], dim=1)
     if drawn.probs is None:
         return DraftTree(tokens, parents, depth=max(size, length))
     after_certain = torch.nn.functional.pad(drawn.probs, (0, 0, 0, size))[:, : size + 1]  # and after b
     probs = torch.cat([after_certain, torch.nn.functional.pad(drawn.probs[:, 1:], (0, 0, 0, 1))], dim=1)
     marks = (cached_arange(size + length, device) < size).expand(batch, -1)
-    return DraftTree(tokens, parents, probs, depth=max(size, length), certain=marks)
+    return DraftTree(tokens, parents, probs, depth=max(size, length), deterministic=marks)
 
 
 def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int) -> DraftTree:
-    """Return the likeliest paths of a drafter (EAGLE-2, arXiv 2406.16858): certain tokens, so that ranking them is
-    exact.
+    """Return the most probable paths of a drafter (EAGLE-2, arXiv 2406.16858): deterministic tokens, so that ranking
+    them is exact.
 
     Every frontier node offers its `top_k` likeliest children; the `top_k` best of a level, by the log-probability of
     their path, are the next frontier, and the best of all are the tree. Of equal nodes the earlier is better, so that

@@ -5,9 +5,9 @@ i given the tokens before it in the draft; row m of `p` is the target's distribu
 emits s accepted drafts and one added token, and the emitted tokens follow the target's distribution exactly, whatever
 `q` is, as long as `q` is the distribution that the draft was really drawn from.
 
-Trees: where the tokens of a tree are certain given what is before them, the target draws (or greedily picks) a token
-at every place, and `follow` walks along the picks: what it emits is ancestral sampling of the target, whatever the tree
-is.
+Trees: where the tokens of a tree are deterministic given what is before them, the target draws (or greedily picks) a
+token at every place, and `follow` walks along the picks: what it emits is ancestral sampling of the target, whatever
+the tree is.
 
 Where they were drawn, every node is accepted with a probability that makes up for the distribution it was drawn from.
 Both rules are one recursion. At a place with weight w, rest b (a distribution, at first the target's) and children
@@ -21,8 +21,8 @@ c with weight 1. `"block"`, traversal verification (Weng et al., arXiv 2505.1239
 that is left of a node after its children is the probability to keep its whole path, tried where all that is below the
 node and all that is before it were refused. On chains these are token and block verification.
 
-A child that was not drawn (`DraftTree.certain`) is one drawn from a distribution without a choice, q = 1 at its token.
-It comes before the drawn ones, whose q is the drafter's without that token.
+A child that was not drawn (`DraftTree.deterministic`) is one drawn from a distribution without a choice, q = 1 at its
+token. It comes before the drawn ones, whose q is the drafter's without that token.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _normalised(mass: Tensor, fallback: Tensor) -> Tensor:
 
 
 def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Tensor, Tensor]:
-    """Return the probabilities from which a tree is verified; certain tokens count as draws without a choice.
+    """Return the probabilities from which a tree is verified; deterministic tokens count as draws without a choice.
 
     Args:
         tree: Any tree.
@@ -277,8 +277,8 @@ def tree_acceptance(tree: DraftTree, p: Tensor, rule: str = "token") -> tuple[Te
     Returns:
         accept [B, m]: `"token"`: the probability to take node i where its parent is taken and its elder siblings are
             rejected. `"block"`: the probability to accept the path to node i where all before it in post-order are
-            rejected. 0 for a token that the target excludes, that cannot have been drawn, or that repeats a certain
-            one.
+            rejected. 0 for a token that the target excludes, that cannot have been drawn, or that repeats a
+            deterministic one.
         residual [B, m + 1, V]: distribution of the token that is added where the accepted path ends at index j.
 
     Raises:
@@ -379,7 +379,7 @@ def check_rule(rule: str) -> None:
 
 def _own_probs(tree: DraftTree, dtype: torch.dtype) -> Tensor | None:
     """Return the distributions in a dtype, as a copy where verification changes them."""
-    is_changed = not tree.replacement or tree.certain is not None
+    is_changed = not tree.replacement or tree.deterministic is not None
     return None if tree.probs is None else tree.probs.to(dtype, copy=is_changed)
 
 
@@ -388,19 +388,21 @@ def _next_distribution(tree: DraftTree, probs: Tensor | None, node: int, p: Tens
     it."""
     here, token = (cached_arange(len(p), p.device), tree.parents[:, node] + 1), tree.tokens[:, node, None]
     if probs is None:
-        q = _certain(token, p)
+        q = _one_hot(token, p)
     else:
-        q, is_certain = probs[here], None if tree.certain is None else tree.certain[:, node, None]
-        if is_certain is not None or not tree.replacement:
+        q, is_deterministic = probs[here], None if tree.deterministic is None else tree.deterministic[:, node, None]
+        if is_deterministic is not None or not tree.replacement:
             others = q.scatter(1, token, 0)
             others = others / others.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
-            probs[here] = others if is_certain is None or not tree.replacement else torch.where(is_certain, others, q)
-        if is_certain is not None:  # a draw that a certain sibling has taken out is no node
-            q = torch.where(is_certain, _certain(token, p), q * (q.gather(1, token) > 0))
+            probs[here] = (
+                others if is_deterministic is None or not tree.replacement else torch.where(is_deterministic, others, q)
+            )
+        if is_deterministic is not None:  # a draw that a deterministic sibling has taken out is no node
+            q = torch.where(is_deterministic, _one_hot(token, p), q * (q.gather(1, token) > 0))
     return q if tree.num_nodes is None else q * (node < tree.num_nodes)[:, None]
 
 
-def _certain(token: Tensor, p: Tensor) -> Tensor:
+def _one_hot(token: Tensor, p: Tensor) -> Tensor:
     """Return the distributions [B, V] that have nothing but a token [B, 1]."""
     return torch.zeros_like(p[:, 0]).scatter_(1, token, 1)
 

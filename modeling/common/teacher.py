@@ -75,21 +75,21 @@ class Teacher:
         return cls(options, backbone, tuple(ahead(part, scored.shape[-1]) for part in parts))
 
     def terms(
-        self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
+        self, distribution: WindowDistribution, tokens: Tensor, inputs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the terms and acceptances of some positions, [N, n] each; at depth 1 the likelihood, and 0.
 
-        `tokens` are [N, n] int64; `taught` are chunks of `arguments`.
+        `tokens` are [N, n] int64; `inputs` are chunks of `arguments`.
         """
         log_probs = distribution.conditional_log_probs(tokens)
         likelihood = at_tokens(log_probs, tokens)
         log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1
-        parts = [part.unflatten(-1, (depths, -1)) for part in taught]
+        parts = [part.unflatten(-1, (depths, -1)) for part in inputs]
         with torch.no_grad():
             log_p = self.backbone.unembed(parts[0]).to(log_q.dtype)
             log_p = log_p.log_softmax(-1) if len(parts) == 1 else log_p - parts[1].to(log_q.dtype)
         kind, share = self.options.divergence, self.options.label_weight
-        mixed, accepted = taught_terms(kind, share, log_p, log_q, likelihood[..., 1:])
+        mixed, accepted = teacher_terms(kind, share, log_p, log_q, likelihood[..., 1:])
         return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
 
 
@@ -135,7 +135,7 @@ def teacher_inputs(scored: Tensor) -> Tensor:
     return torch.stack([torch.zeros_like(scored[..., 0]), *shifted]).any(0)
 
 
-def taught_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
+def teacher_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
     """Return (1 - share) D(p, q) - share log q(label), and the detached acceptance, [...] each.
 
     Args:
@@ -309,10 +309,10 @@ class BlockTarget:
         return cls(label_weight, arguments)
 
     def terms(
-        self, distribution: WindowDistribution, tokens: Tensor, taught: Sequence[Tensor]
+        self, distribution: WindowDistribution, tokens: Tensor, inputs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the terms and m_k of some positions, [N, n] each; see `Teacher.terms`."""
-        log_p, drafted, weights = taught
+        log_p, drafted, weights = inputs
         log_q, share = distribution.token_log_probs(tokens), self.label_weight
         accepted = accepted_along(log_q[..., 1:], log_p.to(log_q.dtype), drafted)
         terms = -(1 - share) * weights.to(log_q.dtype) * accepted

@@ -26,7 +26,7 @@ from ..common.backbone_parts import BackboneParts, part_logits, text_positions
 from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.outputs import MTPOutput
-from ..common.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, taught_terms
+from ..common.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, teacher_terms
 from ..heads.losses import IGNORE, check_targets, counts_of_update
 from .modules import LMHeadView, MTPModules
 
@@ -80,18 +80,18 @@ def chain_loss(
             return drafted(head, state).float().log_softmax(-1)
         return head(state).float().log_softmax(-1)[..., vocabulary.on(state.device)]
 
-    def terms(state: Tensor, target: Tensor, taught: Tensor | None, depth: int = 0) -> Tensor:
+    def terms(state: Tensor, target: Tensor, teacher: Tensor | None, depth: int = 0) -> Tensor:
         logits, target = (drafted(heads[depth], state) if depth else head(state)).float(), target[:, 0]
         losses = nn.functional.cross_entropy(logits, target.to(logits.device), ignore_index=IGNORE, reduction="none")
         accepted = torch.zeros_like(losses)
-        if is_block and taught is not None:
-            value, slope, accepted = taught.to(losses).unbind(-1)
+        if is_block and teacher is not None:
+            value, slope, accepted = teacher.to(losses).unbind(-1)
             losses = value - slope * (losses - losses.detach())
-        elif taught is not None:
+        elif teacher is not None:
             scored, log_q = (target != IGNORE).to(losses.device), logits.log_softmax(-1)
             with torch.no_grad():
-                log_p = target_probs(taught)
-            both = taught_terms(options.divergence, options.label_weight, log_p, log_q, -losses)
+                log_p = target_probs(teacher)
+            both = teacher_terms(options.divergence, options.label_weight, log_p, log_q, -losses)
             losses, accepted = (torch.where(scored, value, 0.0) for value in both)
         return torch.stack([losses, accepted], -1)
 
@@ -106,13 +106,13 @@ def chain_loss(
     teaches = options.target == "teacher"
     is_block = teaches and options.divergence == "block"
     if is_block and len(states) > 1:
-        taught = _block_slopes(heads, drafted, states, targets, vocab_size, options)
+        teacher = _block_slopes(heads, drafted, states, targets, vocab_size, options)
     elif teaches:
-        taught = [states[0].detach()[:, depth : depth + state.shape[1]] for depth, state in enumerate(states)]
+        teacher = [states[0].detach()[:, depth : depth + state.shape[1]] for depth, state in enumerate(states)]
     parts = [
         LossSegment(
             state,
-            (target[..., None], taught[depth] if teaches and depth else None),
+            (target[..., None], teacher[depth] if teaches and depth else None),
             nn.functional.pad(weight[None], (0, 1)),
             trains_module=learns(heads[depth], depth),
             terms=partial(terms, depth=depth),

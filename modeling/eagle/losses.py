@@ -177,7 +177,7 @@ class _Unrolled:
         documents = batch.documents
         starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         self.first = starts[:, : batch.num_rows]
-        self.taught = _hidden_by_part(head, batch)
+        self.teacher = _hidden_by_part(head, batch)
 
     def sums(self, features: Tensor) -> Tensor:
         """Return sums over rows of [loss, shown loss, acceptance], [steps, 3], from features of step 0 [B, L, d]."""
@@ -280,22 +280,22 @@ class _Unrolled:
 
     @property
     def _size(self) -> int:
-        columns = self.head.draft_size if self.taught.shape[-1] else self.head.config.vocab_size
+        columns = self.head.draft_size if self.teacher.shape[-1] else self.head.config.vocab_size
         return max(1, LOGITS_PER_CHUNK // columns)
 
     def _chunks(self, features: Tensor, start: int, step: int, rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield features, states, labels and what `_hidden_by_part` says of some of the rows, [N, ..] each."""
         stop = start + features.shape[1]
-        states, taught = (
+        states, teacher = (
             self.batch.ahead(each, start, stop, 1 + step).to(features.device)
-            for each in (self.batch.states, self.taught)
+            for each in (self.batch.states, self.teacher)
         )
         labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step)
-        inputs = (features, states, labels.to(features.device), taught)
+        inputs = (features, states, labels.to(features.device), teacher)
         yield from zip(*(values.flatten(0, 1)[rows.to(values.device)].split(self._size) for values in inputs))
 
-    def _summed(self, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, chosen: Tensor) -> Tensor:
-        return chosen @ row_terms(self.head, features, states, labels, taught, self.options)
+    def _summed(self, features: Tensor, states: Tensor, labels: Tensor, teacher: Tensor, chosen: Tensor) -> Tensor:
+        return chosen @ row_terms(self.head, features, states, labels, teacher, self.options)
 
 
 def _hidden_by_part(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
@@ -315,7 +315,7 @@ def _hidden_by_part(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
 
 
 def row_terms(
-    head: EagleNetwork, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, options: ResolvedEagleOptions
+    head: EagleNetwork, features: Tensor, states: Tensor, labels: Tensor, teacher: Tensor, options: ResolvedEagleOptions
 ) -> Tensor:
     """Return the terms of rows, [N, 3] float32: the loss, its reported part, and the detached acceptance.
 
@@ -330,15 +330,15 @@ def row_terms(
         features: Output of rows, [N, d].
         states: The backbone's last hidden states before the predicted tokens, [N, D].
         labels: [N] ids of the predicted tokens.
-        taught: Rows of `_hidden_by_part`, [N, 2] or [N, 0].
+        teacher: Rows of `_hidden_by_part`, [N, 2] or [N, 0].
         options: How the loss is computed.
     """
     ids, is_ttt = head.draft_ids, options.objective == "ttt"
     is_part = is_ttt or head.offsets is not None
     with torch.no_grad():
-        logits = head.backbone_logits(states, only_drafted=bool(taught.shape[-1])).float()
-        if taught.shape[-1]:
-            log_p, is_known = logits - taught[:, :1], taught[:, 1] > 0
+        logits = head.backbone_logits(states, only_drafted=bool(teacher.shape[-1])).float()
+        if teacher.shape[-1]:
+            log_p, is_known = logits - teacher[:, :1], teacher[:, 1] > 0
         else:
             log_p, is_known = logits.log_softmax(-1), torch.isin(logits.argmax(-1), ids)
             log_p = log_p[:, ids] if is_part else log_p
@@ -360,7 +360,7 @@ def row_terms(
 
 
 def row_likelihoods(
-    head: EagleNetwork, features: Tensor, states: Tensor, labels: Tensor, taught: Tensor, options: ResolvedEagleOptions
+    head: EagleNetwork, features: Tensor, states: Tensor, labels: Tensor, teacher: Tensor, options: ResolvedEagleOptions
 ) -> Tensor:
     """Return log q of the labels of rows, 0 where they are not drafted, and what the loss has besides, [2, N] float32.
 

@@ -276,14 +276,14 @@ def head_loss(
     balanced = options.balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
 
     def terms(
-        part: Tensor, tokens: Tensor, scored: Tensor, unknown: Tensor | None, shares: Tensor | None, *taught: Tensor
+        part: Tensor, tokens: Tensor, scored: Tensor, unknown: Tensor | None, shares: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         distribution = window_distribution(head, config, part, backbone)
         distribution.reads_codes = vocabulary is not None
         if teacher is None:
             values = [-distribution.token_log_probs(tokens, unknown)]
         else:
-            values = list(teacher.terms(distribution, tokens, taught))
+            values = list(teacher.terms(distribution, tokens, inputs))
         if balanced and balance is not None:
             values.append(values[0].detach().square())
         values = [torch.where(scored, value, 0.0) for value in values]

@@ -237,7 +237,8 @@ class ParallelSession(DraftSession):
         before: Tensor | None = None,
         masks: DraftMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return tokens, and their distributions where a rule needs them; a missing draft is token 0, for certain.
+        """Return tokens, and their distributions where a rule needs them; a missing draft is token 0, with probability
+        1.
 
         Args:
             slots: [..., L, v] logits of the slots; or [..., L, D] their states, for a sampler head.
@@ -259,8 +260,8 @@ class ParallelSession(DraftSession):
         draft = draft.masked_fill(~exists, 0)
         if not self.gives_probs:
             return draft, None
-        certain = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
-        return draft, certain if self.config.predicts_tokens else torch.where(exists[..., None], probs, certain)
+        one_hot = torch.nn.functional.one_hot(draft, probs.shape[-1]).to(probs)
+        return draft, one_hot if self.config.predicts_tokens else torch.where(exists[..., None], probs, one_hot)
 
     def _pick(
         self, probs: Tensor, uniforms: Tensor, masks: DraftMasks | None = None, warps: Processing | None = None

@@ -49,10 +49,10 @@ def test_planned_acceptance_is_what_the_statistics_say(batch, options):
     with planned.planned(head, plan, clock) as made:
         common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=NEW, return_dict_in_generate=True)
         out = model.generate(ids, assistant_model=head, num_assistant_tokens=3, **common, **options)
-    told = out.speculation
-    assert len(clock.milliseconds()) == told.backbone_calls - 1
-    for accepted, wanted in zip(told.rows_accepted, plan.clamp(max=3).T.tolist()):
+    stats = out.speculation
+    assert len(clock.milliseconds()) == stats.backbone_calls - 1
+    for accepted, wanted in zip(stats.rows_accepted, plan.clamp(max=3).T.tolist()):
         assert accepted[:-2] == wanted[: len(accepted) - 2]  # the length limit cuts the last ones
-    verifications = sum(map(len, told.rows_accepted))
+    verifications = sum(map(len, stats.rows_accepted))
     assert made[-1].tokens_per_call(NEW) == pytest.approx(batch * (NEW - 1) / verifications)
     assert "make_verifier" not in vars(head)

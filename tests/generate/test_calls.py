@@ -31,15 +31,15 @@ def test_speculates_by_default_and_says_what_it_did(trained):
     out = trained.generate(PROMPT, **GREEDY, **DICT)
     assert isinstance(out, GenerateSpeculativeOutput)
     assert torch.equal(out.sequences, plain(trained))
-    told = out.speculation
-    assert told.backbone_calls == 1 + len(told.accepted) == 1 + len(told.drafts) < 30
-    assert told.new_tokens == 30 == 1 + sum(told.accepted) + len(told.accepted)
-    assert told.tokens_per_call == 30 / told.backbone_calls
-    assert 0 < told.accepted_by_position[0] <= 1 and len(told.accepted_by_position) == 7
-    assert told.draft_seconds > 0 and told.verify_seconds > 0
+    stats = out.speculation
+    assert stats.backbone_calls == 1 + len(stats.accepted) == 1 + len(stats.drafts) < 30
+    assert stats.new_tokens == 30 == 1 + sum(stats.accepted) + len(stats.accepted)
+    assert stats.tokens_per_call == 30 / stats.backbone_calls
+    assert 0 < stats.accepted_by_position[0] <= 1 and len(stats.accepted_by_position) == 7
+    assert stats.draft_seconds > 0 and stats.verify_seconds > 0
     text = out.sequences[0, PROMPT.shape[1] :].tolist()
     at = 1
-    for count, draft in zip(told.accepted, told.drafts):
+    for count, draft in zip(stats.accepted, stats.drafts):
         assert draft[:count] == text[at : at + count]
         at += count + 1
 

@@ -56,10 +56,10 @@ def test_ended_sequences_count_in_no_further_call():
     plain = model.generate(prompt, attention_mask=mask, max_new_tokens=24)
     asked["eos_token_id"] = next(int(t) for t in plain[0, 9:] if t not in (*plain[0, 4:9], *plain[1, 4:]))
     alone = [model.generate(prompt[i : i + 1], attention_mask=mask[:1], **asked).speculation for i in (0, 1)]
-    told = model.generate(prompt, attention_mask=mask, **asked).speculation
+    stats = model.generate(prompt, attention_mask=mask, **asked).speculation
     assert alone[0].new_tokens < alone[1].new_tokens == 24
-    assert told.rows_calls == [each.backbone_calls for each in alone]
-    assert told.tokens_per_call == sum(each.new_tokens for each in alone) / sum(each.backbone_calls for each in alone)
+    assert stats.rows_calls == [each.backbone_calls for each in alone]
+    assert stats.tokens_per_call == sum(each.new_tokens for each in alone) / sum(each.backbone_calls for each in alone)
 
 
 def test_times_do_not_make_calls_differ():

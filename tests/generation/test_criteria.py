@@ -167,12 +167,12 @@ def test_texts_are_those_of_plain_decoding(kind, decide, eos):
         assert ours.shown == plain.shown
         assert all(streamed == put for _, _, streamed in runs)
         assert len(out.scores) == want.shape[1] - 9
-        told = out.speculation
-        for new, accepted in zip(out.sequences[:, 9:], told.rows_accepted):
+        stats = out.speculation
+        for new, accepted in zip(out.sequences[:, 9:], stats.rows_accepted):
             length = len(new) if eos is None else int((new != 0).sum())
             assert len(accepted) < length <= 1 + sum(accepted) + len(accepted)
-        for other in (told.rows_drafts, told.rows_depths):
-            assert told.rows_calls == [1 + len(each) for each in other]
+        for other in (stats.rows_drafts, stats.rows_depths):
+            assert stats.rows_calls == [1 + len(each) for each in other]
 
 
 @pytest.mark.parametrize("eos", [None, 5])

@@ -58,7 +58,7 @@ def test_emitted_distribution_of_drawn_trees_is_the_targets(shape, warp, replace
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_emitted_distribution_of_mixed_trees_is_the_targets(seed, replacement, rule):
-    """Random shapes and marks; certain children come before the drawn ones, and may repeat each other."""
+    """Random shapes and marks; deterministic children come before the drawn ones, and may repeat each other."""
     rng = random.Random(seed)
     parents = [rng.randint(-1, node - 1) for node in range(rng.randint(2, 6))]
     marks = [rng.random() < 0.5 for _ in parents]
@@ -94,7 +94,7 @@ def test_emitted_distribution_of_joined_chains_is_the_targets(warp, lengths, rul
 def test_enumeration_notices_certain_children_that_pass_for_draws(rule):
     world, parents = World("plain", 1), SHAPES["three children"][:3]
     tree, chance = all_trees(world, parents, False, [True, False, False])
-    tree.certain = None
+    tree.deterministic = None
     assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() > 1e-3
 
 
@@ -391,7 +391,7 @@ def test_a_drawn_chain_of_rows_of_different_lengths(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_chains_and_certain_trees_take_their_short_ways(rule):
-    """A chain is verified as `verify` does, and certain trees by a walk, from the same random numbers."""
+    """A chain is verified as `verify` does, and deterministic trees by a walk, from the same random numbers."""
     draft, q, p = random_chain(torch.float64)
     seeded = lambda: torch.Generator().manual_seed(5)  # noqa: E731
     accepted, added, _ = verify(draft, q, p, rule, seeded())

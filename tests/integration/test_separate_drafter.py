@@ -77,10 +77,10 @@ def test_an_equal_model_never_misses_the_first_token():
     small.attach(large)
     for how in ({}, {"do_sample": True, "verification": "coupled", "seed": 5}):
         out = write(large, assistant_model=small, return_dict_in_generate=True, **how)
-        told = out.speculation
-        for accepted, drafts in zip(told.rows_accepted, told.rows_drafts):
+        stats = out.speculation
+        for accepted, drafts in zip(stats.rows_accepted, stats.rows_drafts):
             assert all(count >= 1 for count, draft in zip(accepted, drafts) if draft)
-        assert len({tuple(accepted) for accepted in told.rows_accepted}) > 1
+        assert len({tuple(accepted) for accepted in stats.rows_accepted}) > 1
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ class DecodingConformance:
         inputs = entry.inputs(1)
         out = entry.generate(inputs, max_new_tokens=24, **DICT)
         assert torch.equal(out.sequences, entry.plain(inputs, max_new_tokens=24))
-        told = out.speculation
-        assert told.backbone_calls <= 24 and 0 < sum(told.accepted) < sum(map(len, told.drafts))
+        stats = out.speculation
+        assert stats.backbone_calls <= 24 and 0 < sum(stats.accepted) < sum(map(len, stats.drafts))
 
     def test_sampled(self, entry: Entry) -> None:
         """A seed repeats a run, another one does not; where one token is possible, it is the greedy one."""

@@ -52,10 +52,10 @@ class DraftingConformance:
     def test_rows_draft_what_they_draft_alone(self, entry: Entry) -> None:
         """As long as the end of a text is far."""
         batch = entry.prompts(8)[4:]
-        told = entry.generate(left_padded(batch), **DICT).speculation
+        stats = entry.generate(left_padded(batch), **DICT).speculation
         for row, prompt in enumerate(batch):
             alone = entry.generate(left_padded([prompt]), **DICT).speculation
-            assert told.rows_drafts[row][:3] == alone.drafts[:3] and told.rows_accepted[row][:2] == alone.accepted[:2]
+            assert stats.rows_drafts[row][:3] == alone.drafts[:3] and stats.rows_accepted[row][:2] == alone.accepted[:2]
 
     @pytest.mark.parametrize("rule", ["token", "block"])
     def test_distribution(self, entry: Entry, rule: str) -> None:

@@ -114,11 +114,11 @@ def test_cycles_are_what_speculation_counts(name, temperature, request):
         torch.manual_seed(3)
         mode = web.sampled(temperature) if temperature else web.GREEDY
         options = mode.options | ({"draft_tree": tree} if as_tree else {})
-        told = writer.method.generate(**batch, **options, max_new_tokens=24)
-        assert [cycle.drafts for cycle in cycles[1:]] == told.speculation.rows_drafts[0]
-        assert [len(cycle.path) for cycle in cycles[1:-1]] == told.speculation.rows_accepted[0][:-1]
+        stats = writer.method.generate(**batch, **options, max_new_tokens=24)
+        assert [cycle.drafts for cycle in cycles[1:]] == stats.speculation.rows_drafts[0]
+        assert [len(cycle.path) for cycle in cycles[1:-1]] == stats.speculation.rows_accepted[0][:-1]
         new = [token for cycle in cycles for kind, span in cycle.spans() if kind != "rejected" for token in span]
-        assert new[:24] == told.sequences[0, batch["input_ids"].shape[1] :].tolist()
+        assert new[:24] == stats.sequences[0, batch["input_ids"].shape[1] :].tolist()
         assert text.count('class="own"') >= len(cycles) - 1 and "make_verifier" not in vars(writer.method.drafter)
 
 

@@ -115,7 +115,7 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
     for (mode, batch), ratios in unstable.items():
         yield (
             f"{mode}, batch {batch}: plain decoding ran at {min(ratios):.2f} to {max(ratios):.2f} times its own speed "
-            "by turns, so that no speed-up is told: let the machine do nothing else, or measure for longer."
+            "by turns, so that no speed-up is reported: let the machine do nothing else, or measure for longer."
         )
     for name, reason in measured.not_measured.items():
         yield f"n/a: {name}: {reason}"

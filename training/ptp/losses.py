@@ -22,7 +22,7 @@ class PTPOptions:
             `"inverse"`: in those of the student's own, computed one after the other (Algorithm 3, categorical slots, no
                 teacher).
         loss: `"ce"`, `"kl"`, `"reverse_kl"` or `"bce"` (`slot_losses`). One-hot slots know their token, so that their
-            target is certain; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
+            target is one-hot; categorical ones have the teacher's distribution as target, or its sample with `"ce"`.
         sequences: `"dataset"`: completions are pieces of the data; `"student"`: the student writes every completion
             itself. Use `"student"` only after other training, because a student that ignores its uniforms would keep
             ignoring them. `training.regenerate` writes data of the teacher.
@@ -104,7 +104,7 @@ def slot_losses(logits: Tensor, tokens: Tensor, distribution: Tensor | None = No
     Args:
         logits: [..., v] of the slots.
         tokens: [...] int64, the token that each slot should predict.
-        distribution: [..., v], the target p; None if it is certain of the token.
+        distribution: [..., v], the target p; None if it is one-hot at the token.
         kind: `"ce"`: -log q(token), whatever p; `"kl"`: KL(p | q); `"reverse_kl"`: KL(q | p), with p floored at 1e-6,
             because folded distributions have zeros; `"bce"`: binary cross-entropy of every token's probability,
             -sum_v p log q + (1 - p) log(1 - q).

@@ -36,7 +36,7 @@ class Task:
         u: [B, C, K], the uniforms that pick these tokens; `GREEDY` where they are the most likely ones.
         reached: [B, C, K] bool, tokens that uniforms determine.
         first: The token of a completion that slot 0 predicts: its own (0), or the one after it.
-        with_distribution: Whether targets are distributions; else they are certain.
+        with_distribution: Whether targets are distributions; else they are one-hot.
         anchors: [B, C, L, D], the backbone's states that predict the same tokens as the slots; for masks.
     """
 
@@ -76,7 +76,7 @@ class Task:
 
     @property
     def scores(self) -> Scores | None:
-        """The scores of the target distributions, [B, C, L]; None if targets are certain."""
+        """The scores of the target distributions, [B, C, L]; None if targets are one-hot."""
         scores = self.completions.scores
         return scores[:, :, self.first :] if self.with_distribution and scores is not None else None
 
@@ -113,7 +113,7 @@ class TaskMaker:
             completions = self._completions(packed, own, exists)
             u, reached = completions.place(shares)
             completions, u, reached = self._with_greedy(packed, own, exists, completions, u, reached)
-        # a categorical slot predicts the token after its own; a one-hot one its own, for certain
+        # a categorical slot predicts the token after its own; a one-hot one its own, with probability 1
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
         slots = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
         task = Task(sequences, packed, slots, completions, u, reached, int(not self.is_one_hot), with_distribution)

@@ -104,9 +104,9 @@ def test_greedy_text_is_the_backbones(name, tree):
     for _ in range(2):
         out = model.generate(**batch, **options, return_dict_in_generate=True)
         assert out.sequences.equal(plain)
-    told = out.speculation  # the second call continues what the first one wrote
-    assert told.tokens_per_call > 3
-    assert any(count > 2 for counts in told.rows_accepted for count in counts)
+    stats = out.speculation  # the second call continues what the first one wrote
+    assert stats.tokens_per_call > 3
+    assert any(count > 2 for counts in stats.rows_accepted for count in counts)
 
 
 def test_other_sequences_of_the_batch_are_read():

@@ -226,8 +226,8 @@ def test_the_length_of_drafts_is_saved_and_an_option_of_a_call_overrides_it(tmp_
     options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, return_dict_in_generate=True)
 
     def drafted(head, **more):
-        told = model.generate(IDS[:1], assistant_model=head, **options, **more).speculation
-        return max(map(len, told.rows_drafts[0]))
+        stats = model.generate(IDS[:1], assistant_model=head, **options, **more).speculation
+        return max(map(len, stats.rows_drafts[0]))
 
     assert drafted(head) == 5
     head.config.draft_length = 2

@@ -24,7 +24,7 @@ from .call.options import first_set
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .generate import decoding, prepared_call
-from .tensors.wrapped_models import drop_collectors, fingerprint, unwrap
+from .tensors.wrapped_models import Kwargs, drop_collectors, fingerprint, unwrap
 
 logger = logging.get_logger(__name__)
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -34,12 +34,12 @@ D = TypeVar("D", bound="AttachableDrafter")
 class MTPGenerationMixin(BaseDrafter, GenerationMixin):
     """Adds lossless speculation to the `generate` of a model that drafts for itself.
 
-    The model offers `window` and `start`, a forward that takes `output_hidden_states=-1`, and `own_cache` where it has
-    a class of cache of its own. `generate` gains:
+    The model offers `window` and `start`, a forward that takes `output_hidden_states=-1`, and `own_cache` where it
+    has its own class of cache. `generate` gains:
 
     - `use_mtp`: None (on where possible), True (on, or an error with the reason), False (one token at a time);
     - `num_assistant_tokens`: tokens to draft, at most window - 1, which is the default;
-    - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound, none where none pays;
+    - `num_assistant_tokens_schedule="adaptive"`: drafts as many as pay, up to that bound;
     - `verification`: `"block"` (default) or `"token"`, for sampled drafts.
 
     A logits processor with a state that its calls move on is called once for every token, and the call decodes plainly.
@@ -53,7 +53,7 @@ class MTPGenerationMixin(BaseDrafter, GenerationMixin):
             return super().generate(**prepared_call(super().generate, self, drafter, args, kwargs, self.own_cache()))
 
     def generate_batch(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse: continuous batching has a loop of its own, which would not speculate.
+        """Refuse: continuous batching has its own loop, which would not speculate.
 
         Raises:
             ValueError: Always.
@@ -75,7 +75,6 @@ class AttachableDrafter(BaseDrafter):
 
     @property
     def policy(self) -> PreTrainedModel:
-        """See `BaseDrafter`."""
         return self.backbone
 
     @property
@@ -191,7 +190,7 @@ class AttachableDrafter(BaseDrafter):
         actual = None if recorded is None else fingerprint(backbone)
         if actual not in (None, recorded):
             logger.warning(
-                f"this {type(self).__name__} learned beside a backbone of backbone_fingerprint={recorded!r}, and this "
+                f"this {type(self).__name__} learned on a backbone of backbone_fingerprint={recorded!r}, and this "
                 f"{type(backbone).__name__} has {actual!r}: texts stay right, but fewer drafts may be accepted"
             )
 
@@ -203,7 +202,7 @@ class AttachableDrafter(BaseDrafter):
             self.on_detach()
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy or a pickle: everything but the backbone."""
         parent = getattr(super(), "__getstate__", None)
         state = dict(parent() if parent else self.__dict__)
@@ -322,13 +321,13 @@ class GeneratePatch:
             drop_collectors(self.backbone)
             del self.backbone.generate, self.backbone.__getstate__, self.backbone._validate_generation_mode
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return the state of a copy or a pickle of the backbone, without the hooks of transformers that collect
         states."""
         drop_collectors(self.backbone)
         return vars(self.backbone)
 
-    def validate(self, mode: object, config: object, call: dict[str, Any]) -> None:
+    def validate(self, mode: object, config: object, call: Kwargs) -> None:
         """Refuse a drafter in transformers' own loop: the call had begun when its arguments laid the patch.
 
         Raises:
@@ -358,7 +357,7 @@ class GeneratePatch:
         """Return the drafter that an assistant became when it was attached; other assistants unchanged."""
         return next((drafter for drafter in self.drafters if drafter.matches(assistant)), assistant)
 
-    def _unnamed(self, kwargs: dict[str, Any]) -> AttachableDrafter | None:
+    def _unnamed(self, kwargs: Kwargs) -> AttachableDrafter | None:
         """Return the drafter of a call that names no assistant.
 
         Raises:

@@ -89,7 +89,7 @@ class DraftTree:
             num_nodes: [B] real tokens of every sequence, if not all of them.
             auxiliary: See the class.
         """
-        parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)
+        parents = _chain_parents(draft.shape[1], draft.device).expand(draft.shape)  # [B, m]
         return cls(draft, parents, q, num_nodes=num_nodes, auxiliary=auxiliary, is_chain=True)
 
     @property
@@ -126,8 +126,8 @@ class DraftTree:
         known = torch.eye(size, dtype=torch.bool, device=self.tokens.device).expand(batch, size, size)
         jump = torch.nn.functional.pad(self.parents + 1, (1, 0))  # [B, m + 1], an index's ancestor 2^j levels up
         for _ in range(self.depth.bit_length()):
-            known = known | known.gather(1, jump[..., None].expand_as(known))
-            jump = jump.gather(1, jump)
+            known = known | known.gather(1, jump[..., None].expand_as(known))  # and what the ancestor 2^j up knows
+            jump = jump.gather(1, jump)  # 2^(j + 1) levels up; b is its own ancestor
         return known
 
 
@@ -158,7 +158,7 @@ class VerificationResult:
     @property
     def nodes(self) -> Tensor:
         """The accepted nodes in the order of their path, [B, k] int64, and -1 after them."""
-        is_after = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]
+        is_after = cached_arange(self.tokens.shape[1], self.tokens.device)[:-1] >= self.num_accepted[:, None]  # [B, k]
         return (self.path[:, 1:] - 1).masked_fill(is_after, -1)
 
     @property
@@ -167,9 +167,9 @@ class VerificationResult:
         return self.tokens.gather(1, self.num_accepted[:, None])[:, 0]
 
     def first(self, counts: Tensor) -> VerificationResult:
-        """Return the result with at most `counts` [B] of the tokens, of which the last counts as the added one."""
-        accepted = torch.minimum(self.num_accepted, (counts - 1).clamp(min=0))
-        index = torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), accepted[:, None])
+        """Return the result with at most `counts` [B] of the tokens; the last of these counts as the added one."""
+        accepted = torch.minimum(self.num_accepted, (counts - 1).clamp(min=0))  # [B]
+        index = torch.minimum(cached_arange(self.tokens.shape[1], self.tokens.device), accepted[:, None])  # [B, k + 1]
         path = None if self.tree_path is None else self.tree_path.gather(1, index)
         return VerificationResult(accepted, self.tokens, path, self.check)
 
@@ -211,6 +211,16 @@ class TargetOutput:
 
         states = each_state(self.hidden_states, along_path)
         return TargetOutput(along_path(self.logits), states, self.auxiliary, self.auxiliary_states)
+
+
+class PrefillOutput(Protocol):
+    """The backbone's output for the prompt: hidden states [B, L, D] by layer, and what else its class returns."""
+
+    hidden_states: Any
+
+    def get(self, name: str, /) -> Tensor | None:
+        """Return another output by name."""
+        ...
 
 
 class CacheView(Protocol):
@@ -255,7 +265,7 @@ class DraftSession(Protocol):
     reads_cache: bool = False
     expected: float | None = None
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the backbone's output of the prefill, and a view of its cache."""
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
@@ -328,31 +338,31 @@ def path_columns(members: Tensor, depth: int) -> Tensor:
 
     Args:
         members: [..., m + 1] bool, the indices on a path; 0 is one of them.
-        depth: The most members beside 0.
+        depth: The most members besides 0.
 
     Returns:
         [..., depth + 1] int64, the members' indices in rising order, which is that of the path; the last is repeated.
     """
-    index = cached_arange(members.shape[-1], members.device)
-    last = (members * index).amax(-1, keepdim=True)
-    return torch.where(members, index, last).sort(-1).values[..., : depth + 1]
+    index = cached_arange(members.shape[-1], members.device)  # [m + 1]
+    last = (members * index).amax(-1, keepdim=True)  # [..., 1]
+    return torch.where(members, index, last).sort(-1).values[..., : depth + 1]  # what is not on the path sorts last
 
 
 def taken(states: Tensor, index: Tensor) -> Tensor:
     """Return entries [B, k, w] of states [B, n, w] at an index [B, k]."""
-    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))  # [B, k, w]
 
 
 @lru_cache(maxsize=64)
 def _chain_parents(length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(-1, length - 1, device=device)
+        return torch.arange(-1, length - 1, device=device)  # [m]
 
 
 @lru_cache(maxsize=64)
 def _triangle(length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()  # [m + 1, m + 1]
 
 
 def follow(tree: DraftTree, picks: Tensor) -> VerificationResult:
@@ -380,12 +390,12 @@ def _of_real(tree: DraftTree, wanted: Tensor) -> Tensor:
 
 def elder_siblings(tree: DraftTree) -> Tensor:
     """Return whether node j is an elder sibling of node i, [B, m, m] bool."""
-    nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)
-    return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])
+    nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)  # [m]
+    return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])  # [B, m, m]
 
 
 def descend(tree: DraftTree, wanted: Tensor) -> Tensor:
     """Return the indices [B, m + 1] bool on the way down to the first wanted child of each, b's among them."""
-    taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)
+    taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)  # [B, m]
     taken = torch.nn.functional.pad(taken, (1, 0), value=True)  # [B, m + 1], b is always taken
     return (taken[:, None] | ~tree.mask()).all(-1)  # an index counts where all its ancestors are taken

@@ -18,6 +18,8 @@ from ..configuration.loss_options import LossOptions
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, Recorder
+from .tensors.tensor_files import Fields
+from .tensors.wrapped_models import Kwargs
 from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
@@ -102,7 +104,7 @@ class BaseDrafter:
         """Return the model that runs the forwards of a call: on tokens it must compute what the backbone does."""
         return backbone
 
-    def running(self, backbone: PreTrainedModel) -> AbstractContextManager[Any]:
+    def running(self, backbone: PreTrainedModel) -> AbstractContextManager[object]:
         """Return the context of the forwards of a call."""
         return nullcontext()
 
@@ -111,15 +113,15 @@ class BaseDrafter:
         return {"drafter": self} if isinstance(self, nn.Module) else {}
 
     @classmethod
-    def facts(cls, config: PreTrainedConfig, drafter: Any = None) -> DrafterFacts:
+    def facts(cls, config: PreTrainedConfig, drafter: object = None) -> DrafterFacts:
         """Return what a card says of drafters with a configuration, or of the very drafter where it is known.
 
         Raises:
             TypeError: Cards do not describe this kind, or not with this configuration.
         """
-        raise TypeError(f"a {cls.__name__} has no card of its own")
+        raise TypeError(f"a {cls.__name__} has no card")
 
-    def export_to(self, engine: str, folder: Path) -> dict[str, Any]:
+    def export_to(self, engine: str, folder: Path) -> Fields:
         """Write a drafter that stands apart for an engine, and return how that drafts with it.
 
         Returns:
@@ -135,11 +137,11 @@ class BaseDrafter:
         """The model whose text it drafts: itself, or what it is attached to."""
         return cast(PreTrainedModel, self)
 
-    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+    def obstacle(self, config: GenerationConfig, model_kwargs: Kwargs) -> str | None:
         """Return an obstacle to these drafts in a call, in the user's words; None: there is none."""
         return None
 
-    def sampling_defaults(self, sources: Sources) -> dict[str, Any]:
+    def sampling_defaults(self, sources: Sources) -> Kwargs:
         """Return fields of the GenerationConfig and the values that they take where no source sets them."""
         return {}
 
@@ -166,12 +168,12 @@ class BaseDrafter:
 
     @property
     def tree_choices(self) -> dict[bool, dict[str, int]]:
-        """The trees that `draft_tree="auto"` chose, of greedy (False) and of sampled calls; empty it to choose anew."""
+        """The trees that `draft_tree="auto"` chose, of greedy (False) and sampled calls; empty it to choose again."""
         return _TREE_CHOICES.setdefault(self, {})
 
     @property
     def schedules(self) -> dict[Hashable, AdaptiveSchedule]:
-        """What calls with `num_assistant_tokens_schedule="adaptive"` have learned; empty it to begin anew."""
+        """What calls with `num_assistant_tokens_schedule="adaptive"` have learned; empty it to start over."""
         return _SCHEDULES.setdefault(self, {})
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:

@@ -43,7 +43,7 @@ from .call.processing import counts_calls
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, SpeculativeCache
 from .drafter import BaseDrafter
-from .tensors.wrapped_models import is_base, peft_arguments
+from .tensors.wrapped_models import Kwargs, is_base, peft_arguments
 from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
@@ -57,7 +57,7 @@ _PLAIN = {
 }
 """Fields of a GenerationConfig, and the values that allow speculation."""
 _UNREAD = {
-    "compile_config": "pass cache_implementation='static' beside it, or compile the backbone itself, by "
+    "compile_config": "pass cache_implementation='static' with it, or compile the backbone itself, by "
     "model.forward = torch.compile(model.forward)",
     "assistant_ensemble_weight": "it would change the distribution of the text, which verification keeps",
     "speculation_type": "the drafter that the call was given drafts",
@@ -83,10 +83,10 @@ class Call:
     generate: Callable[..., Any]
     backbone: PreTrainedModel
     drafter: BaseDrafter
-    own: dict[str, Any]
+    own: Kwargs
     sources: Sources
     config: GenerationConfig
-    model_kwargs: dict[str, Any]
+    model_kwargs: Kwargs
     new_cache: Callable[[], SpeculativeCache] | None
 
 
@@ -122,7 +122,7 @@ class SpeculationPlan:
     processors: LogitsProcessorList = field(init=False)
     criteria: StoppingCriteriaList = field(init=False)
     config: GenerationConfig = field(init=False)
-    model_kwargs: dict[str, Any] = field(init=False)
+    model_kwargs: Kwargs = field(init=False)
     keywords: Keywords | None = field(init=False, default=None)
     draft_options: DraftOptions = field(init=False)
     verifier_model: PreTrainedModel = field(init=False)
@@ -168,7 +168,7 @@ class SpeculationPlan:
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
-        model_kwargs: dict[str, Any],
+        model_kwargs: Kwargs,
     ) -> bool:
         """Take what transformers has prepared, and return whether our loop decodes.
 
@@ -214,7 +214,7 @@ class SpeculationPlan:
         embeds = model_kwargs.get("inputs_embeds")
         unwritten = 0 if embeds is None else embeds.shape[1] - self.prompt.shape[1]
         if unwritten and options.draft_tree == "auto":
-            return "draft_tree='auto' beside inputs_embeds"
+            return "draft_tree='auto' with inputs_embeds"
         # a block may reach beyond the length limit, for drafts are cut after verification alone
         end = self.config.max_length + unwritten + 2 * max(options.num_assistant_tokens or 0, LONGEST_PATH)
         reason = _obstacle_to_blocks(model, model_kwargs, self.prompt, end)
@@ -227,7 +227,7 @@ class SpeculationPlan:
         if is_read and self.call.drafter.verifier_model(model) is not model:
             return f"{next(iter(keywords.constant), 'prepare_inputs_for_generation')}="
         if keywords.is_prepared and self._takes_static_cache():
-            return "cache_implementation='static' beside prepare_inputs_for_generation"
+            return "cache_implementation='static' with prepare_inputs_for_generation"
         return None
 
 
@@ -265,7 +265,7 @@ def _prepared_options(call: Call) -> CallOptions:
         return options
 
 
-def _saved(own: dict[str, Any], sources: Sources) -> tuple[str, ...]:
+def _saved(own: Kwargs, sources: Sources) -> tuple[str, ...]:
     """Return the options of drafts that the model's own config alone sets; a pipeline passes a copy of that config."""
     _, passed, of_model = sources
     names = [
@@ -314,7 +314,7 @@ def _obstacle_of_config(config: GenerationConfig, of_drafts: bool = True) -> str
     return None
 
 
-def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, end: int) -> str | None:
+def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: Kwargs, prompt: Tensor, end: int) -> str | None:
     """Return an obstacle to blocks of tokens in a call up to position `end`, of a backbone's positions or columns.
 
     Frequencies may depend on the longest position: a token of a block would be rotated as the later ones are, and
@@ -327,7 +327,7 @@ def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], pr
     is_offloaded = isinstance(cache, Cache) and cache.offloading
     is_special = compresses_windows(model.config) or has_short_convolutions(model.config)
     if is_offloaded and (layer_class(model.config) is not None or is_special):
-        return f"an offloaded cache of {name}, whose attention reads columns in a way of its own"
+        return f"an offloaded cache of {name}, whose attention reads columns its own way"
     border = rotary_border(model.config.get_text_config())
     if border is None or end <= border[1]:
         return None
@@ -337,7 +337,7 @@ def _obstacle_to_blocks(model: PreTrainedModel, model_kwargs: dict[str, Any], pr
     return f"rope_type={border[0]!r} of {name}, whose frequencies change at position {border[1]}"
 
 
-def _has_keywords(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> bool:
+def _has_keywords(model: PreTrainedModel, model_kwargs: Kwargs) -> bool:
     """Return whether forwards after the prompt may need other keyword arguments than those of every model."""
     methods = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
     is_usual = all(is_base(cast(Callable[..., object], method)) for method in methods)

@@ -1,4 +1,4 @@
-"""Any smaller causal language model as a drafter, with a cache of its own, for any batch."""
+"""Any smaller causal language model as a drafter for any batch, with its own cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AssistantDrafter(AttachableDrafter):
             generation config, or of the model's own. `assistant_confidence_threshold` is looked up there, too. None: a
             whole block, or 5.
         vocab_size: How many ids mean the same token in both models, where their embeddings are padded to different
-            sizes: `len(tokenizer)`. None: the tokenizers beside the two models say it.
+            sizes: `len(tokenizer)`. None: read from the tokenizers in the models' directories.
         tokenizer: The backbone's, where the model has another one; a call may name both, as in transformers.
         assistant_tokenizer: The model's.
         translate: How drafts become the backbone's: `"vocabulary"`, tokens that both have, or `"text"`, all that the
@@ -166,7 +166,7 @@ class AssistantDrafter(AttachableDrafter):
             check_model(self.model, "choose another assistant")
         if has_own_cache(self.model):
             name = type(self.model).__name__
-            raise ValueError(f"the assistant {name} has a cache of its own kind; choose one on transformers' caches")
+            raise ValueError(f"the assistant {name} has its own kind of cache; choose one on transformers' caches")
         if self.tokenizers[0] is not None:
             self._translation(self.tokenizers, backbone)
         if self.fills_blocks:

@@ -72,7 +72,7 @@ def _share(module: nn.Module, source: nn.Module) -> None:
 
 
 class _Reusing:
-    """A configuration of transformers, of which all layers may read keys and values of another model."""
+    """A configuration of transformers all of whose layers may read keys and values of another model."""
 
     num_hidden_layers: int
     num_kv_shared_layers: int
@@ -97,7 +97,7 @@ _ASSISTANTS = {"gemma4_assistant": Gemma4TextConfig, "gemma4_unified_assistant":
 
 
 def borrows_states(config: PreTrainedConfig) -> bool:
-    """Return whether a model reads the keys and values of its backbone and has none of its own."""
+    """Return whether a model reads the keys and values of its backbone and makes none itself."""
     return config.model_type in _ASSISTANTS
 
 
@@ -121,7 +121,7 @@ def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
     if "config" not in kwargs:
         adapters = find_adapter_config_file(str(name), **hub)
         is_bare = adapters is not None and not (Path(adapters).parent / "config.json").is_file()
-        source = json.loads(Path(adapters).read_text())["base_model_name_or_path"] if is_bare else name
+        source = json.loads(Path(adapters).read_text())["base_model_name_or_path"] if adapters and is_bare else name
         hub |= {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}
         kwargs["config"] = AutoConfig.from_pretrained(source, **hub)
     kwargs["config"] = buildable(kwargs["config"])

@@ -1,11 +1,9 @@
-"""Drafts of a smaller language model with a cache of its own, which reads the same tokens as the backbone.
+"""Drafts of a smaller language model, which has its own cache and reads the same tokens as the backbone.
 
 Models of one tokenizer may pad their vocabularies to different sizes (Qwen2.5: 151,936 and 152,064 ids).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from ..backbone.repacking import keep_all_columns, keep_window_columns
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
-from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
+from ..contract import CacheView, DraftSession, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange
 from ..trees.growth import grow_chain
 
@@ -52,7 +50,7 @@ class SharedVocabulary:
         if self.is_whole:
             return probs
         probs = torch.nn.functional.pad(probs[..., : self.shared], (0, self.theirs - self.shared)).clamp(min=_LEAST)
-        return probs / probs.sum(-1, keepdim=True)
+        return probs / probs.sum(-1, keepdim=True)  # [..., theirs]
 
 
 class AssistantSession(DraftSession):
@@ -77,7 +75,7 @@ class AssistantSession(DraftSession):
         self.draft: Tensor | None = None
         self.table = learned_positions(model.config.get_text_config()) or _NO_TABLE  # beyond it nothing is drafted
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Read the prompt, all but its last token."""
         self.view = view
         prompt, mask = self._prompt(view)
@@ -86,16 +84,16 @@ class AssistantSession(DraftSession):
     def _prompt(self, view: CacheView) -> tuple[Tensor, Tensor]:
         """Return the prompt and its mask [B, L]; of a call that continues a cache, what the cache has columns of."""
         prompt = self.options.prompt
-        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -prompt.shape[1] :]
+        mask = torch.ones_like(prompt) if view.mask is None else view.mask[:, -prompt.shape[1] :]  # [B, L]
         return prompt[:, prompt.shape[1] - mask.shape[1] :], mask
 
     def _read(self, prompt: Tensor, mask: Tensor, span: int = 0) -> None:
-        """Read ids [B, L] of the assistant, of which some are padding; `span` columns may be read again."""
+        """Read ids [B, L] of the assistant, some of them padding; `span` columns may be read again."""
         cache, device = DynamicCache(config=self.model.config), self.model.device
         if span:  # layers with a window keep what may be fed again
             keep_all_columns(cache)
         if 0 < prompt.shape[1] <= self.table:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)  # [B, L]
             self.model(
                 prompt.to(device),
                 attention_mask=mask.long().to(device),
@@ -111,7 +109,6 @@ class AssistantSession(DraftSession):
             self.target.last_position = self.table - 1
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`."""
         length = min(length, self.table + 1 - max(tokens.lengths))
         self.tokens, self.draft = tokens, None
         if length < 1:
@@ -128,7 +125,7 @@ class AssistantSession(DraftSession):
         self.lag = most if min(self.missing) == most else 0
         if self.lag < most:
             missing = NewTokens(self.missing, tokens.ids.device)
-            first = tokens.ends[:, None] - 2 - missing.on_device[:, None]
+            first = tokens.ends[:, None] - 2 - missing.on_device[:, None]  # [B, 1]
             block = tokens.at(first + cached_arange(most, first.device))  # fewer are missing where one has ended
             self._extend(self.vocabulary.readable(block))
             self.target.keep(missing)
@@ -137,14 +134,14 @@ class AssistantSession(DraftSession):
     def _extend(self, block: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Read ids [B, F] after the last ones, and return logits [B, V] of the next token."""
         options = {} if position_ids is None else {"position_ids": position_ids}
-        return self.target.extend(block.to(self.model.device), logits_to_keep=1, **options).logits[:, -1]
+        return self.target.extend(block.to(self.model.device), logits_to_keep=1, **options).logits[:, -1]  # [B, V]
 
     def _chain(self, logits: Tensor, length: int, tokens: Sequences) -> DraftTree:
         """Return a chain after every sequence, whose next token has the logits [B, V]."""
         masks = self.options.masks(tokens)
 
         def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            following = logits if token is None else self._extend(self.vocabulary.readable(token)[:, None])
+            following = logits if token is None else self._extend(self.vocabulary.readable(token)[:, None])  # [B, V]
             return self.vocabulary.choose(following.to(tokens.ids.device), self.options, masks)
 
         return grow_chain(step, self.options, length)
@@ -155,7 +152,7 @@ class AssistantSession(DraftSession):
         if self.draft is None:
             self.missing = [old + count for old, count in zip(self.missing, new.counts)]
             return
-        if max(self.tokens.drafted_on_host) > self.draft.shape[1]:  # others' tokens were verified beside the draft
+        if max(self.tokens.drafted_on_host) > self.draft.shape[1]:  # other drafts were verified along with it
             width = min(self.draft.shape[1], result.tokens.shape[1])
             same = (self.draft[:, :width] == result.tokens[:, :width]).long().cumprod(1).sum(1).tolist()
             read = [min(count, 2 + right) for count, right in zip(new.counts, same)]

@@ -24,7 +24,7 @@ the positions after its own; nobody sees the columns between, and the next cycle
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,18 @@ from ...configuration.cache_names import CACHE, cache_of
 from ..backbone.cache import CacheLayout, RaggedLayer
 from ..call.options import DraftOptions
 from ..call.sequences import NewTokens, Sequences
-from ..contract import CacheView, DraftSession, DraftTree, HiddenLayers, States, TargetOutput, VerificationResult
+from ..contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    HiddenLayers,
+    PrefillOutput,
+    States,
+    TargetOutput,
+    VerificationResult,
+)
 from ..tensors.masks import additive_mask, cached_arange, cached_range, check_attention, model_mask, to_device
-from ..tensors.wrapped_models import has_own_cache
+from ..tensors.wrapped_models import Kwargs, has_own_cache
 from ..trees.growth import block_chain, grow_chain
 from .session import SharedVocabulary
 
@@ -84,19 +93,18 @@ class Gemma4Chain(DraftSession):
         self.vocabulary = vocabulary
         self.layers = lending_layers(options.backbone.config.get_text_config())
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the state before the first new token, [B, 1, D], and the cache, which it only reads."""
         self.view, self.cache = view, cache_of(outputs)
-        self.state = outputs.hidden_states[-1][:, -1:]
+        self.state = outputs.hidden_states[-1][:, -1:]  # [B, 1, D]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Take the state before each sequence's last token; any state where it has ended."""
-        states = outputs.state()
-        last = to_device(result.num_accepted, states.device)
-        self.state = states[cached_arange(len(states), states.device), last][:, None]
+        states = outputs.state()  # [B, k + 1, D]
+        last = to_device(result.num_accepted, states.device)  # [B]
+        self.state = states[cached_arange(len(states), states.device), last][:, None]  # [B, 1, D]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         last, state, lent, masks = tokens.last(), self.state, self._lent(), self.options.masks(tokens)
@@ -108,10 +116,10 @@ class Gemma4Chain(DraftSession):
 
         return grow_chain(step, self.options, length)
 
-    def _lent(self) -> dict[str, Any]:
+    def _lent(self) -> Kwargs:
         """Return the backbone's keys and values, their masks, and the position, which all steps of a draft read.
 
-        A window holds the last W - 1 verified tokens, whatever kind of cache the call has.
+        A window holds the last W - 1 verified tokens, for every kind of cache.
         """
         own, device = self.model.config.get_text_config(), self.model.device
         states, masks = {}, {}
@@ -119,40 +127,40 @@ class Gemma4Chain(DraftSession):
             layer = self.cache.layers[self.layers[kind]]
             window = own.sliding_window - 1 if kind == "sliding_attention" else None
             if isinstance(layer, RaggedLayer):
-                keys, values, seen = layer.verified(window)
+                keys, values, seen = layer.verified(window)  # [B, H, W, D] twice, [B, W]
             else:
                 keys, values = (part[:, :, -(window or 0) :] for part in (layer.keys, layer.values))
-                seen = self.view.mask[:, -keys.shape[2] :] if self.view.is_padded else None
+                seen = self.view.mask[:, -keys.shape[2] :] if self.view.is_padded else None  # [B, W]
             states[kind] = keys.to(device, self.model.dtype), values.to(device, self.model.dtype)
             masks[kind] = None if seen is None else additive_mask(seen[:, None, None].to(device), self.model.dtype)
-        position = self.view.counts[:, None].to(device)
+        position = self.view.counts[:, None].to(device)  # [B, 1]
         return {"shared_kv_states": states, "attention_mask": masks, "position_ids": position}
 
-    def _step(self, token: Tensor, state: Tensor, lent: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _step(self, token: Tensor, state: Tensor, lent: Kwargs) -> tuple[Tensor, Tensor]:
         """Return logits [B, V] of the token after [B], and the state [B, 1, D] that the next step reads.
 
-        transformers' own forward would make the masks anew in every step, and wait for the device to do so.
+        transformers' own forward would make the masks again in every step, and synchronise with the device for that.
         """
         model = self.model
         device, dtype = model.device, model.dtype
-        embedded = self.options.backbone.get_input_embeddings()(token[:, None])
-        inputs = torch.cat([embedded.to(device, dtype), state.to(device, dtype)], dim=-1)
+        embedded = self.options.backbone.get_input_embeddings()(token[:, None])  # [B, 1, D]
+        inputs = torch.cat([embedded.to(device, dtype), state.to(device, dtype)], dim=-1)  # [B, 1, 2 D]
         hidden = model.model(inputs_embeds=model.pre_projection(inputs), use_cache=False, **lent).last_hidden_state
         if model.masked_embedding is None:
-            logits = model.lm_head(hidden)
+            logits = model.lm_head(hidden)  # [B, 1, V]
         else:
             logits = _with_own_least(model.masked_embedding(hidden, model.lm_head.weight), model.config)
-        return logits[:, -1], model.post_projection(hidden)
+        return logits[:, -1], model.post_projection(hidden)  # [B, V], [B, 1, D]
 
 
 def _with_own_least(logits: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Give tokens of clusters that were not scored the least score of their own sequence less 1.
+    """Give tokens of clusters that were not scored the smallest score of their sequence minus 1.
 
     transformers takes the least score of the batch, so that a sequence's drafts would depend on the other sequences.
     """
     if config.centroid_intermediate_top_k >= config.num_centroids:
         return logits
-    unseen = logits == logits.amin(-1, keepdim=True)
+    unseen = logits == logits.amin(-1, keepdim=True)  # [B, 1, V]
     return torch.where(unseen, logits.masked_fill(unseen, torch.inf).amin(-1, keepdim=True) - 1, logits)
 
 
@@ -160,7 +168,7 @@ def check_source(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
     """Refuse a backbone whose states the assistant cannot read, or whose embeddings it cannot use.
 
     Raises:
-        ValueError: Another width, fewer layers or ids, a cache of its own kind, or attention without dense masks.
+        ValueError: Another width, fewer layers or ids, its own kind of cache, or attention without dense masks.
     """
     own, theirs, name = assistant.config, backbone.config.get_text_config(), type(backbone).__name__
     check_attention(own, "DFlash assistants")
@@ -172,7 +180,7 @@ def check_source(assistant: PreTrainedModel, backbone: PreTrainedModel) -> None:
     if not 0 <= own.mask_token_id < theirs.vocab_size:
         raise ValueError(f"mask_token_id={own.mask_token_id}, but {name} has ids 0 to {theirs.vocab_size - 1}")
     if has_own_cache(backbone):
-        raise ValueError(f"{name} has a cache of its own kind, whose columns the assistant's cannot follow")
+        raise ValueError(f"{name} has its own kind of cache, whose columns the assistant's cannot follow")
 
 
 class DFlashSession(DraftSession):
@@ -188,8 +196,8 @@ class DFlashSession(DraftSession):
     def begin(self, outputs: CausalLMOutputWithPast, view: CacheView) -> None:
         """Take the prompt's states; columns of an earlier call in the backbone's cache are ignored."""
         self.view, states = view, self._states(outputs.hidden_states or ())
-        mask, span = view.mask[:, -states.shape[1] :].to(states.device), self.num_tokens + 1
-        counts, room = view.counts.to(states.device), self.options.max_length
+        mask, span = view.mask[:, -states.shape[1] :].to(states.device), self.num_tokens + 1  # [B, L]
+        counts, room = view.counts.to(states.device), self.options.max_length  # [B]
         self.layout = CacheLayout(mask, view.is_padded, room, span + self.model.config.block_size, counts)
         self.layout.install_layers(self.cache)
         self.accepted.append((states, None))
@@ -205,14 +213,14 @@ class DFlashSession(DraftSession):
         sure."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        last, options, config = tokens.last()[:, None], self.options, self.model.config
-        masked = torch.full_like(last, config.mask_token_id).expand(-1, config.block_size - 1)
-        block = _embedded(options.backbone.get_input_embeddings(), torch.cat([last, masked], 1))
+        last, options, config = tokens.last()[:, None], self.options, self.model.config  # [B, 1]
+        masked = torch.full_like(last, config.mask_token_id).expand(-1, config.block_size - 1)  # [B, block - 1]
+        block = _embedded(options.backbone.get_input_embeddings(), torch.cat([last, masked], 1))  # [B, block, D]
         for states, new in self.accepted:
-            filled = self._run(states, new, block.to(self.model.device, self.model.dtype))
+            filled = self._run(states, new, block.to(self.model.device, self.model.dtype))  # [B, block, D]
         self.accepted = []
         unembedding = cast(nn.Module, options.backbone.get_output_embeddings())
-        logits = unembedding(to_device(filled[:, 1 : 1 + length], last.device, options.backbone.dtype))
+        logits = unembedding(to_device(filled[:, 1 : 1 + length], last.device, options.backbone.dtype))  # [B, m, V]
         return block_chain(to_device(logits, last.device), options, options.masks(tokens))
 
     def _states(self, hidden_states: States) -> Tensor:
@@ -228,13 +236,13 @@ class DFlashSession(DraftSession):
         if new is None:  # the prompt, which ends where the sequences do
             layout.block_offset, begin, positions = 0, -width, cached_range(-width, width, states.device)
         else:
-            layout.block_offset, begin, positions = width, 0, cached_arange(width, states.device)
-            count = to_device(new.on_device, states.device)[:, None]
-            among = torch.cat([(positions < count)[:, None].expand(-1, size, -1), among], dim=-1)
-            depths = torch.cat([positions.expand(batch, -1), depths + count], dim=1)
+            layout.block_offset, begin, positions = width, 0, cached_arange(width, states.device)  # [C]
+            count = to_device(new.on_device, states.device)[:, None]  # [B, 1]
+            among = torch.cat([(positions < count)[:, None].expand(-1, size, -1), among], dim=-1)  # [B, size, C + size]
+            depths = torch.cat([positions.expand(batch, -1), depths + count], dim=1)  # [B, C + size]
         windows = {kind: config.sliding_window + 1 if "sliding" in kind else None for kind in config.layer_types}
         seen = {kind: layout.visible(size, window, new=among, depths=depths) for kind, window in windows.items()}
-        depths = torch.cat([positions.expand(batch, -1), depths[:, -size:].expand(batch, -1)], dim=1)
+        depths = torch.cat([positions.expand(batch, -1), depths[:, -size:].expand(batch, -1)], dim=1)  # [B, C + size]
         layout.block_offset = begin
         outputs = self.model(
             noise_embeds=block,

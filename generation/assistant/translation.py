@@ -1,7 +1,7 @@
 """Drafts of an assistant with another tokenizer: its tokens, the backbone's, and the text between them.
 
-An assistant reads the backbone's text in ids of its own. Text that only grows is tokenised piece by piece: a piece
-that begins with a space settles what is before it, and what is not settled yet is tokenised anew as a whole.
+An assistant reads the backbone's text in its own ids. Text that only grows is tokenised piece by piece: a piece
+that begins with a space settles what is before it, and the rest is tokenised again as a whole.
 
     backbone     The | quick | br | own          ids of new tokens, a cycle after the other
     text         The   quick   brown             half a character waits for its other half
@@ -14,7 +14,7 @@ Two ways to draft; both leave the backbone's output and its distribution unchang
     text             it goes on in all of its tokens, likeliest first, and their text is tokenised for the backbone:
                      deterministic tokens, in a number of its own for every sequence
 
-Sequences have different numbers of new ids, and text may be tokenised anew: the assistant's columns end with the text
+Sequences have different numbers of new ids, and text may be tokenised again: the assistant's columns end with the text
 that is read, and every sequence reads as many of its last ids again as any sequence needs.
 """
 
@@ -40,11 +40,11 @@ from .session import AssistantSession, SharedVocabulary
 Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]
 """The backbone's and the assistant's."""
 _MARK = "\x01"
-"""Stands before texts that go on, in a token of its own: some tokenizers write a space before the first word of all."""
+"""Precedes texts that continue, as a separate token: some tokenizers write a space before the first word of all."""
 _BEFORE = 8
 """Ids that are decoded with those after them: some tokenizers drop the first space of all."""
 _LONGEST = 256
-"""Characters that are tokenised anew with every new one, where no space comes."""
+"""The most characters that are tokenised again with every new one, where no space comes."""
 _HALF = "\ufffd"
 """Decoded for a part of a character."""
 _AGAIN = 64
@@ -146,7 +146,7 @@ class Translation:
         theirs_of, own_of = token_texts(first), token_texts(second)
         both = sorted((number, own_of[text]) for text, number in theirs_of.items() if text in own_of)
         both = [pair for pair in both if pair[0] < theirs and pair[1] < own]
-        self.ids, self.own_ids = torch.tensor(both, dtype=torch.long).view(-1, 2).unbind(1)
+        self.ids, self.own_ids = torch.tensor(both, dtype=torch.long).view(-1, 2).unbind(1)  # [N] each
 
     def open(self, prompts: list[list[int]]) -> list[AssistantText]:
         """Return the scripts of prompts: at least one id of each."""
@@ -226,21 +226,19 @@ class CommonVocabulary(SharedVocabulary):
     def __init__(self, own: int, theirs: int, own_ids: Tensor, ids: Tensor) -> None:
         super().__init__(own, theirs, len(ids))
         self.own_ids, self.ids = own_ids, ids
-        self.own_id_of = own_ids.new_zeros(theirs).index_copy(0, ids, own_ids)
+        self.own_id_of = own_ids.new_zeros(theirs).index_copy(0, ids, own_ids)  # [theirs]
 
     def readable(self, ids: Tensor) -> Tensor:
-        """See `SharedVocabulary`."""
         return self.own_id_of[ids]
 
     def choose(
         self, logits: Tensor, options: DraftOptions, masks: DraftMasks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `SharedVocabulary`."""
         return options.choose(logits[..., self.own_ids], self.ids, self.theirs, masks)
 
 
 class OwnVocabulary(SharedVocabulary):
-    """All tokens of an assistant, which are translated as text: its likeliest ones, in ids of its own."""
+    """All tokens of an assistant, which are translated as text: its most likely ones, by its own ids."""
 
     def __init__(self, own: int) -> None:
         super().__init__(own, own, own)
@@ -274,21 +272,19 @@ class TranslatedSession(AssistantSession):
         self.translation = translation
 
     def begin(self, outputs: object, view: CacheView) -> None:
-        """See `DraftSession`."""
         real = zip(*(part.tolist() for part in self._prompt(view)))
         prompts = [[number for number, is_token in zip(ids, is_real) if is_token] for ids, is_real in real]
         self.scripts = self.translation.open(prompts)
         self.cached, self.sure = [list(script.ids) for script in self.scripts], [0] * len(prompts)
         self.ends, self.read = [len(ids) for ids in self.cached], [self.options.prompt.shape[1]] * len(prompts)
-        block = _padded(self.cached, max(self.ends), self.model.device)
-        is_id = _padded([[1] * count for count in self.ends], max(self.ends), block.device)
+        block = _padded(self.cached, max(self.ends), self.model.device)  # [B, L]
+        is_id = _padded([[1] * count for count in self.ends], max(self.ends), block.device)  # [B, L]
         self._read(block, is_id, _AGAIN)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Do nothing: the next draft begins with the text."""
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`."""
         self._follow(tokens)
         length = min(length, self.table + 1 - max(len(script.ids) for script in self.scripts))
         if length < 1:
@@ -319,7 +315,7 @@ class TranslatedSession(AssistantSession):
         self.cached, self.ends = [list(ids) for ids in texts], [len(ids) for ids in texts]
         self.sure = [script.settled for script in self.scripts]
         self.target.layout.block_offset = -count
-        positions = self.target.layout.counts[:, None] + cached_range(-count, count, device)
+        positions = self.target.layout.counts[:, None] + cached_range(-count, count, device)  # [B, count]
         return self._extend(_padded(texts, count, device), position_ids=positions.clamp(min=0))
 
 
@@ -344,7 +340,6 @@ class CommonSession(TranslatedSession):
         return new
 
     def _drafted(self, logits: Tensor, tokens: Sequences, length: int) -> DraftTree:
-        """See `TranslatedSession`."""
         tree = self._chain(logits, length, tokens)
         self.drafted = tree.tokens.shape[1] - 1
         return tree
@@ -364,11 +359,11 @@ class TextSession(TranslatedSession):
         drafts = [ids[:length] for ids in self.translation.drafts(self.scripts, own)]
         most = max(map(len, drafts))
         both = torch.tensor([[*ids, *[0] * (most - len(ids)), len(ids)] for ids in drafts], device=tokens.ids.device)
-        return DraftTree.chain(both[:, :most], num_nodes=both[:, most])
+        return DraftTree.chain(both[:, :most], num_nodes=both[:, most])  # their last column counts
 
 
 def _common(one: list[int], other: list[int], sure: int) -> int:
-    """Return how many ids two texts share at their beginning, of which `sure` are known to be equal."""
+    """Return how many ids two texts share at their beginning; the first `sure` are known to be equal."""
     shorter = min(len(one), len(other))
     return next((index for index in range(min(sure, shorter), shorter) if one[index] != other[index]), shorter)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from inspect import Parameter, signature
-from typing import Any
 
 from torch import Tensor
 from transformers import (
@@ -34,7 +33,7 @@ from ...configuration.fields import (
     learned_positions,
 )
 from ..tensors.masks import check_attention
-from ..tensors.wrapped_models import has_own_cache
+from ..tensors.wrapped_models import Kwargs, has_own_cache
 from .compressed import CompressedBackbone
 from .convolved import ConvolvedBackbone
 from .repacking import LockstepBackbone, RealignedBackbone
@@ -51,9 +50,9 @@ _KINDS = (
     _EMPTY,
 )
 _FIXED = tuple(kind for kind in _KINDS if kind is not LinearAttentionAndFullAttentionLayer)
-"""Layers of which a copy that never moves is known."""
+"""Layers that have a counterpart in a cache that never moves."""
 _CONVOLVED = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-"""Layers with short convolutions beside attention."""
+"""Layers with short convolutions and attention."""
 _FORGETFUL = ("jamba", "zamba", "recurrent_gemma")
 """Models whose mixers compute a block of several tokens otherwise than single ones, without the state before it say."""
 _ALIBI = ("bloom", "mpt")
@@ -84,7 +83,7 @@ def check_model(model: PreTrainedModel, instead: str = "attach to another backbo
         raise ValueError(f"{name}: its cache has columns of a picture that masks lack; {instead}")
     if not model._is_stateful and not any(_takes(type(model), cache) for cache in NAMES):
         raise ValueError(f"{name}: its forward takes no {CACHE}; {instead}")
-    # with ALiBi only distances count; a model of states decodes plainly, or its cache goes back in a way of its own
+    # with ALiBi only distances count; a model of states decodes plainly, or has its own rollback
     is_free = _has_alibi(model) or model._is_stateful or has_own_cache(model)
     if not is_free and not any(_takes(type(part), "position_ids") for part in (model, model.get_decoder())):
         raise ValueError(f"{name}: its forward takes no position_ids; {instead}")
@@ -113,7 +112,7 @@ def check_trees(backbone: PreTrainedModel) -> None:
     by_columns = "ALiBi" if _has_alibi(backbone) else "local attention" if _is_local(config) else None
     by_columns = "an index of blocks" if chooses_blocks(config) else by_columns
     by_columns = "an attention to compressed windows" if compresses_windows(config) else by_columns
-    by_columns = "an attention beside short convolutions" if has_short_convolutions(config) else by_columns
+    by_columns = "attention with short convolutions" if has_short_convolutions(config) else by_columns
     if by_columns:
         raise ValueError(f"{config.model_type}: {by_columns} takes distances from columns: leave draft_tree out")
 
@@ -144,9 +143,7 @@ def _is_local(config: PreTrainedConfig) -> bool:
     return "local" in (getattr(config, "attention_layers", None) or ())
 
 
-def check_prompt(
-    backbone: PreTrainedModel, call: dict[str, Any], config: GenerationConfig, has_own_cache: bool
-) -> None:
+def check_prompt(backbone: PreTrainedModel, call: Kwargs, config: GenerationConfig, has_own_cache: bool) -> None:
     """Refuse a prompt or a length that the backbone cannot process.
 
     Raises:
@@ -175,7 +172,7 @@ def check_prompt(
         raise ValueError(f"max_new_tokens={new} takes {count} positions of max_position_embeddings={limit}: {most}")
 
 
-def check_user_cache(call: dict[str, Any], config: GenerationConfig) -> None:
+def check_user_cache(call: Kwargs, config: GenerationConfig) -> None:
     """Refuse a cache of transformers that does not fit the prompt.
 
     Raises:
@@ -241,7 +238,7 @@ def target_of(
     cache: Cache,
     like: Tensor,
     mask: Tensor | None,
-    model_kwargs: dict[str, Any] | None = None,
+    model_kwargs: Kwargs | None = None,
     limit: int = 0,
     span: int = 0,
 ) -> DynamicCacheBackbone:

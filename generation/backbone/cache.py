@@ -1,4 +1,4 @@
-"""A cache that never moves: every sequence of a batch has an end of its own among the columns.
+"""A cache that never moves: every sequence of a batch has its own end among the columns.
 
     columns    0 .. L-1          the prompt, padding included
                ends[b] ..        the next token of sequence b goes to column ends[b]
@@ -60,8 +60,8 @@ class CacheLayout:
         batch, self.prompt = mask.shape
         self.mask = mask if is_padded and self.prompt else None
         if counts is None and self.mask is not None:
-            counts = self.mask.sum(1)
-        self.padding = None if counts is None else self.prompt - counts
+            counts = self.mask.sum(1)  # [B]
+        self.padding = None if counts is None else self.prompt - counts  # [B]
         self.lengths, self.ends = [self.prompt] * batch, torch.full((batch,), self.prompt, device=mask.device)
         self.is_even = True
         self.capacity = rounded(max(min(limit, self.prompt + _ROOM), self.prompt) + span)
@@ -97,20 +97,20 @@ class CacheLayout:
                 cache.layers[index] = layer.restore(columns)
 
     def holds(self, cache: Cache) -> bool:
-        """Return whether these layout are those of all layers of a cache."""
+        """Return whether all layers of a cache follow this layout."""
         return all(isinstance(layer, RaggedLayer) for layer in cache.layers)
 
     def select(self, cache: Cache, chosen: list[int]) -> None:
         """Continue with some of the sequences alone; the cache is copied."""
-        index = torch.tensor(chosen, device=self.ends.device)
+        index = torch.tensor(chosen, device=self.ends.device)  # [b]
         self.ends, self.lengths = self.ends[index], [self.lengths[each] for each in chosen]
         self.mask = None if self.mask is None else self.mask[index]
         self.padding = None if self.padding is None else self.padding[index]
         self.is_even, self._slots = len(set(self.lengths)) == 1, {}
-        for layer in cast("list[RaggedLayer]", cache.layers):
+        for layer in (each for each in cache.layers if isinstance(each, RaggedLayer)):
             for name, _ in layer.states:
                 if (held := getattr(layer, name)) is not None:
-                    setattr(layer, name, held[index.to(held.device)])
+                    setattr(layer, name, held[index.to(held.device)])  # of every state sequences are dimension 0
 
     def keep(self, new: NewTokens) -> None:
         """Leave the first `new.counts[b]` columns of those read after the end of sequence b."""
@@ -121,7 +121,7 @@ class CacheLayout:
 
     def keep_path(self, cache: Cache, path: Tensor) -> None:
         """Put the columns `path` [B, k] of the last block in a row, from `ends` on."""
-        first = self.ends[:, None]
+        first = self.ends[:, None]  # [B, 1]
         for layer in cache.layers:
             if isinstance(layer, RaggedLayer):
                 layer.compact_accepted_path(first + path, first + cached_arange(path.shape[1], path.device))
@@ -145,7 +145,7 @@ class CacheLayout:
             if self.is_even and not wraps:
                 self._slots[key] = slice(None), slice(start, start + count)
             else:
-                columns = self.ends[:, None] + cached_range(first, count, self.ends.device)
+                columns = self.ends[:, None] + cached_range(first, count, self.ends.device)  # [B, count]
                 columns = columns % size if wraps else columns
                 self._slots[key] = cached_arange(len(columns), device)[:, None], columns.to(device)
         return self._slots[key]
@@ -156,11 +156,11 @@ class CacheLayout:
         Columns that a rejected draft overwrote were outside of every window already, so that `ends` determines the
         columns.
         """
-        slots = cached_arange(width, self.ends.device)[None]
+        slots = cached_arange(width, self.ends.device)[None]  # [1, W]
         if self.written <= size:
             return slots
         last = self.ends[:, None] + (self.block_offset + count - 1)  # [B, 1]
-        return last - (last - slots) % size
+        return last - (last - slots) % size  # [B, W], the newest column up to `last` in the slot
 
     def visible(
         self,
@@ -175,7 +175,7 @@ class CacheLayout:
         Args:
             count: F.
             window: How far back a position sees, itself included; None: as far as there are columns.
-            chunk: The size of chunks, of which a position sees its own; in place of a window.
+            chunk: The size of chunks, in place of a window; a position sees the columns of its own chunk.
             new: [1 or B, F, N] bool, which of the last N columns, up to its end, the block sees; None: a chain, each
                 position sees those before it.
             depths: [1 or B, N] int64, the positions of those columns relative to `ends`; read with `new`, and a window
@@ -187,31 +187,31 @@ class CacheLayout:
         block = cached_range(self.block_offset, count, self.ends.device)  # [F], columns relative to `ends`
         # of a block that is longer than a ring, attention gets the block
         columns = self.ends[:, None] + block if count > size else self.columns(self.width(count, size), size, count)
-        away = columns - self.ends[:, None]
+        away = columns - self.ends[:, None]  # [B, W], relative to `ends`
         if new is None:
-            seen, depth, own = away[:, None] <= block[:, None], away, block[None]
+            seen, depth, own = away[:, None] <= block[:, None], away, block[None]  # [B, F, W], [B, W], [1, F]
         else:
-            node = away - (self.block_offset + count - new.shape[-1])
-            among = node.clamp(0, new.shape[-1] - 1)
-            seen = new.expand(len(node), -1, -1).gather(2, among[:, None].expand(-1, count, -1))
-            seen = (seen & (node < new.shape[-1])[:, None]) | (node < 0)[:, None]
+            node = away - (self.block_offset + count - new.shape[-1])  # [B, W], number among the last N columns
+            among = node.clamp(0, new.shape[-1] - 1)  # [B, W], for gather: numbers outside are masked below
+            seen = new.expand(len(node), -1, -1).gather(2, among[:, None].expand(-1, count, -1))  # [B, F, W]
+            seen = (seen & (node < new.shape[-1])[:, None]) | (node < 0)[:, None]  # all before the N
             if depths is not None:
-                own = depths[:, -count:]
-                depth = torch.where(node < 0, away, depths.expand(len(node), -1).gather(1, among))
+                own = depths[:, -count:]  # [1 or B, F]
+                depth = torch.where(node < 0, away, depths.expand(len(node), -1).gather(1, among))  # [B, W]
         if self.mask is not None:
-            inside = columns.clamp(0, self.prompt - 1).expand(len(away), -1)
-            seen = seen & ((columns >= self.prompt) | self.mask.gather(1, inside))[:, None]
+            inside = columns.clamp(0, self.prompt - 1).expand(len(away), -1)  # [B, W], as columns of the prompt
+            seen = seen & ((columns >= self.prompt) | self.mask.gather(1, inside))[:, None]  # without its padding
         if self.written > size:
-            seen = seen & (columns >= 0)[:, None]
+            seen = seen & (columns >= 0)[:, None]  # without slots that hold nothing yet
         if chunk:
             first = self.ends if self.mask is None else self.ends - (self.mask.cumsum(1) == 0).sum(1)
             seen = seen & ((first[:, None] + own) // chunk)[..., None].eq(((first[:, None] + depth) // chunk)[:, None])
         elif window:
-            seen = seen & (own[..., None] - depth[:, None] < window)
+            seen = seen & (own[..., None] - depth[:, None] < window)  # [B, F, W]
         if self.block_offset < 0 and self.mask is not None:  # padding sees itself, so that softmax gives numbers
             seen = seen | (away[:, None] == block[:, None])
         if min(self.lengths) + self.block_offset < 0:
-            seen = seen | (self.ends[:, None] + block < 0)[..., None]
+            seen = seen | (self.ends[:, None] + block < 0)[..., None]  # nor have rows before column 0 an empty softmax
         return seen
 
     def reserve(self, count: int) -> None:
@@ -243,7 +243,7 @@ def block_mask(
         several.
     """
     auxiliary = None if tree is None else tree.auxiliary
-    new = None if tree is None or tree.is_chain else tree.mask()
+    new = None if tree is None or tree.is_chain else tree.mask()  # [B, F, F]
     new = new if auxiliary is None else auxiliary.mask[None]
     layout.is_maskless = new is None and not layout.needs_mask(count)
     if layout.is_maskless:
@@ -306,7 +306,7 @@ class RaggedLayer(CacheLayerMixin):
         if isinstance(slots[1], slice):
             held.narrow(dim, slots[1].start, stored).copy_(new)
         else:
-            held.movedim(dim, 1)[slots] = new.movedim(dim, 1)
+            held.movedim(dim, 1)[slots] = new.movedim(dim, 1)  # [B, C, ...] at [B, count]
         return states if stored < count else held.narrow(dim, 0, self.layout.width(count, size))
 
     def _grown(self, held: Tensor, dim: int, size: int) -> Tensor:
@@ -314,13 +314,13 @@ class RaggedLayer(CacheLayerMixin):
         layout, old = self.layout, held.shape[dim]
         if not self.is_sliding:
             return laid_out(held, 0, dim, size)
-        last = layout.ends[:, None] + (max(layout.block_offset, 0) - 1)
-        slots = cached_arange(old, layout.ends.device)
-        columns = last - (last - slots) % old
-        columns = torch.where(columns < 0, slots, columns).to(held.device)
+        last = layout.ends[:, None] + (max(layout.block_offset, 0) - 1)  # [B, 1]
+        slots = cached_arange(old, layout.ends.device)  # [C]
+        columns = last - (last - slots) % old  # [B, C], what each slot holds
+        columns = torch.where(columns < 0, slots, columns).to(held.device)  # its own number where it holds nothing
         grown = laid_out(held.narrow(dim, 0, 0), 0, dim, size)
-        sequence = cached_arange(len(columns), held.device)[:, None]
-        grown.movedim(dim, 1)[sequence, columns % size] = held.movedim(dim, 1)
+        sequence = cached_arange(len(columns), held.device)[:, None]  # [B, 1]
+        grown.movedim(dim, 1)[sequence, columns % size] = held.movedim(dim, 1)  # [B, C, ...]
         return grown
 
     def update(
@@ -337,8 +337,8 @@ class RaggedLayer(CacheLayerMixin):
         """Copy the columns `source` [B, k] to `target` [B, k]."""
         for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
-                columns, size = held.movedim(dim, 1), held.shape[dim]
-                sequence = cached_arange(len(source), held.device)[:, None]
+                columns, size = held.movedim(dim, 1), held.shape[dim]  # [B, C, ...]
+                sequence = cached_arange(len(source), held.device)[:, None]  # [B, 1]
                 columns[sequence, target.to(held.device) % size] = columns[sequence, source.to(held.device) % size]
 
     def restore(self, columns: int) -> DynamicLayer:
@@ -347,7 +347,7 @@ class RaggedLayer(CacheLayerMixin):
         first = max(columns - layer.sliding_window + 1, 0) if isinstance(layer, DynamicSlidingWindowLayer) else 0
         for name, dim in self.states:
             if (held := getattr(self, name)) is not None:
-                slots = cached_range(first, columns - first, held.device) % held.shape[dim]
+                slots = cached_range(first, columns - first, held.device) % held.shape[dim]  # in the order of columns
                 setattr(layer, name, held.index_select(dim, slots))
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length, layer.record_past = columns, False
@@ -375,7 +375,7 @@ class RaggedLayer(CacheLayerMixin):
         seen = None
         if layout.needs_mask(1) or window is not None:
             layout.block_offset = -1  # what the last token sees
-            seen, width = layout.visible(1, window)[:, 0], layout.width(1, layout.size(self.is_sliding))
+            seen, width = layout.visible(1, window)[:, 0], layout.width(1, layout.size(self.is_sliding))  # [B, W]
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         return keys[:, :, :width], values[:, :, :width], seen
 
@@ -388,7 +388,7 @@ def rounded(width: int) -> int:
 def laid_out(states: Tensor, first: int, dim: int, size: int) -> Tensor:
     """Return a tensor of `size` slots, which holds columns from `first` on: column c in slot c % size."""
     count = states.shape[dim]
-    slots = states.new_zeros(*states.shape[:dim], size, *states.shape[dim + 1 :])
+    slots = states.new_zeros(*states.shape[:dim], size, *states.shape[dim + 1 :])  # [..., size, ...]
     if first + count <= size:
         slots.narrow(dim, first, count).copy_(states)
     else:

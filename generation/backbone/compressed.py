@@ -1,8 +1,8 @@
 """A cache that never moves, for attention that reads windows of tokens, compressed to one entry each (DeepSeek-V4).
 
 A window has `rate` columns and begins in a multiple of them; it is compressed once it is full. What entries are made of
-is kept for the last tokens, in rings beside the keys. In every forward, each sequence's windows from the one that its
-end lies in are compressed anew, as far as its block closes any: what rejected drafts left is written over.
+is kept for the last tokens, in rings like the keys. In every forward, each sequence's windows from the one that its
+end lies in are compressed again, as far as its block closes any: what rejected drafts left is overwritten.
 
     rate 4, ends 5 and 9     columns of the window that a block of 4 closes     its entry
     row 0                    4 .. 7                                             1
@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..contract import DraftTree, each_state
 from ..tensors.masks import cached_arange, cached_range
+from ..tensors.wrapped_models import Kwargs
 from .cache import CacheLayout, RaggedLayer, laid_out, rounded
 from .target import RaggedBackbone
 
@@ -39,7 +40,7 @@ class CompressedLayer(RaggedLayer):
 
     Of each compressor it holds, by the names of transformers' layer and the compressor's: `buffer_kv` and
     `buffer_gate`, rings [B, C, d] of tokens; `compressed_kv`, the entries [B, T, d]; where windows overlap,
-    `overlap_kv` and `overlap_gate` [B, n, rate, d] of windows in a row, the first of which is `overlap_from` [B].
+    `overlap_kv` and `overlap_gate` [B, n, rate, d] of windows in a row, from window `overlap_from` [B] on.
 
     Attributes:
         rotary: That of the compressor, set by `CompressedBackbone`.
@@ -61,10 +62,10 @@ class CompressedLayer(RaggedLayer):
                 size = layout.size(True)
                 buffer = None if buffer is None else laid_out(buffer, layout.prompt - buffer.shape[1], 1, size)
                 self._hold(f"buffer_{part}_{name}", buffer)
-                self._hold(f"overlap_{part}_{name}", None if overlap is None else overlap[:, None])
+                self._hold(f"overlap_{part}_{name}", None if overlap is None else overlap[:, None])  # [B, 1, rate, d]
                 given[f"buffer_{part}"][name] = None
             self._hold(f"compressed_kv_{name}", given["compressed_kv"][name])
-            self._hold(f"overlap_from_{name}", layout.ends // self.rate - 1)
+            self._hold(f"overlap_from_{name}", layout.ends // self.rate - 1)  # [B]
             given["compressed_kv"][name] = None
 
     def _hold(self, name: str, states: torch.Tensor | None) -> None:
@@ -82,7 +83,6 @@ class CompressedLayer(RaggedLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RaggedLayer`."""
         if not self.compressors:
             return super().update(key_states, value_states)
         keys = self._written("keys", 2, key_states)
@@ -101,22 +101,22 @@ class CompressedLayer(RaggedLayer):
         count = max(self._full(length) - length // self.rate for length in lengths)
         if not count:
             return kv[:, :0], gate[:, :0], 0
-        columns = self.rate * self._first(kv)[:, None] + cached_arange(count * self.rate, kv.device)
-        row = cached_arange(len(kv), kv.device)[:, None]
+        columns = self.rate * self._first(kv)[:, None] + cached_arange(count * self.rate, kv.device)  # [B, n rate]
+        row = cached_arange(len(kv), kv.device)[:, None]  # [B, 1]
         rings = [getattr(self, f"buffer_{part}_{name}") for part in _PARTS]
-        kv, gate = (ring[row, columns % ring.shape[1]] for ring in rings)
-        return kv, gate, -self.rate * cached_arange(count, kv.device)
+        kv, gate = (ring[row, columns % ring.shape[1]] for ring in rings)  # [B, n rate, d] each
+        return kv, gate, -self.rate * cached_arange(count, kv.device)  # the last one is [n]
 
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> list[torch.Tensor]:
         """Return what the windows before those of a chunk [B, n, rate, d] give to them, two of [B, rate, head_dim]."""
         first, priors = self._first(chunk_kv), []
-        index = first - 1 - getattr(self, f"overlap_from_{name}").to(first.device)
-        row = cached_arange(len(first), first.device)
+        index = first - 1 - getattr(self, f"overlap_from_{name}").to(first.device)  # [B]
+        row = cached_arange(len(first), first.device)  # [B]
         for (part, nothing), chunk in zip(_PARTS.items(), (chunk_kv, chunk_gate)):
-            held, new = getattr(self, f"overlap_{part}_{name}"), chunk[..., :head_dim]
-            prior = torch.full_like(new[:, 0], nothing) if held is None else held[row, index]
+            held, new = getattr(self, f"overlap_{part}_{name}"), chunk[..., :head_dim]  # [B, n, rate, head_dim]
+            prior = torch.full_like(new[:, 0], nothing) if held is None else held[row, index]  # [B, rate, head_dim]
             setattr(self, f"overlap_{part}_{name}", torch.cat([prior[:, None], new], dim=1))
             priors.append(prior)
         setattr(self, f"overlap_from_{name}", first - 1)
@@ -128,9 +128,9 @@ class CompressedLayer(RaggedLayer):
         if count := compressed.shape[1]:
             size = rounded(self.layout.capacity // self.rate + 2)
             held = compressed[:, :0] if held is None else held
-            held = held if held.shape[1] >= size else laid_out(held, 0, 1, size)
-            windows = self._first(held)[:, None] + cached_arange(count, held.device)
-            entries = self._rotated(compressed, windows).to(held.dtype)
+            held = held if held.shape[1] >= size else laid_out(held, 0, 1, size)  # [B, size, d]
+            windows = self._first(held)[:, None] + cached_arange(count, held.device)  # [B, n]
+            entries = self._rotated(compressed, windows).to(held.dtype)  # [B, n, d]
             held[cached_arange(len(held), held.device)[:, None], windows] = entries
             setattr(self, f"compressed_kv_{name}", held)
         return compressed if held is None else held[:, : max(map(self._full, self.layout.lengths))]
@@ -141,10 +141,9 @@ class CompressedLayer(RaggedLayer):
 
         cos, sin = self.rotary(entries, position_ids=windows * self.rate, layer_type="compress")
         scaled = vars(self.rotary)["compress_attention_scaling"]  # as entries are already
-        return apply_rotary_pos_emb(entries[:, None], cos / scaled, sin / scaled)[:, 0]
+        return apply_rotary_pos_emb(entries[:, None], cos / scaled, sin / scaled)[:, 0]  # [B, 1, n, d] as of one head
 
     def restore(self, columns: int) -> DynamicLayer:
-        """See `RaggedLayer`."""
         states, self.states = self.states, self.states[: 1 if self.compressors else None]
         layer = super().restore(columns)
         self.states, given = states, vars(layer)
@@ -169,7 +168,7 @@ class CompressedBackbone(RaggedBackbone):
 
     Attributes:
         heavy: Compressors without an index, whose single tokens see all entries: windows count columns, padding among
-            them. In a block they hide entries by positions, so that beside padding they are given columns instead.
+            them. In a block they hide entries by positions, so that with padding they get columns instead.
     """
 
     takes_trees = False
@@ -187,24 +186,24 @@ class CompressedBackbone(RaggedBackbone):
     def _call(
         self,
         block: torch.Tensor,
-        places: torch.Tensor,
+        depths: torch.Tensor,
         tree: DraftTree | None,
         last: int | None,
-        options: dict[str, Any],
+        options: Kwargs,
     ) -> Any:
         if block.shape[1] > 1 or self.layout.is_even:
-            with self._given_columns(places) if self.is_padded else nullcontext():
-                return super()._call(block, places, tree, last, options)
+            with self._given_columns(depths) if self.is_padded else nullcontext():
+                return super()._call(block, depths, tree, last, options)
         # a token alone sees all entries, those of sequences that are ahead: of two, each sees its own
         options = options | {"logits_to_keep": 0}
-        outputs = self._call(pad(block, (0, 1)), torch.cat([places, places + 1], dim=-1), None, last, options)
+        outputs = self._call(pad(block, (0, 1)), torch.cat([depths, depths + 1], dim=-1), None, last, options)
         outputs.logits = outputs.logits[:, :1]
         outputs.hidden_states = each_state(outputs.hidden_states, lambda state: state[:, :1])
         return outputs
 
     @contextmanager
-    def _given_columns(self, places: torch.Tensor) -> Iterator[None]:
-        columns, own = self.layout.ends[:, None] + places, get_ident()
+    def _given_columns(self, depths: torch.Tensor) -> Iterator[None]:
+        columns, own = self.layout.ends[:, None] + depths, get_ident()  # [B, F]
 
         def changed(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return (*args[:2], columns.to(args[2].device), *args[3:]) if get_ident() == own else args

@@ -1,7 +1,7 @@
 """A cache that never moves, for layers that also have short convolutions, and whose attention reads columns (Inkling).
 
-A convolution reads the last k - 1 inputs before a token's own. They stand beside the keys in a small ring: the input of
-column c in slot c % size. A rejected draft is written over like keys are, so that each sequence reads its own:
+A convolution reads the last k - 1 inputs before a token's own. They are kept with the keys in a small ring: the input
+of column c in slot c % size. A rejected draft is written over like keys are, so that each sequence reads its own:
 
     kernel 4, ends 8 and 6   inputs that a block of 2 reads         and writes
     row 0                    columns 5, 6, 7                        8, 9
@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from ...configuration.fields import has_short_convolutions
 from ..contract import DraftTree
 from ..tensors.masks import cached_arange, cached_range
+from ..tensors.wrapped_models import Kwargs
 from .cache import CacheLayout, RaggedLayer, Slots, rounded
 from .indexed import real_tokens
 from .target import RaggedBackbone, layer_class
@@ -33,7 +34,7 @@ from .target import RaggedBackbone, layer_class
 
 @LinearAttentionCacheLayerMixin.register
 class ConvolvedLayer(RaggedLayer):
-    """A `RaggedLayer` with the inputs [B, d, C] of convolutions, in rings of their own, `inputs_0`, `inputs_1`, ...
+    """A `RaggedLayer` with the inputs [B, d, C] of convolutions, in further rings, `inputs_0`, `inputs_1`, ...
 
     It offers what transformers' layer with convolutions does, and says that it holds nothing: convolutions then give it
     every block.
@@ -63,11 +64,11 @@ class ConvolvedLayer(RaggedLayer):
         self.kernel = conv_kernel_size
         layout.reserve(count)
         if layout.block_offset < 0 and (layout.mask is not None or min(layout.lengths) + layout.block_offset < 0):
-            conv_states = conv_states * real_tokens(layout, count)[:, None].to(conv_states.device)
+            conv_states = conv_states * real_tokens(layout, count)[:, None].to(conv_states.device)  # [B, d, F]
         ring, device, before = self._ring(name, conv_states), conv_states.device, conv_kernel_size - 1
         size = ring.shape[2]
-        earlier = _at(ring, layout.slots(layout.block_offset - before, before, size, device))
-        whole, kept = torch.cat([earlier, conv_states], dim=2), min(count, size)
+        earlier = _at(ring, layout.slots(layout.block_offset - before, before, size, device))  # [B, d, k - 1]
+        whole, kept = torch.cat([earlier, conv_states], dim=2), min(count, size)  # [B, d, k - 1 + F]
         newest = layout.slots(layout.block_offset + count - kept, kept, size, device)
         _put(ring, newest, conv_states[..., count - kept :])
         return whole
@@ -78,7 +79,7 @@ class ConvolvedLayer(RaggedLayer):
         ring: torch.Tensor | None = getattr(self, name)
         if ring is not None and ring.shape[2] >= size:
             return ring
-        room = like.new_zeros(*like.shape[:2], size)
+        room = like.new_zeros(*like.shape[:2], size)  # [B, d, size]
         if ring is not None:  # blocks have become longer
             old = ring.shape[2]
             first = max(layout.block_offset, 0) - old
@@ -93,7 +94,7 @@ class ConvolvedLayer(RaggedLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """Return how many columns attention gets, and what is to be added to 0, 1, ... for their numbers."""
-        columns = self.columns(query_length)
+        columns = self.columns(query_length)  # [1 or B, W]
         if self.layout.is_maskless or len(columns) > 1:  # they are 0, 1, ..., or each sequence has its own
             return columns.shape[1], 0
         return columns.shape[1], columns[0] - cached_arange(columns.shape[1], columns.device)
@@ -104,19 +105,18 @@ class ConvolvedLayer(RaggedLayer):
         layout.reserve(count)
         size = layout.size(self.is_sliding)
         if count > size:  # attention gets the block
-            columns = layout.ends[:, None] + cached_range(layout.block_offset, count, layout.ends.device)
+            columns = layout.ends[:, None] + cached_range(layout.block_offset, count, layout.ends.device)  # [B, F]
         else:
-            columns = layout.columns(layout.width(count, size), size, count)
+            columns = layout.columns(layout.width(count, size), size, count)  # [1 or B, W]
         return columns[:1] if layout.is_even else columns
 
     def restore(self, columns: int) -> DynamicLayer:
-        """See `RaggedLayer`."""
         states, self.states = self.states, self.states[:2]
         layer = super().restore(columns)
         self.states, given = states, vars(layer)
         for index, name in enumerate(self.rings):
             if (ring := getattr(self, name)) is not None:
-                kept = cached_range(columns - self.kernel, self.kernel, ring.device)
+                kept = cached_range(columns - self.kernel, self.kernel, ring.device)  # [k], the last columns
                 given["conv_states"][index] = ring.index_select(2, kept % ring.shape[2])
         given["record_past"] = False
         return layer
@@ -124,7 +124,7 @@ class ConvolvedLayer(RaggedLayer):
 
 def _at(ring: torch.Tensor, slots: Slots) -> torch.Tensor:
     """Return the inputs [B, d, n] in some slots."""
-    return ring.movedim(2, 1)[slots].movedim(1, 2)
+    return ring.movedim(2, 1)[slots].movedim(1, 2)  # [B, C, d] in between
 
 
 def _put(ring: torch.Tensor, slots: Slots, inputs: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ class ConvolvedBackbone(RaggedBackbone):
         positions: torch.Tensor,
         tree: DraftTree | None,
         last: int | None,
-        options: dict[str, Any],
+        options: Kwargs,
     ) -> Any:
         with own_columns(self.model.get_decoder(), self.cache):
             return super()._call(block, positions, tree, last, options)
@@ -189,8 +189,8 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch
     def scaled(states: torch.Tensor, token_dim: int) -> torch.Tensor:
         if not is_scaled:
             return states
-        counts = (columns(states.shape[token_dim]) + 1).to(states.device).float()
-        factor = 1 + config.log_scaling_alpha * (counts / config.log_scaling_n_floor).clamp(min=1).log()
+        counts = (columns(states.shape[token_dim]) + 1).to(states.device).float()  # [B, F]
+        factor = 1 + config.log_scaling_alpha * (counts / config.log_scaling_n_floor).clamp(min=1).log()  # [B, F]
         shape = [len(factor), *(-1 if dim == token_dim else 1 for dim in range(1, states.dim()))]
         return (states.float() * factor.view(shape)).to(states.dtype)
 
@@ -202,10 +202,10 @@ def _hooks(attention: Any, cache: Cache, distances: dict[tuple[bool, int], torch
             return output
         count = output.shape[2]
         if (key := (layer.is_sliding, count)) not in distances:
-            distances[key] = columns(count)[..., None] - layer.columns(count)[:, None]
-        away, extent = distances[key][:, None].to(output.device), module.rel_extent
-        learned = (args[0] @ module.proj).transpose(1, 2)
-        found = learned.gather(-1, away.clamp(0, extent - 1).expand_as(output))
+            distances[key] = columns(count)[..., None] - layer.columns(count)[:, None]  # [B, F, W]
+        away, extent = distances[key][:, None].to(output.device), module.rel_extent  # [B, 1, F, W]
+        learned = (args[0] @ module.proj).transpose(1, 2)  # [B, H, F, extent]
+        found = learned.gather(-1, away.clamp(0, extent - 1).expand_as(output))  # [B, H, F, W]
         return scaled(found.masked_fill((away < 0) | (away >= extent), 0), 2)
 
     hooks = [attention.rel_logits_proj.register_forward_hook(bias)]

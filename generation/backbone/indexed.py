@@ -1,4 +1,4 @@
-"""Layers of a cache that never moves, for attention that chooses columns by an index in a way of its own.
+"""Layers of a cache that never moves, for attention that chooses columns by an index.
 
 - `AlignedLayer`: it sees every real column up to a token's own, by the order of columns, and takes no mask (GLM5-next).
 - `PositionedLayer`: it rotates the keys of its index in every forward, and so reads positions of all columns
@@ -18,7 +18,7 @@ from .cache import CacheLayout, RaggedLayer, laid_out
 
 
 class AlignedLayer(RaggedLayer):
-    """A `RaggedLayer` of which attention gets the columns up to the block's end, right-aligned.
+    """A `RaggedLayer` that gives attention the columns up to the block's end, right-aligned.
 
     What stands before a sequence is no token: zeros. The keys of the index say in their last channel what is one.
     """
@@ -33,7 +33,7 @@ class AlignedLayer(RaggedLayer):
         width, ends = held.shape[dim], self.layout.ends.to(held.device)
         source = cached_arange(width, held.device) - (width - self.layout.block_offset - self.fed - ends)[:, None]
         shape = [len(source), *[1] * (dim - 1), width, *[1] * (held.dim() - dim - 1)]
-        aligned = held.gather(dim, source.clamp(min=0).view(shape).expand(held.shape))
+        aligned = held.gather(dim, source.clamp(min=0).view(shape).expand(held.shape))  # as `held`
         return aligned.masked_fill((source < 0).view(shape), 0)
 
     def get_seq_length(self) -> int:
@@ -69,11 +69,10 @@ class PositionedLayer(RaggedLayer):
 
     def note(self, position_ids: torch.Tensor) -> None:
         """Write positions of the next block, [B, F] or [1, 3 or 4, B, F], the last three rotated by."""
-        three = (position_ids[-3:] if position_ids.dim() == 3 else position_ids).expand(3, -1, -1)
+        three = (position_ids[-3:] if position_ids.dim() == 3 else position_ids).expand(3, -1, -1)  # [3, B, F]
         self.shown = self._written("positions", 2, three.transpose(0, 1)).shape[2]
 
     def restore(self, columns: int) -> DynamicLayer:
-        """See `RaggedLayer`."""
         layer = cast(DynamicIndexedLayer, super().restore(columns))
         positions = vars(layer).pop("positions", None)
         layer.indexer_position_ids = None if positions is None else positions.transpose(0, 1)
@@ -100,8 +99,8 @@ class BlockLayer(RaggedLayer):
 
 def real_tokens(layout: CacheLayout, fed: int) -> torch.Tensor:
     """Return which positions of the next block are tokens, [B, F] bool."""
-    columns = layout.ends[:, None] + cached_range(layout.block_offset, fed, layout.ends.device)
+    columns = layout.ends[:, None] + cached_range(layout.block_offset, fed, layout.ends.device)  # [B, F]
     if layout.mask is None:
         return columns >= 0
-    inside = layout.mask.gather(1, columns.clamp(0, layout.prompt - 1)) & (columns >= 0)
+    inside = layout.mask.gather(1, columns.clamp(0, layout.prompt - 1)) & (columns >= 0)  # [B, F]
     return inside | (columns >= layout.prompt)

@@ -45,8 +45,7 @@ class RealignedBackbone(DynamicCacheBackbone):
         self.count = 0
 
     def extend(self, block: Tensor, **options: Any) -> Any:
-        """See `DynamicCacheBackbone`."""
-        numbers = self.counts[:, None] + cached_range(self.count, block.shape[1], block.device)
+        numbers = self.counts[:, None] + cached_range(self.count, block.shape[1], block.device)  # [B, F]
         self.count += block.shape[1]
         keep_all_columns(self.cache)
         return self.model(
@@ -58,7 +57,6 @@ class RealignedBackbone(DynamicCacheBackbone):
         )
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
-        """See `Target`."""
         self.new_tokens = new
         if self.replay is not None:
             self.replay.keep(new.counts)
@@ -66,7 +64,7 @@ class RealignedBackbone(DynamicCacheBackbone):
         self.mask, self.count = torch.nn.functional.pad(self.mask, (0, new.longest), value=True), 0
         self.counts = self.counts + (new.longest if new.is_even else new.on_device.to(self.counts.device))
         if not new.is_even:
-            shifts = new.longest - new.on_device.to(self.counts.device)
+            shifts = new.longest - new.on_device.to(self.counts.device)  # [B]
             self.moved = shifts if self.moved is None else self.moved + shifts
             self.is_padded, self.mask = True, shift_cache(self.cache, shifts, self.mask)
         keep_window_columns(self.cache)
@@ -128,13 +126,13 @@ def shift_cache(cache: Cache, shifts: Tensor, mask: Tensor) -> Tensor:
 
     Columns that enter at an end are arbitrary, and padding in the mask.
     """
-    source = cached_arange(mask.shape[1], shifts.device) - shifts[:, None]
+    source = cached_arange(mask.shape[1], shifts.device) - shifts[:, None]  # [B, W], the column that moves there
     for layer, name, dim in _states_with_columns(cache):
         states = getattr(layer, name)
-        index = source[:, : states.shape[dim]].to(states.device).clamp(0, states.shape[dim] - 1)
+        index = source[:, : states.shape[dim]].to(states.device).clamp(0, states.shape[dim] - 1)  # [B, w]
         shape = [len(states), *[1] * (dim - 1), -1, *[1] * (states.dim() - dim - 1)]
         setattr(layer, name, states.gather(dim, index.view(shape).expand(*states.shape)))
-    return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)
+    return mask.gather(1, source.clamp(0, source.shape[1] - 1)) & (source >= 0)  # [B, W]
 
 
 def _states_with_columns(cache: Cache) -> list[tuple[Any, str, int]]:

@@ -23,6 +23,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ...configuration.cache_names import name_of_cache
+from ..tensors.wrapped_models import Kwargs
 
 _STATES = ("conv_states", "recurrent_states")
 _INPUTS = ("hidden_states", "input_ids")
@@ -37,7 +38,7 @@ class Replay:
         cache: Its cache, in which the prompt is.
 
     Attributes:
-        mixers: The modules that read and write recurrent states, by layer: one, or several with states of their own.
+        mixers: The modules that read and write recurrent states, by layer: one, or several with separate states.
     """
 
     def __init__(self, decoder: nn.Module, cache: Cache) -> None:
@@ -66,7 +67,7 @@ class Replay:
             for hook in hooks:
                 hook.remove()
 
-    def _remember(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _remember(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: Kwargs | None = None) -> None:
         # a hook that its thread removes while another one is about to call it gets no keyword arguments any more
         if kwargs is None or getattr(_OF_THREAD, "recording", None) is not self:
             return
@@ -95,7 +96,7 @@ class Replay:
         view.has_previous_state = dict(layer.has_previous_state)
         for mixer in mixers if count else ():
             inputs = {
-                name: given[torch.tensor(fed, device=given.device), :count]
+                name: given[torch.tensor(fed, device=given.device), :count]  # [b, count, ...]
                 for name, given in self.inputs[mixer].items()
             }
             mixer(**inputs, **{str(name_of_cache(mixer.forward)): _Only(index, view)})
@@ -108,14 +109,14 @@ class _Only(Cache):
     """A cache with one layer, which keeps its number."""
 
     def __init__(self, index: int, layer: LinearAttentionCacheLayerMixin) -> None:
-        super().__init__(layers=[layer] * (index + 1))
+        super().__init__(layers=[layer for _ in range(index + 1)])
 
 
 def find_mixers(decoder: nn.Module, cache: Cache) -> dict[int, list[nn.Module]]:
     """The modules of a decoder that read and write the recurrent states of a cache, by layer.
 
     In a layer that also attends, attention has the same number as the mixer, and in some a module around it: the mixer
-    is the innermost module whose own code updates states. A further one reads the tokens beside their states.
+    is the innermost module whose own code updates states. A further one also reads the token ids.
     """
     found: dict[int, nn.Module] = {}
     further: dict[int, list[nn.Module]] = {}
@@ -142,7 +143,7 @@ def _rank(kind: type[nn.Module]) -> int:
     return 2 if "update_recurrent_state" in source else int("update_conv_state" in source)
 
 
-def _copies(layer: LinearAttentionCacheLayerMixin) -> dict[str, dict[int, Tensor]]:
+def _copies(layer: object) -> dict[str, dict[int, Tensor]]:
     """Clones of a layer's states; they are updated in place."""
     return {
         name: {i: state.clone() for i, state in getattr(layer, name).items() if state is not None} for name in _STATES

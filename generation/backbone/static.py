@@ -23,6 +23,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from ...configuration.cache_names import CACHE
 from ..contract import DraftTree, States, TargetOutput, each_state
 from ..tensors.masks import cached_range
+from ..tensors.wrapped_models import Kwargs
 from .cache import CacheLayout, RaggedLayer, rounded
 from .target import RaggedBackbone
 
@@ -30,7 +31,7 @@ _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
 Buffers = dict[tuple[int, str], Tensor]
 """Keys and values by layer and name."""
 _KEPT: weakref.WeakKeyDictionary[nn.Module, Buffers] = weakref.WeakKeyDictionary()
-"""Of the last compiled call of a model that is over: a CUDA graph holds addresses, and is recorded anew for others."""
+"""Of the last compiled call of a model that is over: a CUDA graph holds addresses, and is recorded again for others."""
 
 
 class PlannedCache(DynamicCache):
@@ -48,7 +49,7 @@ class PlannedCache(DynamicCache):
 
 
 def planned_cache(
-    model: PreTrainedModel, model_kwargs: dict[str, Any], config: GenerationConfig, has_singles: bool
+    model: PreTrainedModel, model_kwargs: Kwargs, config: GenerationConfig, has_singles: bool
 ) -> PlannedCache:
     """Return the cache that replaces the static one that transformers prepared for a call; see `PlannedCache`."""
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
@@ -87,7 +88,7 @@ class FixedLayout(CacheLayout):
         """Note the slots of the next block."""
         self.capacity = max(self.capacity, rounded(self.limit + count))  # where the longest block was not known
         self.reserve(count)
-        columns = (self.ends[:, None] + cached_range(self.block_offset, count, self.ends.device))[:, None]
+        columns = (self.ends[:, None] + cached_range(self.block_offset, count, self.ends.device))[:, None]  # [B, 1, F]
         self.block_slots = tuple(columns % self.size(is_ring) for is_ring in (False, True))
 
 
@@ -103,7 +104,7 @@ class FixedLayer(RaggedLayer):
         """Write a block [B, H, F, D], and return all columns."""
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         batch, heads = key_states.shape[:2]
-        row, head = (torch.arange(count, device=key_states.device) for count in (batch, heads))
+        row, head = (torch.arange(count, device=key_states.device) for count in (batch, heads))  # [B], [H]
         index = row[:, None, None], head[:, None], self.layout.block_slots[int(self.is_sliding)].to(key_states.device)
         keys[index], values[index] = key_states.to(keys.dtype), value_states.to(values.dtype)
         return keys, values
@@ -147,7 +148,7 @@ class StaticBackbone(RaggedBackbone):
     def drop_finished(self, done: list[bool]) -> None:
         """Do nothing: shapes never change."""
 
-    def _forward(self, block: Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+    def _forward(self, block: Tensor, tree: DraftTree, options: Kwargs) -> TargetOutput:
         count = self.count = block.shape[1]
         slots = 0 if tree.auxiliary is None else len(tree.auxiliary.positions) - count
         self.has_slots |= slots > 0
@@ -178,9 +179,7 @@ class StaticBackbone(RaggedBackbone):
             tree = DraftTree(nodes, parents, depth=tree.depth, auxiliary=auxiliary)
         return torch.nn.functional.pad(block, missing), tree
 
-    def _call(
-        self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: dict[str, Any]
-    ) -> Any:
+    def _call(self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
         if tree is not None and tree.auxiliary is None:  # what is filled in may be beyond a table of positions
             depths = torch.nn.functional.pad(depths[..., : self.count], (0, block.shape[1] - self.count))
         self.layout.begin(depths.shape[-1])

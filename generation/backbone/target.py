@@ -1,6 +1,6 @@
 """The backbone as the decoding loop sees it: a forward after every sequence's own prefix, and a rollback per sequence.
 
-Three kinds of caches: transformers' own, in which every sequence has an end of its own (`cache`); those of backbones
+Three kinds of caches: transformers' own, in which every sequence has its own end (`cache`); those of backbones
 that take no dense masks, which are repacked after every verification (`repacking`); and those that store every
 sequence's length themselves. `target_of` chooses. Knows neither distributions nor verification.
 """
@@ -23,6 +23,7 @@ from ...configuration.fields import chooses_blocks, masks_padding_alone, rotates
 from ..call.sequences import NewTokens
 from ..contract import CacheView, DraftTree, HiddenLayers, SpeculativeCache, TargetOutput, each_state
 from ..tensors.masks import cached_range
+from ..tensors.wrapped_models import Kwargs
 from .cache import CacheLayout, RaggedLayer, block_mask
 from .indexed import AlignedLayer, BlockLayer, PositionedLayer
 from .replay import Replay
@@ -101,10 +102,11 @@ class OwnCacheBackbone(Target):
     """
 
     supports_rollback, has_columns = True, False
+    cache: SpeculativeCache
     last_position = None
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, mask: Tensor | None = None) -> None:
-        self.model, self.cache = model, cast(SpeculativeCache, cache)
+    def __init__(self, model: PreTrainedModel, cache: SpeculativeCache, mask: Tensor | None = None) -> None:
+        self.model, self.cache = model, cache
         self.cache.activate_past_recording()  # a draft may be longer than what a forward leaves for rollback by itself
         self.mask = cast(Tensor, mask)  # None without padding; only sessions of such caches read it
 
@@ -123,7 +125,6 @@ class OwnCacheBackbone(Target):
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
     def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
-        """See `Target`."""
         self.new_tokens = new
         self.cache.keep_last(self.count, new, *(() if path is None else (path,)))
 
@@ -148,10 +149,10 @@ class Continuation:
         start: Positions less the number of real tokens before them, [B, 1] or [axes, B, 1]; None: 0.
     """
 
-    def __init__(self, model_kwargs: dict[str, Any], counts: Tensor) -> None:
+    def __init__(self, model_kwargs: Kwargs, counts: Tensor) -> None:
         self.start: Tensor | None = None
         if (positions := model_kwargs.get("position_ids")) is not None:
-            start = positions[..., -1:].to(counts.device) + 1 - counts[:, None]
+            start = positions[..., -1:].to(counts.device) + 1 - counts[:, None]  # [B, 1] or [axes, B, 1]
             # tested once, so that the usual call pays nothing in its cycles
             self.start = start if positions.dim() > 2 or bool(start.any()) else None
         self.types = {
@@ -163,10 +164,10 @@ class Continuation:
     def inputs(self, numbers: Tensor, last_position: int | None = None) -> dict[str, Tensor]:
         """Return the keyword arguments of a forward, from how many real tokens precede each token of the block [B,
         F]."""
-        positions = numbers if self.start is None else numbers + self.start
+        positions = numbers if self.start is None else numbers + self.start  # [B, F] or [axes, B, F]
         if last_position is not None:
             positions = positions.clamp(max=last_position)
-        types = {name: types.expand(-1, numbers.shape[1]) for name, types in self.types.items()}
+        types = {name: types.expand(-1, numbers.shape[1]) for name, types in self.types.items()}  # [B, F]
         return {"position_ids": positions} | types
 
     def select(self, chosen: Tensor) -> None:
@@ -201,11 +202,11 @@ class DynamicCacheBackbone(Target):
         cache: Cache,
         like: Tensor,
         mask: Tensor | None = None,
-        model_kwargs: dict[str, Any] | None = None,
+        model_kwargs: Kwargs | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         width = cache.get_seq_length()
-        self.mask = torch.ones(len(like), width, dtype=torch.bool, device=like.device)
+        self.mask = torch.ones(len(like), width, dtype=torch.bool, device=like.device)  # [B, L]
         self.mask = self.mask if mask is None else mask[:, :width].to(like.device).bool()
         self.is_padded = mask is not None and not bool(self.mask.all())
         self.continuation = Continuation(model_kwargs or {}, self.mask.sum(1))
@@ -223,11 +224,11 @@ class DynamicCacheBackbone(Target):
             raise ValueError(
                 f"{type(self.model).__name__} has {reason} chains and no trees of drafts: leave draft_tree out"
             )
-        options: dict[str, Any] = {"output_hidden_states": hidden_layers, "return_dict": True, **self.keywords}
+        options: Kwargs = {"output_hidden_states": hidden_layers, "return_dict": True, **self.keywords}
         with nullcontext() if self.replay is None else self.replay.record():
             return self._forward(block, tree, options)
 
-    def _forward(self, block: Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+    def _forward(self, block: Tensor, tree: DraftTree, options: Kwargs) -> TargetOutput:
         outputs = self.extend(block, **options)
         return TargetOutput(outputs.logits, outputs.hidden_states)
 
@@ -238,7 +239,7 @@ class DynamicCacheBackbone(Target):
     def next_positions(self) -> list[int]:
         """Return the position of the token after every sequence's prefix; the host waits for it."""
         positions = self.continuation.inputs(self.counts[:, None])["position_ids"]
-        return positions.reshape(-1, len(self.counts)).amax(0).tolist()
+        return positions.reshape(-1, len(self.counts)).amax(0).tolist()  # the largest of the axes
 
 
 class RaggedBackbone(DynamicCacheBackbone):
@@ -289,10 +290,10 @@ class RaggedBackbone(DynamicCacheBackbone):
         self.layout.select(self.cache, chosen)
         self.continuation.select(torch.tensor(chosen, device=self.ended.device))
 
-    def _forward(self, block: Tensor, tree: DraftTree, options: dict[str, Any]) -> TargetOutput:
+    def _forward(self, block: Tensor, tree: DraftTree, options: Kwargs) -> TargetOutput:
         batch = len(block)
         if self.open is not None:
-            block = block[self.open]
+            block = block[self.open]  # [b, F]
             tree = DraftTree(tree.tokens[self.open], tree.parents[self.open], depth=tree.depth, is_chain=tree.is_chain)
         self.layout.block_offset, auxiliary = 0, tree.auxiliary
         if auxiliary is None:
@@ -309,15 +310,12 @@ class RaggedBackbone(DynamicCacheBackbone):
         return TargetOutput(outputs.logits[:, :count], states, outputs.logits[:, count:], of_slots)
 
     def extend(self, block: Tensor, **options: Any) -> Any:
-        """See `DynamicCacheBackbone`."""
         depths = cached_range(self.layout.block_offset, block.shape[1], block.device)
         outputs = self._call(block, depths, None, self.last_position, options)
         self.layout.block_offset += block.shape[1]
         return outputs
 
-    def _call(
-        self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: dict[str, Any]
-    ) -> Any:
+    def _call(self, block: Tensor, depths: Tensor, tree: DraftTree | None, last: int | None, options: Kwargs) -> Any:
         config, count = self.model.config.get_text_config(), depths.shape[-1]
         mask = None if masks_padding_alone(config) else block_mask(self.layout, count, config, self.model.dtype, tree)
         inputs = self.continuation.inputs(self.layout.counts[:, None] + depths, last)

@@ -8,7 +8,7 @@ Automata on the host cost a wait for every drafted token, and remember their mas
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class AutomatonProcessor(LogitsProcessor):
     """A constraint that is an automaton; a subclass adds `start`, `step` and `allowed` (`OffersAutomaton`).
 
     In plain decoding every sequence is followed from its prompt on: ids that are not those of the last call and one
-    more begin anew. So take a new object where a prompt is the output of the last call of `generate`, and the state
+    more start over. So take a new object where a prompt is the output of the last call of `generate`, and the state
     after it is to be `start`; where drafts are made, it always is.
     """
 
@@ -90,14 +90,12 @@ class AutomatonProcessor(LogitsProcessor):
     _followed: tuple[_Remembered, dict[tuple[int, ...], Hashable]] | None = None
 
     def step(self, state: Any, token: int) -> Any:
-        """See `OffersAutomaton`."""
         raise NotImplementedError
 
     def allowed(self, state: Any, /) -> Tensor:
-        """See `OffersAutomaton`."""
         raise NotImplementedError
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Exclude the tokens that are not `allowed`; after an excluded token, as padding is, exclude nothing."""
         automaton, known = self._followed or (_Remembered(self), {})
         sequences, size = [tuple(ids) for ids in input_ids.tolist()], scores.shape[-1]
@@ -106,8 +104,8 @@ class AutomatonProcessor(LogitsProcessor):
         else:
             known = dict.fromkeys(sequences, self.start)
         self._followed = automaton, known
-        mask = torch.stack([automaton.mask(known[ids], size) for ids in sequences])
-        return cast(torch.FloatTensor, scores.masked_fill(~mask.to(scores.device), -torch.inf))
+        mask = torch.stack([automaton.mask(known[ids], size) for ids in sequences])  # [B, v]
+        return scores.masked_fill(~mask.to(scores.device), -torch.inf)
 
 
 class TableAutomaton(AutomatonProcessor):
@@ -126,7 +124,7 @@ class TableAutomaton(AutomatonProcessor):
         if next_states.dim() != 2 or next_states.shape != allowed.shape or allowed.dtype != torch.bool:
             shapes = f"{tuple(next_states.shape)} and {tuple(allowed.shape)} of {allowed.dtype}"
             raise ValueError(f"next_states and allowed are {shapes}: both must be [states, tokens], the second of bool")
-        states = torch.where(allowed, next_states, 0)
+        states = torch.where(allowed, next_states, 0)  # [S, v]
         low, high = (int(bound) for bound in states.aminmax())
         if min(low, start) < 0 or max(high, start) >= len(states):
             raise ValueError(f"start={start} and next_states ({low} to {high}) must be states 0 to {len(states) - 1}")
@@ -134,11 +132,9 @@ class TableAutomaton(AutomatonProcessor):
         self._prepared = dict[tuple[torch.device, frozenset[int], int], tuple[Tensor, Tensor]]()
 
     def step(self, state: int, token: int) -> int:
-        """See `OffersAutomaton`."""
         return int(self.next_states[state, token])
 
     def allowed(self, state: int, /) -> Tensor:
-        """See `OffersAutomaton`."""
         return self.masks[state]
 
     def prepared(self, device: torch.device, ends: frozenset[int], size: int) -> tuple[Tensor, Tensor]:
@@ -151,10 +147,10 @@ class TableAutomaton(AutomatonProcessor):
             masks = fitted(to_device(self.masks, device), size, self)
             end_ids = numbers(tuple(sorted(token for token in ends if token < size)), device)
             width, sink = self.next_states.shape[1], len(masks)
-            following = pad(to_device(self.next_states, device)[:, :size], (0, max(size - width, 0)))
-            following = following.masked_fill(~masks.index_fill(1, end_ids, False), sink)
-            following = pad(following, (0, 0, 0, 1), value=sink)
-            same = torch.arange(sink + 1, dtype=torch.int32, device=device)[:, None]
+            following = pad(to_device(self.next_states, device)[:, :size], (0, max(size - width, 0)))  # [S, v]
+            following = following.masked_fill(~masks.index_fill(1, end_ids, False), sink)  # to the sink
+            following = pad(following, (0, 0, 0, 1), value=sink)  # [S + 1, v]
+            same = torch.arange(sink + 1, dtype=torch.int32, device=device)[:, None]  # [S + 1, 1]
             self._prepared = {key: (pad(masks, (0, 0, 0, 1), value=True), torch.cat([following, same], dim=1))}
         return self._prepared[key]
 
@@ -199,7 +195,7 @@ class HostAutomatonState:
             for state, of_sequence in zip(self.states, paths.tolist())
             for path in of_sequence
         ]
-        return to_device(torch.stack(masks), paths.device).view(*paths.shape[:2], self.size)
+        return to_device(torch.stack(masks), paths.device).view(*paths.shape[:2], self.size)  # [B, P, v]
 
     def _follow(self, tokens: Sequences) -> None:
         """Read the new tokens of every sequence."""
@@ -226,18 +222,17 @@ class DeviceAutomatonState:
         self, automaton: TableAutomaton, ends: frozenset[int], size: int, tokens: Sequences, begin: int
     ) -> None:
         self.masks, self.following = automaton.prepared(tokens.ids.device, ends, size)
-        self.states = torch.full_like(tokens.ends, automaton.start, dtype=torch.int32)
+        self.states = torch.full_like(tokens.ends, automaton.start, dtype=torch.int32)  # [B]
         self.lengths, self.begun = [begin] * len(tokens.lengths), torch.full_like(tokens.ends, begin)
 
     def allowed(self, tokens: Sequences, paths: Tensor) -> Tensor:
-        """See `HostAutomatonState`."""
         new = max(now - old for old, now in zip(self.lengths, tokens.lengths))
         if new:
-            source = self.begun[:, None] + cached_arange(new, tokens.ids.device)
-            ids = tokens.at(source).masked_fill(source >= tokens.ends[:, None], -1)
-            self.states = self._after(self.states, ids)
+            source = self.begun[:, None] + cached_arange(new, tokens.ids.device)  # [B, n]
+            ids = tokens.at(source).masked_fill(source >= tokens.ends[:, None], -1)  # [B, n]
+            self.states = self._after(self.states, ids)  # [B]
             self.lengths, self.begun = list(tokens.lengths), tokens.ends
-        return self.masks[self._after(self.states[:, None].expand(paths.shape[:2]), paths)]
+        return self.masks[self._after(self.states[:, None].expand(paths.shape[:2]), paths)]  # [B, P, v]
 
     def _after(self, states: Tensor, paths: Tensor) -> Tensor:
         for token in paths.unbind(-1):

@@ -25,7 +25,7 @@ from .automata import (
     TableAutomaton,
     fitted,
 )
-from .positions import KNOWN, PathPositions, Positions, apply_known
+from .positions import KNOWN, PathPositions, Positions, Processor, apply_known
 from .sequences import Sequences
 
 _MASKING = (
@@ -64,7 +64,7 @@ def offers_mask(processor: object) -> TypeGuard[OffersMask]:
     return isinstance(processor, OffersMask) and callable(processor.allowed) and not offers_automaton(processor)
 
 
-def is_automaton(processor: object) -> bool:
+def is_automaton(processor: object) -> TypeGuard[AutomatonProcessor]:
     """Return whether a processor does nothing but exclude what its automaton excludes."""
     return isinstance(processor, AutomatonProcessor) and type(processor).__call__ is AutomatonProcessor.__call__
 
@@ -93,15 +93,8 @@ class Constraints:
         may_exclude_all: Whether they may leave none.
     """
 
-    def __init__(self, processors: Iterable[Any], ends: frozenset[int], prompt_length: int | None) -> None:
-        self.all: list[Any] = [
-            p
-            for p in processors
-            if type(p) in _MASKING
-            or isinstance(p, library.PrefixConstrainedLogitsProcessor)
-            or offers_automaton(p)
-            or offers_mask(p)
-        ]
+    def __init__(self, processors: Iterable[Processor], ends: frozenset[int], prompt_length: int | None) -> None:
+        self.all = [processor for processor in processors if _excludes(processor)]
         self.ends, self.prompt_length = ends, prompt_length
         self.may_exclude_all = any(type(p) not in _MASKING for p in self.all)
         self.walks: dict[tuple[int, int], HostAutomatonState | DeviceAutomatonState] = {}
@@ -132,9 +125,9 @@ class Constraints:
                 flat, ids = torch.zeros(1, size, device=device), torch.zeros(1, 1, dtype=torch.long, device=device)
                 for processor in self.all:
                     flat = processor(ids.expand(1, length), flat)
-                self.of_lengths[key] = _or_all(flat > -torch.inf)[None]
+                self.of_lengths[key] = _or_all(flat > -torch.inf)[None]  # [1, 1, v]
             masks.append(self.of_lengths[key])
-        return masks[0] if len(masks) == 1 else torch.cat(masks)
+        return masks[0] if len(masks) == 1 else torch.cat(masks)  # [B, 1, v]
 
     def of_automaton(self, processor: OffersAutomaton, tokens: Sequences, paths: Tensor, size: int) -> Tensor:
         """Return the mask [B, P, v] of an automaton after paths [B, P, J], which -1 may fill up."""
@@ -148,19 +141,20 @@ class Constraints:
             )
         return self.walks[key].allowed(tokens, paths)
 
-    def applied(self, processor: Any, positions: Positions, flat: Tensor, alive: Tensor | None) -> Tensor:
+    def applied(self, processor: Processor, positions: Positions, flat: Tensor, alive: Tensor | None) -> Tensor:
         """Return scores [B P, v] after one processor; alive [B, P]: positions that accepted drafts can reach."""
         if type(processor) in KNOWN:  # first, for protocols are slow to check
             return apply_known(processor, positions, flat)
         size = flat.shape[-1]
         if offers_automaton(processor):
-            mask = self.of_automaton(processor, positions.tokens, positions.paths, size).flatten(0, 1)
+            mask = self.of_automaton(processor, positions.tokens, positions.paths, size).flatten(0, 1)  # [B P, v]
         elif isinstance(processor, library.PrefixConstrainedLogitsProcessor):
             mask = to_device(_of_function(processor, positions, size, alive), flat.device)
+            # where it leaves nothing of what processors before it allow, it alone counts
             flat = flat.masked_fill((flat.masked_fill(~mask, -torch.inf) == -torch.inf).all(-1, keepdim=True), 0)
         else:
             mask = fitted(_offered(processor, positions), size, processor)
-        return flat.masked_fill(~mask, -torch.inf)
+        return flat.masked_fill(~mask, -torch.inf)  # [B P, v]
 
 
 class DraftMasks:
@@ -172,11 +166,11 @@ class DraftMasks:
         tokens: The sequences.
     """
 
-    def __init__(self, constraints: Constraints, processors: list[Any], tokens: Sequences) -> None:
+    def __init__(self, constraints: Constraints, processors: list[Processor], tokens: Sequences) -> None:
         self.constraints, self.processors, self.tokens = constraints, processors, tokens
-        self.paths, self.alive, self.current = tokens.ids[:, None, :0], None, None
+        self.paths, self.alive, self.current = tokens.ids[:, None, :0], None, None  # [B, 1, 0]
         if any(tokens.done):
-            self.alive = ~torch.tensor(tokens.done, device=tokens.ids.device)[:, None]
+            self.alive = ~torch.tensor(tokens.done, device=tokens.ids.device)[:, None]  # [B, 1]
 
     def allowed(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Return the mask of the next tokens of all paths, in the shape of their distributions: [B, v] or [B, P, v].
@@ -192,10 +186,10 @@ class DraftMasks:
 
     def _after_paths(self, size: int) -> Tensor:
         positions = PathPositions(self.tokens, self.paths, fill=size)
-        flat = torch.zeros(len(self.paths) * positions.size, size, device=self.paths.device)
+        flat = torch.zeros(len(self.paths) * positions.size, size, device=self.paths.device)  # [B P, v]
         for processor in self.processors:
             flat = self.constraints.applied(processor, positions, flat, self.alive)
-        mask = (flat > -torch.inf).view(len(self.paths), positions.size, size)
+        mask = (flat > -torch.inf).view(len(self.paths), positions.size, size)  # [B, P, v]
         return _or_all(mask) if self.alive is None else _or_all(mask) | ~self.alive[..., None]
 
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> None:
@@ -205,15 +199,21 @@ class DraftMasks:
             tokens: [B, K] int64, or [B] of chains.
             parents: [B, K] int64, the paths [0, P) that they extend; None: of chains.
         """
-        tokens = to_device(tokens, self.paths.device).view(len(self.paths), -1)
+        tokens = to_device(tokens, self.paths.device).view(len(self.paths), -1)  # [B, K]
         parents = torch.zeros_like(tokens) if parents is None else to_device(parents, tokens.device).clamp(min=0)
         if self.current is not None:
             ends = numbers(tuple(sorted(self.constraints.ends)), tokens.device)
-            legal = self.current.flatten(1).gather(1, parents * self.current.shape[-1] + tokens)
-            legal = legal & ~(tokens[..., None] == ends).any(-1)
+            legal = self.current.flatten(1).gather(1, parents * self.current.shape[-1] + tokens)  # [B, K]
+            legal = legal & ~(tokens[..., None] == ends).any(-1)  # nothing follows an end
             self.alive = legal if self.alive is None else legal & self.alive.gather(1, parents)
-        before = self.paths.gather(1, parents[..., None].expand(-1, -1, self.paths.shape[2]))
-        self.paths = torch.cat([before, tokens[..., None]], dim=-1)
+        before = self.paths.gather(1, parents[..., None].expand(-1, -1, self.paths.shape[2]))  # [B, K, J]
+        self.paths = torch.cat([before, tokens[..., None]], dim=-1)  # [B, K, J + 1]
+
+
+def _excludes(processor: object) -> bool:
+    """Return whether a processor is a constraint: it excludes tokens, and tells which without scores."""
+    is_known = type(processor) in _MASKING or isinstance(processor, library.PrefixConstrainedLogitsProcessor)
+    return is_known or offers_automaton(processor) or offers_mask(processor)
 
 
 def _or_all(mask: Tensor) -> Tensor:
@@ -240,28 +240,30 @@ def _span(processor: Any) -> range | None:
     return None
 
 
-def _of_function(processor: Any, positions: Positions, size: int, alive: Tensor | None) -> Tensor:
+def _of_function(
+    processor: library.PrefixConstrainedLogitsProcessor, positions: Positions, size: int, alive: Tensor | None
+) -> Tensor:
     """Return the mask [B P, v] of a prefix function, which is called for positions that may be reached, on the host."""
     tokens, paths = positions.tokens, positions.paths
-    mask = torch.ones(len(paths), positions.size, size, dtype=torch.bool)
+    mask = torch.ones(len(paths), positions.size, size, dtype=torch.bool)  # [B, P, v]
     reachable = [[not done] * positions.size for done in tokens.done] if alive is None else alive.tolist()
     for index, length in enumerate(tokens.lengths):
         for position in [position for position, is_reachable in enumerate(reachable[index]) if is_reachable]:
-            prefix = torch.cat([tokens.ids[index, :length], paths[index, position]])
+            prefix = torch.cat([tokens.ids[index, :length], paths[index, position]])  # [L + J]
             ids = allowed_ids(processor, index, prefix, size)
             mask[index, position] = False
             mask[index, position, ids] = True
     return mask.flatten(0, 1)
 
 
-def _offered(processor: OffersMask, positions: Positions) -> Tensor:
+def _offered(processor: Any, positions: Positions) -> Tensor:
     """Return the mask [B P, v] that a processor offers; it is called for sequences of one length at a time."""
     tokens, paths, lengths = positions.tokens, positions.paths, positions.tokens.lengths
     masks: dict[int, Tensor] = {}
     for length in sorted(set(lengths)):
         chosen = [number for number, other in enumerate(lengths) if other == length]
         index = slice(None) if len(chosen) == len(lengths) else numbers(tuple(chosen), paths.device)
-        ids = tokens.ids[index, :length][:, None].expand(-1, positions.size, -1)
-        mask = processor.allowed(torch.cat([ids, paths[index]], dim=-1).flatten(0, 1))
+        ids = tokens.ids[index, :length][:, None].expand(-1, positions.size, -1)  # [b, P, L]
+        mask = processor.allowed(torch.cat([ids, paths[index]], dim=-1).flatten(0, 1))  # [b P, v]
         masks |= dict(zip(chosen, to_device(mask, paths.device).unflatten(0, (len(chosen), -1))))
-    return torch.cat([masks[number] for number in range(len(lengths))])
+    return torch.cat([masks[number] for number in range(len(lengths))])  # [B P, v]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from threading import Lock
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -60,7 +61,7 @@ class GrammarConstraint(AutomatonProcessor):
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        json_schema: dict[str, Any] | str | None = None,
+        json_schema: Mapping[str, object] | str | None = None,
         regex: str | None = None,
         grammar: str | None = None,
     ) -> None:

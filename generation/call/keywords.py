@@ -1,4 +1,4 @@
-"""Keyword arguments of the backbone in every forward of a call beside ids, cache, mask and positions.
+"""Keyword arguments of the backbone in every forward of a call, besides ids, cache, mask and positions.
 
 transformers' own loop calls the model's `prepare_inputs_for_generation` before every forward, and its
 `_update_model_kwargs_for_generation` after it. Those of transformers return the same values after every prompt: they
@@ -19,7 +19,7 @@ from transformers.generation import utils
 from transformers.utils.generic import ModelOutput
 
 from ...configuration.cache_names import CACHE, NAMES
-from ..tensors.wrapped_models import is_base
+from ..tensors.wrapped_models import Kwargs, is_base
 from .sequences import Sequences
 
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
@@ -39,7 +39,7 @@ USUAL = _OURS | _TYPES | _READ_ONCE
 _UNREADABLE = (AttributeError, LookupError, TypeError)
 """Errors of a model's methods that read more than they get here."""
 _PACKAGE = __name__.rpartition(".generation.")[0]
-Columns = list[dict[str, Any]]
+Columns = list[Kwargs]
 """The keyword arguments of single tokens in successive columns."""
 
 
@@ -79,14 +79,12 @@ class Keywords:
         reason: An obstacle to blocks, in the user's words; None: there is none.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, model_kwargs: dict[str, Any], prompt: Tensor, draws_trees: bool = False
-    ) -> None:
-        self.kind, self.draws_trees, self.constant = type(model).__name__, draws_trees, dict[str, Any]()
+    def __init__(self, model: PreTrainedModel, model_kwargs: Kwargs, prompt: Tensor, draws_trees: bool = False) -> None:
+        self.kind, self.draws_trees, self.constant = type(model).__name__, draws_trees, Kwargs()
         self.position_ids = model_kwargs.get("position_ids")
         self.reason: str | None = None
-        self.prepare = cast(Callable[..., dict[str, Any]], model.prepare_inputs_for_generation)
-        self.update = cast(Callable[..., dict[str, Any]], model._update_model_kwargs_for_generation)
+        self.prepare = cast(Callable[..., Kwargs], model.prepare_inputs_for_generation)
+        self.update = cast(Callable[..., Kwargs], model._update_model_kwargs_for_generation)
         owner = self.prepare.__self__ if ismethod(self.prepare) else model
         if owner is not model:  # peft's virtual tokens, which are in the cache and have no ids
             self.reason, self.is_prepared = f"inputs that {type(owner).__name__} prepares", False
@@ -103,7 +101,7 @@ class Keywords:
     def _begin(self, prompt: Tensor) -> None:
         """Call the model's methods once, or for two columns where they are called for every one."""
         length, more = prompt.shape[1], torch.arange(2, device=prompt.device).expand(len(prompt), -1)
-        ids = torch.cat([prompt, more], dim=1)
+        ids = torch.cat([prompt, more], dim=1)  # [B, L + 2]
         inputs, kwargs = self._inputs(ids[:, : length + 1]), self._kwargs_at(length + 1)
         if self.is_prepared and not _is_same(inputs.get("attention_mask"), kwargs.get("attention_mask")):
             raise NotHandedOn("attention_mask=")
@@ -121,7 +119,7 @@ class Keywords:
         made = _merged(columns, None if self.draws_trees else torch.zeros_like(prompt[:, :1]), 1)
         self.constant = {} if self.is_prepared else made
 
-    def of_block(self, tokens: Sequences, drafts: Tensor, depth: int, done: list[bool]) -> dict[str, Any]:
+    def of_block(self, tokens: Sequences, drafts: Tensor, depth: int, done: list[bool]) -> Kwargs:
         """Return the keyword arguments of a block: the last token of every sequence and its drafts [B, m], `depth`
         deep.
 
@@ -157,12 +155,12 @@ class Keywords:
                 return 0
         return length
 
-    def _at(self, ids: Tensor) -> dict[str, Any]:
+    def _at(self, ids: Tensor) -> Kwargs:
         """Return the keyword arguments for the last token of sequences [B, n] that the loop does not pass itself."""
         ours = _OURS if self.is_prepared else _OURS | _TYPES
         return {name: value for name, value in self._inputs(ids).items() if value is not None and name not in ours}
 
-    def _inputs(self, ids: Tensor) -> dict[str, Any]:
+    def _inputs(self, ids: Tensor) -> Kwargs:
         """Return the inputs of the last token of sequences [B, n], as transformers' loop prepares them."""
         cache = _AtLength(self.cached_before + ids.shape[1] - 1)
         kwargs = self._kwargs_at(ids.shape[1]) | {CACHE: cache, "use_cache": True}
@@ -174,7 +172,7 @@ class Keywords:
             raise NotHandedOn("inputs_embeds=")
         return inputs
 
-    def _kwargs_at(self, length: int) -> dict[str, Any]:
+    def _kwargs_at(self, length: int) -> Kwargs:
         """Return the keyword arguments when sequences have `length` columns."""
         for columns in range(max(self.by_length) + 1, length + 1):
             before, outputs = dict(self.by_length[columns - 1]), ModelOutput()
@@ -205,13 +203,13 @@ def _has_columns(value: object, prompt: Tensor) -> bool:
     return columns > 1 and (columns == length or (value.dim() > 2 and len(prompt) > 1 and columns > length))
 
 
-def _merged(columns: Columns, take: Tensor | None, count: int) -> dict[str, Any]:
+def _merged(columns: Columns, take: Tensor | None, count: int) -> Kwargs:
     """Return the keyword arguments of a block of `count` tokens, `take` [B, count] being the column of each.
 
     Without `take` all columns must agree.
 
     Raises:
-        NotHandedOn: A value differs between columns and has no column of its own.
+        NotHandedOn: A value differs between columns and has no dimension of columns.
     """
     names = {name: None for column in columns for name in column}
     return {name: _joined(name, [column.get(name) for column in columns], take, count) for name in names}
@@ -227,9 +225,9 @@ def _joined(name: str, values: list[Any], take: Tensor | None, count: int) -> An
         return first
     is_column = first.dim() > 1 and all(value.shape == first.shape for value in values) and first.shape[1] == 1
     if is_column and take is not None:
-        whole = torch.cat(values, dim=1)
-        whole = whole.expand(len(take), *whole.shape[1:])
-        return whole[torch.arange(len(take), device=whole.device)[:, None], take.to(whole.device)]
+        whole = torch.cat(values, dim=1)  # [1 or B, n, ...]
+        whole = whole.expand(len(take), *whole.shape[1:])  # [B, n, ...]
+        return whole[torch.arange(len(take), device=whole.device)[:, None], take.to(whole.device)]  # [B, count, ...]
     if not all(torch.equal(value, first) for value in values):
         raise NotHandedOn(f"{name}=")
     return first.expand(-1, count, *first.shape[2:]) if is_column else first

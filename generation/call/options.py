@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..contract import DraftSession
 from ..tensors.sampling import NumberCheck, draw
+from ..tensors.wrapped_models import Kwargs
 from .constraints import DraftMasks
 from .processing import Processing
 from .sequences import Sequences
@@ -60,8 +61,8 @@ class CallOptions:
     num_assistant_tokens: int | None = None
     schedule: str = "constant"
     threshold: float = 0.0
-    draft_tree: dict[str, Any] | list[tuple[int, ...]] | str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    draft_tree: Kwargs | list[tuple[int, ...]] | str | None = None
+    extra: Kwargs = field(default_factory=dict)
     needs_our_loop: bool = False
     speculates: bool = False
 
@@ -96,7 +97,7 @@ class CallOptions:
     @classmethod
     def read(
         cls,
-        own: dict[str, Any],
+        own: Kwargs,
         sources: Sources,
         left_out: tuple[str, ...] = (),
         of_assistant: GenerationConfig | None = None,
@@ -126,17 +127,17 @@ class CallOptions:
             threshold=threshold or 0.0,
             draft_tree=values["draft_tree"],
             extra={name: values[name] for name in GENERATE_KWARGS[2:] if values[name] is not None}
-            | _tokenizers_of(cast(dict[str, Any], sources[0])),
+            | _tokenizers_of(cast(Kwargs, sources[0])),
         )
 
 
-def _tokenizers_of(call: dict[str, Any]) -> dict[str, Any]:
+def _tokenizers_of(call: Kwargs) -> Kwargs:
     """Return the tokenizers of a call for an assistant with another one; none without an `assistant_tokenizer`."""
     names = "assistant_tokenizer", "tokenizer"
     return {} if call.get(names[0]) is None else {name: call.get(name) for name in names}
 
 
-def _refuse_tensors(config: dict[str, Any] | GenerationConfig | None) -> None:
+def _refuse_tensors(config: Kwargs | GenerationConfig | None) -> None:
     name = next((name for name in GENERATE_KWARGS if isinstance(getattr(config, name, None), Tensor)), None)
     if name is None and getattr(config, "uniforms", None) is not None:
         name = "uniforms"
@@ -203,13 +204,13 @@ class DraftOptions:
     verification: str | None
     threshold: float
     schedule: str
-    draft_tree: dict[str, Any] | None
+    draft_tree: Kwargs | None
     processors: LogitsProcessorList
     max_length: int
     prompt: Tensor
     sampling: dict[str, float | None]
     pad: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Kwargs = field(default_factory=dict)
     cache: str | None = None
     ends: frozenset[int] = frozenset()
     numbers: NumberCheck = field(default_factory=NumberCheck)
@@ -233,7 +234,7 @@ class DraftOptions:
             verification=options.verification,
             threshold=options.threshold,
             schedule=options.schedule,
-            draft_tree=cast("dict[str, Any] | None", options.draft_tree),  # complete by now
+            draft_tree=cast("Kwargs | None", options.draft_tree),  # complete by now
             processors=processors,
             max_length=config.max_length,
             prompt=prompt,
@@ -296,7 +297,7 @@ class DraftOptions:
             if masks is not None:
                 masks.extend(token)
             return token if draft_ids is None else draft_ids[token], None
-        distribution = draft_probs(logits, self, draft_ids, vocab_size, masks)
+        distribution = draft_probs(logits, self, draft_ids, vocab_size, masks)  # [B, V]
         return chosen(distribution, self, masks, draft_ids), distribution
 
     def is_unsure(self, token: Tensor, distribution: Tensor | None) -> bool:
@@ -312,10 +313,10 @@ class DraftOptions:
         """Return how many tokens of whole drafts [B, m] to verify: the first of which no sequence was sure is the last.
 
         The host waits for it, once for all tokens. What is left follows the distributions [B, m, V], for a draft ends
-        by its own tokens alone, whatever would follow them.
+        by its own tokens alone.
         """
-        chances = probs.gather(-1, draft[..., None])[..., 0]
-        *unsure, _ = (chances < self.threshold).all(0).tolist()
+        chances = probs.gather(-1, draft[..., None])[..., 0]  # [B, m]
+        *unsure, _ = (chances < self.threshold).all(0).tolist()  # by position
         return [*unsure, True].index(True) + 1
 
     def warn_of_threshold(self, session: DraftSession, name: str) -> None:
@@ -334,11 +335,11 @@ def chosen(
     `draft_ids` are the only tokens that the distribution has where there are no masks; masks may leave others alone.
     """
     if not options.do_sample:
-        token = distribution.argmax(-1)
+        token = distribution.argmax(-1)  # [B]
     elif draft_ids is None or masks is not None:
-        token = draw(distribution)
+        token = draw(distribution)  # [B]
     else:
-        token = draft_ids[draw(distribution.index_select(-1, draft_ids))]
+        token = draft_ids[draw(distribution.index_select(-1, draft_ids))]  # [B]
     if masks is not None:
         masks.extend(token)
     return token
@@ -371,7 +372,7 @@ def warped(distribution: Tensor, options: DraftOptions, is_part: bool, masks: Dr
     """Return probabilities [..., V] after the call's processors; `is_part`: those of a draft vocabulary alone."""
     allowed = None if masks is None else masks.allowed(distribution.shape, distribution.device)
     if is_part and allowed is not None:  # a token without a column has no successors: an excluded one ends the draft
-        allowed = allowed | ~(allowed & (distribution > 0)).any(-1, keepdim=True)
+        allowed = allowed | ~(allowed & (distribution > 0)).any(-1, keepdim=True)  # [..., V]
     probs = options.processing.warp(distribution, allowed)
     if not is_part or masks is not None or not options.processing.pointwise:
         return probs

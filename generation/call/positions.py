@@ -7,7 +7,7 @@ those whose next tokens are to be drafted (`PathPositions`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,10 @@ BY_LENGTH = (
 KNOWN = frozenset(POINTWISE + BY_HISTORY + BY_LENGTH)
 
 
+Processor = Callable[..., Tensor]
+"""A logits processor as it is called: with ids [N, L] and scores [N, v], for scores [N, v]."""
+
+
 class Positions:
     """P = `size` positions after each sequence, which may follow `depths` of drafted tokens; `fill` is an id for
     gaps."""
@@ -79,8 +83,8 @@ class Positions:
         ids = self.tokens.ids[:, :longest]
         if min(self.tokens.lengths) == longest:
             return ids
-        source = cached_arange(longest, ids.device) - (longest - self.tokens.ends)[:, None]
-        return ids.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
+        source = cached_arange(longest, ids.device) - (longest - self.tokens.ends)[:, None]  # [B, W]
+        return ids.gather(1, source.clamp(min=0)).masked_fill_(source < 0, self.fill)  # [B, W]
 
     def by_length(self) -> Iterator[tuple[int, Tensor]]:
         """Yield every length, and which of the B P positions have it."""
@@ -99,14 +103,12 @@ class PathPositions(Positions):
 
     @cached_property
     def ids(self) -> Tensor:
-        """See `Positions`."""
-        ids = self.aligned(max(self.tokens.lengths))[:, None].expand(-1, self.size, -1)
-        return torch.cat([ids, self.paths], dim=-1) if self.paths.shape[2] else ids
+        ids = self.aligned(max(self.tokens.lengths))[:, None].expand(-1, self.size, -1)  # [B, P, W]
+        return torch.cat([ids, self.paths], dim=-1) if self.paths.shape[2] else ids  # [B, P, W + J]
 
     @property
     def lengths(self) -> Tensor:
-        """See `Positions`."""
-        return (self.tokens.ends + self.paths.shape[2]).repeat_interleave(self.size)
+        return (self.tokens.ends + self.paths.shape[2]).repeat_interleave(self.size)  # [B P]
 
 
 class TreePositions(Positions):
@@ -118,32 +120,29 @@ class TreePositions(Positions):
 
     @cached_property
     def paths(self) -> Tensor:
-        """See `Positions`."""
-        nodes, tree = self.tree.paths()[..., 1:] - 1, self.tree
+        nodes, tree = self.tree.paths()[..., 1:] - 1, self.tree  # [B, P, J]
         ids = tree.tokens.gather(1, nodes.clamp(min=0).flatten(1)).view(nodes.shape) if self.size > 1 else nodes
-        is_after = cached_arange(nodes.shape[2], nodes.device) >= tree.positions()[..., None]
+        is_after = cached_arange(nodes.shape[2], nodes.device) >= tree.positions()[..., None]  # [B, P, J]
         return ids.masked_fill(is_after, -1)
 
     @cached_property
     def ids(self) -> Tensor:
-        """See `Positions`."""
         tokens, tree = self.tokens, self.tree
         longest = max(tokens.lengths)
         if self.size == 1:  # nothing is drafted
-            return self.aligned(longest)[:, None]
-        steps = torch.arange(longest + tree.depth, device=tokens.ids.device)
-        ends = tokens.ends[:, None] + tree.positions()
+            return self.aligned(longest)[:, None]  # [B, 1, W]
+        steps = torch.arange(longest + tree.depth, device=tokens.ids.device)  # [W]
+        ends = tokens.ends[:, None] + tree.positions()  # [B, m + 1]
         source = steps - (len(steps) - ends)[..., None]  # [B, m + 1, W]: each column's position in its own sequence
-        depths = (source - tokens.ends[:, None, None] + 1).clamp(min=0, max=tree.depth)
-        nodes = longest - 1 + tree.paths().gather(2, depths)
-        source = torch.where(source < tokens.ends[:, None, None], source, nodes)
+        depths = (source - tokens.ends[:, None, None] + 1).clamp(min=0, max=tree.depth)  # [B, m + 1, W]
+        nodes = longest - 1 + tree.paths().gather(2, depths)  # [B, m + 1, W], as columns behind the ids
+        source = torch.where(source < tokens.ends[:, None, None], source, nodes)  # [B, m + 1, W]
         ids = torch.cat([tokens.ids[:, :longest], tree.tokens], dim=1)[:, None].expand(-1, self.size, -1)
         return ids.gather(2, source.clamp(min=0)).masked_fill_(source < 0, self.fill)
 
     @property
     def lengths(self) -> Tensor:
-        """See `Positions`."""
-        return (self.tokens.ends[:, None] + self.tree.positions()).flatten()
+        return (self.tokens.ends[:, None] + self.tree.positions()).flatten()  # [B P]
 
 
 def apply_known(processor: Any, positions: Positions, flat: Tensor) -> Tensor:
@@ -151,7 +150,7 @@ def apply_known(processor: Any, positions: Positions, flat: Tensor) -> Tensor:
     if type(processor) in POINTWISE:
         return processor(positions.tokens.ids[:, :0], flat)
     if type(processor) in BY_HISTORY:
-        ids = positions.ids.flatten(0, 1)
+        ids = positions.ids.flatten(0, 1)  # [B P, W]
         ignored = getattr(processor, "prompt_ignore_length", None)
         if ignored is not None:
             processor = copy.copy(processor)
@@ -173,5 +172,5 @@ def _without_prompt(ids: Tensor, positions: Positions, ignored: int | Tensor) ->
     """Return right-aligned ids [B P, W] without the first `ignored` (per sequence, where a tensor)."""
     if isinstance(ignored, Tensor):
         ignored = ignored.to(ids.device).repeat_interleave(positions.size)
-    start = ids.shape[1] - positions.lengths + ignored
+    start = ids.shape[1] - positions.lengths + ignored  # [B P]
     return ids.masked_fill(cached_arange(ids.shape[1], ids.device) < start[:, None], positions.fill)

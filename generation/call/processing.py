@@ -1,7 +1,7 @@
 """Logits processors at several positions after the sequences of a batch. Knows neither drafters nor models.
 
 transformers' processors take the ids so far [B, L] and the scores of one position [B, v]. Here a sequence has scores
-for several positions, each after ids of its own, and sequences have different lengths. The library's own processors run
+for several positions, each after different ids, and sequences have different lengths. The library's own processors run
 once over all positions. Where the list holds any other, it runs length by length, with all B sequences of the batch in
 their order, so that a processor may know them by their index; sequences of another length pass their newest ids (after
 padding, where they are shorter), and their result is dropped.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ..contract import DraftTree
 from ..tensors.masks import numbers
 from .automata import fitted
 from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
-from .positions import KNOWN, POINTWISE, TreePositions
+from .positions import KNOWN, POINTWISE, Processor, TreePositions
 from .sequences import Sequences
 from .state import StateWatch, is_stateless
 
@@ -56,7 +55,8 @@ class Processing:
         ends: frozenset[int] = frozenset(),
         prompt_length: int | None = None,
     ) -> None:
-        self.processors, self.pad, self.ends = list(processors), pad, ends
+        self.processors: list[Processor] = list(processors)
+        self.pad, self.ends = pad, ends
         self.pointwise = [p for p in self.processors if type(p) in POINTWISE]
         self.is_known = all(type(p) in KNOWN or is_automaton(p) for p in self.processors)
         self.reads_ids = any(type(p) is library.SuppressTokensLogitsProcessor for p in self.pointwise)
@@ -94,19 +94,18 @@ class Processing:
         for processor in self.processors:
             if is_automaton(processor):
                 paths = TreePositions(tokens, empty, self.pad).paths
-                mask = self.constraints.of_automaton(processor, tokens, paths, scores.shape[-1])[:, 0]
+                mask = self.constraints.of_automaton(processor, tokens, paths, scores.shape[-1])[:, 0]  # [B, v]
                 scores = scores.masked_fill(~mask, -torch.inf)
             else:
-                scores = processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))
+                scores = processor(ids, scores)  # [B, v]
         return scores[:, None]
 
     def watch(self) -> StateWatch | None:
-        """Return what notices processors with a state of their own; None: there are none that may have one."""
+        """Return what notices processors with state; None: no processor may have any."""
         unknown = [p for p in self.processors if not (is_stateless(p) or offers_automaton(p) or offers_mask(p))]
         return StateWatch(unknown) if unknown else None
 
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
-        """See `Constraints.masks`."""
         return self.constraints.masks(tokens, is_warped) if self.constraints.all else None
 
     def _by_length(self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool]) -> Tensor:
@@ -121,16 +120,16 @@ class Processing:
                 offered[id(processor)] = self.constraints.of_automaton(processor, tokens, positions.paths, size)
         depths, parents = _on_host(tree)
         possible = [[True] * logits.shape[1] for _ in done]
-        every = torch.arange(len(done), device=logits.device)
+        every = torch.arange(len(done), device=logits.device)  # [B]
         for length, chosen in _layers(tokens.lengths, depths, done):
             used = [index for index, position in chosen.items() if possible[index][position]]
             if not used:
                 continue
             here = every, torch.tensor([chosen.get(index, 0) for index in range(len(done))], device=logits.device)
-            prefixes, scores = ids[..., ids.shape[2] - length :][here], logits[here]
-            index = torch.tensor(used, device=logits.device)
+            prefixes, scores = ids[..., ids.shape[2] - length :][here], logits[here]  # [B, length], [B, v]
+            index = torch.tensor(used, device=logits.device)  # [b]
             for processor in self.processors:
-                mask = offered[id(processor)][here] if id(processor) in offered else None
+                mask = offered[id(processor)][here] if id(processor) in offered else None  # [B, v]
                 if mask is not None and is_automaton(processor):
                     scores = scores.masked_fill(~mask, -torch.inf)
                     continue
@@ -138,18 +137,16 @@ class Processing:
                 scores = _applied(processor, chosen, used, prefixes, scores)
                 if self.unchecked and (mask is not None or offers_mask(processor)):
                     offer = processor.allowed(prefixes[index]) if mask is None else mask[index]
-                    self._compare(
-                        cast(LogitsProcessor, processor), fitted(offer, size, processor), before[index], scores[index]
-                    )
+                    self._compare(processor, fitted(offer, size, processor), before[index], scores[index])
             output[index, here[1][index]] = scores[index].to(output.dtype)
             self._close(possible, used, chosen, parents, scores, tree.tokens)
         self.unchecked = max(self.unchecked - 1, 0)
         return output
 
-    def _compare(self, processor: LogitsProcessor, offer: Tensor, before: Tensor, after: Tensor) -> None:
+    def _compare(self, processor: object, offer: Tensor, before: Tensor, after: Tensor) -> None:
         """Warn of a processor whose mask [N, v] is not what it excludes: its drafts are worse, and the output is
         not."""
-        excluded = after == -torch.inf
+        excluded = after == -torch.inf  # [N, v]
         if bool(((excluded == offer) & (before > -torch.inf)).any()):
             logger.warning_once(
                 f"{type(processor).__name__} excludes other tokens than its `allowed` says: drafts follow `allowed`, "
@@ -168,7 +165,7 @@ class Processing:
         """Mark the positions that follow a token which the scores exclude, or an end, as impossible."""
         if not drafted.shape[1]:
             return
-        is_end = (drafted[..., None] == numbers(tuple(sorted(self.ends)), drafted.device)).any(-1)
+        is_end = (drafted[..., None] == numbers(tuple(sorted(self.ends)), drafted.device)).any(-1)  # [B, m]
         allowed = ((scores.gather(-1, drafted) > -torch.inf) & ~is_end).tolist()
         for index in used:
             for node, parent in enumerate(parents[index]):
@@ -187,25 +184,23 @@ class Processing:
             return probs
         if allowed is not None:
             probs = probs.masked_fill(~allowed, 0)
-            total = probs.sum(-1, keepdim=True)
+            total = probs.sum(-1, keepdim=True)  # [..., 1]
             probs = torch.where((total == 0) & allowed, 1.0, probs)
             if not self.pointwise:
                 return probs / torch.where(total == 0, allowed.sum(-1, keepdim=True), total)
-        flat = probs.flatten(0, -2).log()
+        flat = probs.flatten(0, -2).log()  # [N, v]
         for processor in self.pointwise:
             flat = processor(None, flat)
         return flat.softmax(-1).view(probs.shape)
 
 
-def _applied(
-    processor: LogitsProcessor, chosen: dict[int, int], used: list[int], ids: Tensor, scores: Tensor
-) -> Tensor:
+def _applied(processor: Processor, chosen: dict[int, int], used: list[int], ids: Tensor, scores: Tensor) -> Tensor:
     """Return the scores of all sequences after one processor; a prefix function is called for `used` sequences alone.
 
     One that allows nothing is an error after a sequence itself, and not after its draft.
     """
     if not isinstance(processor, library.PrefixConstrainedLogitsProcessor):
-        return cast(Tensor, processor(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores)))
+        return processor(ids, scores)
     index, empty = torch.tensor(used, device=ids.device), list[int]()
 
     def allowed(number: int, prefix: Tensor) -> list[int]:
@@ -218,8 +213,8 @@ def _applied(
             empty.append(used[number])
         return tokens or [0]
 
-    constraint = library.PrefixConstrainedLogitsProcessor(allowed, 1)
-    output = scores.index_copy(0, index, constraint(cast(torch.LongTensor, ids[index]), scores[index]))
+    constraint: Processor = library.PrefixConstrainedLogitsProcessor(allowed, 1)
+    output = scores.index_copy(0, index, constraint(ids[index], scores[index]))  # [B, v]
     output[empty] = -torch.inf
     return output
 

@@ -78,4 +78,4 @@ def _stack(entries: list[Tensor | None], pad: int | None) -> Tensor:
         filler = torch.full_like(example, float("-inf"))
         if pad < len(filler):  # a padding id outside the vocabulary has no score
             filler[pad] = 0
-    return torch.stack([filler if entry is None else entry for entry in entries])
+    return torch.stack([filler if entry is None else entry for entry in entries])  # [B, ...]

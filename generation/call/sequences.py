@@ -72,7 +72,7 @@ class Sequences:
         self.newest_on_host = [list[int]() for _ in self.lengths]
         self.drafted_on_host = [0] * prompt.shape[0]
         self._ends: Tensor | None = None
-        self.ids = torch.nn.functional.pad(prompt, (0, _GROWTH))
+        self.ids = torch.nn.functional.pad(prompt, (0, _GROWTH))  # [B, capacity]
         self.steps = torch.arange(self.ids.shape[1], device=prompt.device)
 
     @property
@@ -101,7 +101,7 @@ class Sequences:
         if self.is_even:
             self.ids[:, self.lengths[0] : end] = tokens
         else:
-            self.ids.scatter_(1, self.ends[:, None] + self.steps[: tokens.shape[1]], tokens)
+            self.ids.scatter_(1, self.ends[:, None] + self.steps[: tokens.shape[1]], tokens)  # [B, k]
 
     def keep(self, new: NewTokens) -> None:
         """Count the first tokens of those written last to every sequence."""
@@ -121,9 +121,9 @@ class Sequences:
         ends = [n + new for n, new in zip(self.lengths, written)]
         if min(ends) >= length:
             return self.ids[:, :length].clone()
-        missing = (length - torch.tensor(ends, device=self.ids.device)).clamp(min=0)[:, None]
+        missing = (length - torch.tensor(ends, device=self.ids.device)).clamp(min=0)[:, None]  # [B, 1]
         steps = self.steps[:length]
-        return self.ids.gather(1, (steps - missing).clamp(min=0)).masked_fill_(steps < missing, pad)
+        return self.ids.gather(1, (steps - missing).clamp(min=0)).masked_fill_(steps < missing, pad)  # [B, length]
 
     def last(self) -> Tensor:
         """Return the last token of every sequence, [B]."""
@@ -135,7 +135,7 @@ class Sequences:
         """Return the last `count` tokens of every sequence, [B, count]; arbitrary ids where a sequence has fewer."""
         if self.is_even and self.lengths[0] >= count:
             return self.ids[:, self.lengths[0] - count : self.lengths[0]]
-        return self.at(self.ends[:, None] + cached_range(-count, count, self.ids.device))
+        return self.at(self.ends[:, None] + cached_range(-count, count, self.ids.device))  # [B, count]
 
     def at(self, columns: Tensor) -> Tensor:
         """Return the ids in columns [B, n] of every sequence; arbitrary ids where it has no such column."""
@@ -150,10 +150,10 @@ class Sequences:
             pad: Id for what is missing.
             lengths: Ids per sequence, where some are not counted yet, or do not count; None: `self.lengths`.
         """
-        chosen = self.ids[:, start:stop]
+        chosen = self.ids[:, start:stop]  # [B, stop - start]
         if min(lengths or self.lengths) >= stop:
             return chosen.clone()
-        ends = self.ends if lengths is None else torch.tensor(lengths, device=self.ids.device)
+        ends = self.ends if lengths is None else torch.tensor(lengths, device=self.ids.device)  # [B]
         return chosen.masked_fill(self.steps[start:stop] >= ends[:, None], pad)
 
     def shorten(self, lengths: list[int]) -> None:

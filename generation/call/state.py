@@ -48,7 +48,7 @@ def is_stateless(processor: object) -> bool:
 class _Held:
     """What an object holds, as it was, and how to put it back."""
 
-    def __init__(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+    def __init__(self, owner: object, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.owner, self.read, self.write = owner, read, write
         self.value = read()
 
@@ -57,7 +57,7 @@ class _Held:
         return _is_same(self.value, self.read())
 
 
-def _is_same(before: Any, now: Any) -> bool:
+def _is_same(before: object, now: object) -> bool:
     if before is now:
         return True
     if isinstance(before, tuple) and isinstance(now, tuple):
@@ -136,8 +136,8 @@ def _is_iterator(found: object) -> bool:
     return hasattr(type(found), "__next__") and not hasattr(found, "__dict__") and not hasattr(found, "read")
 
 
-def _links(found: Any) -> Iterable[Any]:
-    """Return objects that another one refers to for good."""
+def _links(found: object) -> Iterable[object]:
+    """Return objects that another one refers to as long as it lives."""
     if isinstance(found, partial):
         return found.func, found.args, found.keywords
     if isinstance(found, MethodType):
@@ -193,15 +193,15 @@ def _names(slots: str | Iterable[str]) -> list[str]:
     return [name for name in ([slots] if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")]
 
 
-def _fields(owner: Any, names: list[str]) -> _Held:
+def _fields(owner: object, names: list[str]) -> _Held:
     """Return the attributes of an object; of a class, its own."""
 
-    def read() -> tuple[Any, ...]:
+    def read() -> tuple[object, ...]:
         if isinstance(owner, type):
             return tuple(vars(owner).get(name, _MISSING) for name in names)
         return tuple(_of_slot(owner, name) for name in names)
 
-    def write(values: tuple[Any, ...]) -> None:
+    def write(values: tuple[object, ...]) -> None:
         for name, value, now in zip(names, values, read()):
             if value is not now:
                 delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
@@ -209,7 +209,7 @@ def _fields(owner: Any, names: list[str]) -> _Held:
     return _Held(owner, read, write)
 
 
-def _of_slot(owner: object, name: str) -> Any:
+def _of_slot(owner: object, name: str) -> object:
     try:
         return getattr(owner, name, _MISSING)
     except ValueError:  # an empty cell
@@ -228,16 +228,16 @@ def _tensor(found: Tensor) -> Iterator[_Held]:
     yield _Held(found, lambda: found._version, lambda _: found.detach().copy_(values))
 
 
-def _write_array(found: Any, held: bytes) -> None:
+def _write_array(found: np.ndarray, held: bytes) -> None:
     found[...] = np.frombuffer(held, found.dtype).reshape(found.shape)
 
 
-def _write_dict(found: dict[Any, Any], held: tuple[Any, ...]) -> None:
+def _write_dict(found: dict[object, object], held: tuple[object, ...]) -> None:
     half = len(held) // 2
     found.clear()
     found.update(zip(held[:half], held[half:]))
 
 
-def _write_items(found: Any, held: tuple[Any, ...]) -> None:
+def _write_items(found: Any, held: tuple[object, ...]) -> None:
     found.clear()
     found.extend(held)

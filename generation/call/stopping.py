@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
@@ -115,9 +113,9 @@ class Stopping:
                 hits[index] = length - tokens.lengths[index] if stops[index] else None
         return hits
 
-    def _asked(self, criteria: StoppingCriteriaList, ids: Tensor, count: int) -> list[bool]:
+    def _asked(self, criteria: Callable[..., Tensor], ids: Tensor, count: int) -> list[bool]:
         """Return what the criteria decide for every sequence, after `count` new tokens."""
-        return criteria(cast(torch.LongTensor, ids), cast(Any, self.scores and self.scores(count))).tolist()
+        return criteria(ids, self.scores and self.scores(count)).tolist()
 
     def _cut_in_step(
         self, tokens: Sequences, counts: list[int], new: list[list[int]], done: list[bool]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -15,7 +15,16 @@ from ..backbone.target import is_recurrent
 from ..call.options import CallOptions, DraftOptions
 from ..call.outputs import Speculation
 from ..call.sequences import Sequences
-from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult, joined_layers
+from ..contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    PrefillOutput,
+    TargetOutput,
+    VerificationResult,
+    joined_layers,
+)
+from ..tensors.wrapped_models import Kwargs
 from ..trees.building import joined_chains
 from ..trees.choice import chain_options
 from ..trees.growth import tree_options
@@ -95,7 +104,7 @@ class DrafterCascade(AttachableDrafter):
     def longest_draft(self) -> int | None:
         """Return the most of all."""
         longest = [drafter.longest_draft() for drafter in self.drafters]
-        return None if None in longest else max(cast("list[int]", longest))
+        return None if None in longest else max(each or 0 for each in longest)
 
     def default_draft(self) -> int:
         """Return the most of all."""
@@ -106,7 +115,7 @@ class DrafterCascade(AttachableDrafter):
         parts = ((index, each) for index, drafter in enumerate(self.drafters) for each in drafter.parts().items())
         return {f"{index}.{name}": part for index, (name, part) in parts}
 
-    def obstacle(self, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+    def obstacle(self, config: GenerationConfig, model_kwargs: Kwargs) -> str | None:
         """Return the first of any."""
         return next(filter(None, (drafter.obstacle(config, model_kwargs) for drafter in self.drafters)), None)
 
@@ -193,8 +202,7 @@ class CascadeSession(DraftSession):
         self.reads_cache = any(session.reads_cache for session in sessions)
         self.hidden_layers = joined_layers(*(session.hidden_layers for session in sessions))
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
-        """See `DraftSession`."""
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         self.view = view
         for session in self.sessions:
             session.begin(outputs, view)
@@ -207,11 +215,7 @@ class CascadeSession(DraftSession):
         self.chosen = None
         for index, session in enumerate(sure):
             tree = session.propose(tokens, 0 if chosen is not None else min(length, session.num_tokens))
-            if (
-                chosen is None
-                and length
-                and cast(float, session.expected) * self.calibrations[index].factor >= self.least
-            ):
+            if chosen is None and length and (session.expected or 0.0) * self.calibrations[index].factor >= self.least:
                 chosen, self.chosen = tree, index
             elif self.joins and guess is None and tree.tokens.shape[1]:
                 guess = tree
@@ -221,18 +225,16 @@ class CascadeSession(DraftSession):
         return tree if guess is None or not tree.tokens.shape[1] else joined_chains(guess, tree)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """See `DraftSession`."""
         accepted = [count - 1 for count in self.view.new_tokens.counts if count]
         for index, calibration in enumerate(self.calibrations):
             if index == self.chosen:
-                calibration.note(cast(float, self.sessions[index].expected), sum(accepted) / max(1, len(accepted)))
+                calibration.note(self.sessions[index].expected or 0.0, sum(accepted) / max(1, len(accepted)))
             else:
                 calibration.note()
         for session in self.sessions:
             session.advance(outputs, result)
 
     def finish(self, statistics: Speculation) -> None:
-        """See `DraftSession`."""
         for session in self.sessions:
             session.finish(statistics)
 

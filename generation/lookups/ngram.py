@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,11 +71,11 @@ class NgramSession(DraftSession):
     def __init__(self, options: DraftOptions, longest: int, branches: int) -> None:
         self.num_tokens, self.longest, self.branches = options.num_tokens, longest, branches
         self.options = options
-        # a schedule that measures tries lengths of its own
+        # a schedule that measures tries its own lengths
         self.is_adaptive = options.schedule != "adaptive"
         self.reach: list[int] = []
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: object, view: CacheView) -> None:
         """Begin with drafts of full length."""
         self.view = view
 
@@ -87,9 +86,9 @@ class NgramSession(DraftSession):
             return
         each = zip(self.reach, new.counts, self.tokens.drafted_on_host)
         self.reach = [self._next(reach, count - 1, drafted) if count else 0 for reach, count, drafted in each]
-        accepted = (new.on_device - 1).clamp(min=0)
-        longer = torch.maximum(2 * accepted + 2, self.reach_on_device // 2).clamp(max=self.num_tokens)
-        self.reach_on_device = torch.where(self.has_draft, longer, self.reach_on_device)
+        accepted = (new.on_device - 1).clamp(min=0)  # [B]
+        longer = torch.maximum(2 * accepted + 2, self.reach_on_device // 2).clamp(max=self.num_tokens)  # [B]
+        self.reach_on_device = torch.where(self.has_draft, longer, self.reach_on_device)  # [B]
 
     def _next(self, reach: int, accepted: int, drafted: int) -> int:
         return min(max(2 * accepted + 2, reach // 2), self.num_tokens) if drafted else reach
@@ -103,14 +102,14 @@ class NgramSession(DraftSession):
             self.reach = [self.num_tokens] * len(tokens.lengths)
             self.reach_on_device = torch.full_like(tokens.ends, self.num_tokens)
         length = min(length, max(self.reach))
-        quality = self._quality(tokens)
+        quality = self._quality(tokens)  # [B, W]
         branches = min(self.branches, quality.shape[1])
-        best = quality.topk(branches, dim=1)
+        best = quality.topk(branches, dim=1)  # [B, branches]
         matches = torch.where(best.values > 0, best.indices, best.indices[:, :1])
-        period = (tokens.ends[:, None] - 1 - matches).clamp(min=1)
-        source = matches[..., None] + 1 + cached_arange(length, matches.device) % period[..., None]
+        period = (tokens.ends[:, None] - 1 - matches).clamp(min=1)  # [B, branches]
+        source = matches[..., None] + 1 + cached_arange(length, matches.device) % period[..., None]  # [B, branches, m]
         drafts = tokens.at(source.transpose(1, 2).flatten(1))  # level by level, so that short drafts end
-        self.has_draft = best.values[:, 0] > 0
+        self.has_draft = best.values[:, 0] > 0  # [B]
         counts = torch.where(self.has_draft, branches * self.reach_on_device.clamp(max=length), 0)
         if branches == 1:
             return DraftTree.chain(drafts, num_nodes=counts)
@@ -121,18 +120,18 @@ class NgramSession(DraftSession):
         useless."""
         width = max(tokens.lengths)
         ids, steps = tokens.ids[:, :width], tokens.steps[:width]
-        newest, last = tokens.newest(self.longest), tokens.ends[:, None] - 1
+        newest, last = tokens.newest(self.longest), tokens.ends[:, None] - 1  # [B, n], [B, 1]
         same = steps < last  # a match has a next token
-        length = torch.zeros_like(ids)
+        length = torch.zeros_like(ids)  # [B, W], of the n-gram that ends in each position
         for back in range(min(self.longest, width)):
-            shifted = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, :width]
-            same = same & (shifted == newest[:, self.longest - 1 - back, None])
+            shifted = torch.nn.functional.pad(ids, (back, 0), value=-1)[:, :width]  # [B, W]
+            same = same & (shifted == newest[:, self.longest - 1 - back, None])  # [B, W]
             length = length + same
         masks = self.options.masks(tokens, is_warped=False)
         if masks is not None:  # no matches before an excluded token
             size = self.options.backbone.config.get_text_config().vocab_size
-            allowed = masks.allowed((len(ids), size), ids.device)
-            following = torch.nn.functional.pad(ids[:, 1:], (0, 1)).clamp(max=size - 1)
+            allowed = masks.allowed((len(ids), size), ids.device)  # [B, V]
+            following = torch.nn.functional.pad(ids[:, 1:], (0, 1)).clamp(max=size - 1)  # [B, W]
             length = torch.where(allowed.gather(1, following), length, 0)
         return torch.where(length > 0, length * width + steps, 0)
 
@@ -142,5 +141,5 @@ def _merged(drafts: Tensor) -> Tensor:
     length, count = drafts.shape[1:]
     same = (drafts[..., None] == drafts[:, :, None]).cumprod(1)  # [B, length, branch, other]: equal up to here
     first = same.argmax(-1)  # the first branch with this beginning
-    node = first + count * cached_arange(length, drafts.device)[:, None]
-    return torch.nn.functional.pad(node[:, :-1], (0, 0, 1, 0), value=-1).flatten(1)
+    node = first + count * cached_arange(length, drafts.device)[:, None]  # [B, m, branches]
+    return torch.nn.functional.pad(node[:, :-1], (0, 0, 1, 0), value=-1).flatten(1)  # the first level's is b

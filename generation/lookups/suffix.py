@@ -33,7 +33,7 @@ Scope = str | int
 
 
 class SuffixDrafter(LookUpDrafter):
-    """Drafts the likeliest continuations of the last tokens by all text that it has read, for any backbone and batch.
+    """Drafts the most likely continuations of the last tokens by all text that it has read, for any backbone and batch.
 
     It counts the continuations of every run of tokens of the prompts, of all sequences of a batch while they are
     written, of earlier calls, and of texts that are added (`add`). Groups of answers to one prompt, agents that
@@ -220,7 +220,7 @@ def _check_parts(tokens: Tensor, parents: Tensor, counts: Tensor) -> None:
     shapes = {(part.dtype, part.shape) for part in (tokens, parents, counts)}
     if shapes != {(torch.long, tokens.shape[:1])}:
         raise ValueError(f"tokens, parents and counts of {shapes}")
-    numbers = torch.arange(len(tokens))
+    numbers = torch.arange(len(tokens))  # [N]
     is_valid = (tokens >= 0) & (parents >= -1) & (parents < numbers) & (counts > 0)
     if not bool((is_valid & (tokens < _ANY) & (counts < _ANY)).all()):
         raise ValueError("tokens, parents and counts that are no trie")
@@ -240,7 +240,7 @@ class SuffixSession(DraftSession):
         self.readers = [Reader() for _ in options.prompt]
         self.tokens: Sequences | None = None
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: object, view: CacheView) -> None:
         """Note which tokens of the prompt are padding."""
         self.mask = view.mask if view.has_columns and view.is_padded else None
 
@@ -308,7 +308,7 @@ def _tree(drafts: list[list[tuple[int, int]]], device: torch.device, is_chain: b
     """Return the drafts of all sequences, which go to the device in one copy."""
     most = max(map(len, drafts))
     padded = [[*draft, *[(0, -1)] * (most - len(draft)), (len(draft), 0)] for draft in drafts]
-    both = torch.tensor(padded, device=device)
+    both = torch.tensor(padded, device=device)  # [B, m + 1, 2]
     tokens, parents, counts = both[:, :most, 0], both[:, :most, 1], both[:, most, 0]
     if is_chain or not most:
         return DraftTree.chain(tokens, num_nodes=counts)

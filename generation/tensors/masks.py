@@ -27,7 +27,7 @@ def model_mask(visible: Tensor, config: PreTrainedConfig, dtype: torch.dtype | N
 
     Only "sdpa" reads truth values; elsewhere the mask is added to the scores, where True would mean 1.
     """
-    mask = visible[:, None]
+    mask = visible[:, None]  # [B, 1, F, W]
     if dtype is not None and config._attn_implementation != "sdpa":
         return additive_mask(mask, dtype)
     setattr(mask, _PACKED, {})
@@ -68,11 +68,11 @@ def grouped_attention(
     if attention_mask is not None and is_ours:
         attention_mask = _packed(attention_mask, groups, query.dtype)
         if groups > 1:
-            packed = query.reshape(batch, heads // groups, groups * queries, -1)
+            packed = query.reshape(batch, heads // groups, groups * queries, -1)  # [B, H / groups, groups * F, d]
             output = torch.nn.functional.scaled_dot_product_attention(
                 packed, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
             )
-            return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+            return output.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None  # [B, F, H, d]
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
@@ -118,9 +118,9 @@ def selected_positions(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         [B, K, d]; [N, d] for a choice of N.
     """
     if isinstance(logits_to_keep, int):
-        return states[:, -logits_to_keep:] if logits_to_keep else states
+        return states[:, -logits_to_keep:] if logits_to_keep else states  # [B, K, d]
     if logits_to_keep.dtype == torch.bool and logits_to_keep.dim() == 2:
-        return states[logits_to_keep]
+        return states[logits_to_keep]  # [N, d]
     if logits_to_keep.dim() == 2:
-        return torch.take_along_dim(states, logits_to_keep[..., None], dim=1)
+        return torch.take_along_dim(states, logits_to_keep[..., None], dim=1)  # [B, K, d]
     return states[:, logits_to_keep]

@@ -1,7 +1,7 @@
 """Drawing tokens from distributions: freely, or by the uniform that picks them; and counter-based uniforms.
 
 A token is a function of a uniform u in [0, 1): with F the cumulative distribution, Pick(u) is the first token j with
-F_j > u (PTP paper, Eq. 3). Cumulative sums are float64, whatever the distribution's dtype: in float32 they misplace
+F_j > u (PTP paper, Eq. 3). Cumulative sums are float64 for every dtype of distributions: in float32 they misplace
 picks over large vocabularies. Imports no model.
 
 Free draws: CPUs make random numbers one after the other, so one uniform per token is by far the cheapest there. On
@@ -49,17 +49,17 @@ def draw_checked(weights: Tensor, generator: torch.Generator | None = None) -> t
 
 def picked(weights: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Return `draw_checked` by one uniform per draw; the number is the sum of the weights."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64).contiguous()
-    total = cumulative[..., -1:]
+    cumulative = weights.cumsum(-1, dtype=torch.float64).contiguous()  # [..., v]
+    total = cumulative[..., -1:]  # [..., 1]
     thresholds = torch.rand(total.shape, dtype=torch.float64, device=weights.device, generator=generator).mul_(total)
     # no sum exceeds its threshold where all weights are 0, or NaN
-    tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp_max_(weights.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp_max_(weights.shape[-1] - 1)  # [..., 1]
     return tokens[..., 0], total[..., 0]
 
 
 def raced(weights: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Return `draw_checked` by a race of all tokens; the number is the winner's speed."""
-    best = _speeds(weights, generator).max(-1)
+    best = _speeds(weights, generator).max(-1)  # [...] each
     return best.indices, best.values
 
 
@@ -81,8 +81,8 @@ def pick(u: Tensor, probs: Tensor) -> Tensor:
     Returns:
         [...] int64.
     """
-    cumulative = probs.double().cumsum(-1)
-    index = torch.searchsorted(cumulative, u.double()[..., None].contiguous(), right=True)[..., 0]
+    cumulative = probs.double().cumsum(-1)  # [..., v]
+    index = torch.searchsorted(cumulative, u.double()[..., None].contiguous(), right=True)[..., 0]  # [...]
     return torch.minimum(index, _last_possible(probs))
 
 
@@ -96,9 +96,9 @@ def interval(token: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         low and high, [...] float64; the last possible token's interval ends at 1, an impossible token's is empty.
     """
-    cumulative = torch.nn.functional.pad(probs.double().cumsum(-1), (1, 0))
-    low = cumulative.gather(-1, token[..., None])[..., 0]
-    high = cumulative.gather(-1, token[..., None] + 1)[..., 0]
+    cumulative = torch.nn.functional.pad(probs.double().cumsum(-1), (1, 0))  # [..., v + 1]: F of the tokens before
+    low = cumulative.gather(-1, token[..., None])[..., 0]  # [...]
+    high = cumulative.gather(-1, token[..., None] + 1)[..., 0]  # [...]
     return low, torch.where(token == _last_possible(probs), torch.ones_like(high), high)
 
 
@@ -114,7 +114,7 @@ def exponentials(
     device: torch.device,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return draws of Exp(1), none of which is 0: 0 / 0 would win a race."""
+    """Return draws of Exp(1), never 0: 0 / 0 would win a race."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device).exponential_(generator=generator)
     # a third of the time of `exponential_`; uniforms of 53 bits are below 1, but float16 would round E to 0
@@ -124,7 +124,7 @@ def exponentials(
 
 def _last_possible(probs: Tensor) -> Tensor:
     """Return the last token of positive probability, [...]."""
-    return probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(-1)
+    return probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(-1)  # argmax is the first True, from the end
 
 
 _LOW = 0xFFFFFFFF
@@ -135,7 +135,7 @@ _ROUNDS = 10
 
 def philox(counters: Tensor, keys: Tensor) -> Tensor:
     """Return Philox4x32-10 of counters [..., 4] and keys [..., 2], words of 32 bits in int64: [..., 4] random words."""
-    one, two, three, four = counters.unbind(-1)
+    one, two, three, four = counters.unbind(-1)  # [...] each
     low_key, high_key = keys.unbind(-1)
     for _ in range(_ROUNDS):
         # an int64 product of two 32-bit words has the right 64 bits, although it may be shown as negative
@@ -160,8 +160,8 @@ def stream_uniforms(streams: Tensor, start: int, count: int, purpose: int = 0) -
     """
     device = streams.device
     blocks = torch.arange(start // 4, (start + count + 3) // 4, device=device).expand(len(streams), -1)
-    number = streams[:, 1:].expand_as(blocks)
-    counters = torch.stack([blocks & _LOW, blocks >> 32, number, torch.full_like(blocks, purpose)], dim=-1)
-    keys = torch.stack([streams[:, 0] & _LOW, (streams[:, 0] >> 32) & _LOW], dim=-1)
-    bits = philox(counters, keys[:, None]).flatten(1)
-    return ((bits >> 8).float() * 2.0**-24)[:, start % 4 : start % 4 + count]
+    number = streams[:, 1:].expand_as(blocks)  # [B, n]
+    counters = torch.stack([blocks & _LOW, blocks >> 32, number, torch.full_like(blocks, purpose)], dim=-1)  # [B, n, 4]
+    keys = torch.stack([streams[:, 0] & _LOW, (streams[:, 0] >> 32) & _LOW], dim=-1)  # [B, 2]
+    bits = philox(counters, keys[:, None]).flatten(1)  # [B, n * 4]
+    return ((bits >> 8).float() * 2.0**-24)[:, start % 4 : start % 4 + count]  # 24 bits: float32 holds them

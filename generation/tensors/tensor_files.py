@@ -41,7 +41,7 @@ _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHT
 
 
 def read_json(file: Path) -> Fields:
-    """Return the fields of a JSON file; none where there is no such file."""
+    """Return the fields of a JSON file; an empty dict where there is no such file."""
     if not file.is_file():
         return {}
     with naming(file):
@@ -225,7 +225,7 @@ def naming(file: str | PathLike[str]) -> Iterator[None]:
 
 
 def check_contents(name: str | PathLike[str], variant: str | None = None, **hub: Any) -> None:
-    """Refuse a checkpoint of which a weight file, or the index, holds something else; see `check_content`."""
+    """Refuse a checkpoint whose weight files or index hold something else; see `check_content`."""
     for file in _NAMES:
         options = {"_raise_exceptions_for_missing_entries": False, **hub, "local_files_only": True}
         if path := cached_file(name, _with_variant(file, variant), **options):

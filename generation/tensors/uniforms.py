@@ -34,6 +34,7 @@ def uniform_between(low: Tensor, high: Tensor, z: Tensor) -> tuple[Tensor, Tenso
         u [...] float32 in [0, 1), and valid [...] bool: False where the interval is empty or holds no float32.
     """
     first, last = low.float(), high.float()
+    # rounding to float32 may have left the interval, on either side
     first = torch.where(first.double() < low, torch.nextafter(first, torch.ones_like(first)), first)
     last = torch.where(last.double() >= high, torch.nextafter(last, torch.zeros_like(last)), last)
     u = (low + (high - low) * z.double()).float()
@@ -45,7 +46,7 @@ def beta_shares(like: Tensor, concentration: float, generator: torch.Generator |
     """Return shares z ~ Beta(b, b) of intervals, like `like` [...], in float64: b < 1 favours borders, 1 is uniform."""
     if concentration == 1:
         return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float64)
-    shape = torch.full(like.shape, concentration, dtype=torch.float64, device=like.device)
+    shape = torch.full(like.shape, concentration, dtype=torch.float64, device=like.device)  # [...]
     one, other = (torch._standard_gamma(shape, generator=generator) for _ in range(2))
     return (one / (one + other)).nan_to_num(nan=0.5)
 
@@ -72,15 +73,16 @@ def uniform_features(u: Tensor, kind: str, dim: int) -> Tensor:
     if dim != fixed or dim < 1:
         raise ValueError(f"features={kind!r} has {fixed} dimensions, not {dim}")
     if kind == "bits":
-        shifts = torch.arange(31, -1, -1, device=u.device, dtype=torch.int32)
-        return ((u.float().contiguous().view(torch.int32)[..., None] >> shifts) & 1).float()
-    if kind == "scalar":
+        shifts = torch.arange(31, -1, -1, device=u.device, dtype=torch.int32)  # [32]
+        return ((u.float().contiguous().view(torch.int32)[..., None] >> shifts) & 1).float()  # [..., 32]
+    if kind == "scalar":  # [..., 1]
         return u.float()[..., None]
-    steps = torch.arange(1, dim + 1, device=u.device, dtype=torch.float64)
+    steps = torch.arange(1, dim + 1, device=u.device, dtype=torch.float64)  # [dim]
     if kind == "arithmetic":
-        return ((u.double()[..., None] * 2 ** (steps - 1)).frac() < 0.5).float()
-    if kind == "threshold":
+        return ((u.double()[..., None] * 2 ** (steps - 1)).frac() < 0.5).float()  # [..., dim]
+    if kind == "threshold":  # [..., dim]
         return (u.double()[..., None] <= steps / dim).float()
+    # hat functions around the anchors at 0, 1/2 and 1
     return (1 - (2 * u.double()[..., None] - (steps - 1)).abs()).clamp(min=0).float()
 
 
@@ -98,5 +100,5 @@ def best_of(teacher_positions: Tensor, num_correct: Tensor) -> Tensor:
     Returns:
         [...] int64 index into M.
     """
-    score = (teacher_positions.double() - 0.5).abs().sum(-1)
+    score = (teacher_positions.double() - 0.5).abs().sum(-1)  # [..., M]
     return (score - 1e-12 * num_correct).argmin(-1)

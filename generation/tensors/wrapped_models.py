@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin, PreTrainedModel
 
 Model = TypeVar("Model")
+Kwargs = dict[str, Any]
+"""Keyword arguments by name."""
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
 _OF_FRAMEWORKS = ("torch.", "transformers.", "accelerate.", "deepspeed.")
 _PER_SEQUENCE = {"adapter_names", "alora_offsets"}
@@ -35,6 +37,11 @@ def unwrap(model: object) -> PreTrainedModel:
     if isinstance(within, nn.Module) and hasattr(within, "config"):
         return cast(PreTrainedModel, within)
     raise TypeError(f"a {type(within).__name__} is no model of transformers; pass a PreTrainedModel or a PeftModel")
+
+
+def input_embeddings(model: PreTrainedModel) -> nn.Embedding:
+    """Return the embeddings of a model's tokens, or a module that is called like them."""
+    return cast(nn.Embedding, model.get_input_embeddings())
 
 
 def has_own_cache(model: PreTrainedModel) -> bool:
@@ -123,7 +130,7 @@ def is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def gather(modules: Iterable[nn.Module]) -> None:
+def gather(modules: Iterable[object]) -> None:
     """Gather the parameters of FSDP2 units; they are sharded again in backward."""
     for module in modules:
         if isinstance(module, FSDPModule):
@@ -193,7 +200,7 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
         raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"weights of {type(model).__name__} are offloaded; load it without a device_map")
-    # a copy of a parameter that is not deep is a parameter of its own over the same tensor, whatever its class
+    # a shallow copy of a parameter of any class is another parameter over the same tensor
     tensors = {id(parameter): copy.copy(parameter) for parameter in model.parameters()}
     return copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
 
@@ -298,7 +305,7 @@ def base_layer(layer: nn.Module) -> nn.Module:
 
 
 def has_learned_prompts(model: Any) -> bool:
-    """Return whether a PeftModel puts prompts of its own before the text, which the model within knows nothing of."""
+    """Return whether a PeftModel puts learned prompts before the text, of which the model within knows nothing."""
     configs = getattr(uncompiled(model), "peft_config", {})
     return uncompiled(model) is not unwrap(model) and any(config.is_prompt_learning for config in configs.values())
 

@@ -37,19 +37,19 @@ def joined_chains(deterministic: DraftTree, drawn: DraftTree) -> DraftTree:
         deterministic: [B, k] tokens; where a sequence has fewer (`num_nodes`), any will do, for each is a guess.
         drawn: [B, m] tokens, with distributions where they were drawn.
     """
-    tokens, device = torch.cat([deterministic.tokens, drawn.tokens], dim=1), drawn.tokens.device
+    tokens, device = torch.cat([deterministic.tokens, drawn.tokens], dim=1), drawn.tokens.device  # [B, k + m]
     (batch, size), length = deterministic.tokens.shape, drawn.tokens.shape[1]
     both = min(size, length)
-    agrees = (deterministic.tokens[:, :both] == drawn.tokens[:, :both]).long().cumprod(1).bool()
-    agrees = torch.nn.functional.pad(agrees, (0, length - both))[:, : length - 1]
-    steps = cached_arange(length, device)[:-1]
+    agrees = (deterministic.tokens[:, :both] == drawn.tokens[:, :both]).long().cumprod(1).bool()  # [B, min(k, m)]
+    agrees = torch.nn.functional.pad(agrees, (0, length - both))[:, : length - 1]  # [B, m - 1]
+    steps = cached_arange(length, device)[:-1]  # [m - 1]
     later = torch.where(agrees, steps, steps + size)  # the node of token i of the drawn chain, as a parent
-    parents = torch.cat([deterministic.parents, torch.nn.functional.pad(later, (1, 0), value=-1)], dim=1)
+    parents = torch.cat([deterministic.parents, torch.nn.functional.pad(later, (1, 0), value=-1)], dim=1)  # [B, k + m]
     if drawn.probs is None:
         return DraftTree(tokens, parents, depth=max(size, length))
     after_certain = torch.nn.functional.pad(drawn.probs, (0, 0, 0, size))[:, : size + 1]  # and after b
     probs = torch.cat([after_certain, torch.nn.functional.pad(drawn.probs[:, 1:], (0, 0, 0, 1))], dim=1)
-    marks = (cached_arange(size + length, device) < size).expand(batch, -1)
+    marks = (cached_arange(size + length, device) < size).expand(batch, -1)  # [B, k + m]
     return DraftTree(tokens, parents, probs, depth=max(size, length), deterministic=marks)
 
 
@@ -57,7 +57,7 @@ def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, t
     """Return the most probable paths of a drafter (EAGLE-2, arXiv 2406.16858): deterministic tokens, so that ranking
     them is exact.
 
-    Every frontier node offers its `top_k` likeliest children; the `top_k` best of a level, by the log-probability of
+    Every frontier node offers its `top_k` most likely children; the `top_k` best of a level, by the log-probability of
     their path, are the next frontier, and the best of all are the tree. Of equal nodes the earlier is better, so that
     no child comes without its parent.
 
@@ -73,29 +73,30 @@ def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, t
     """
     check_size(depth, top_k, total_tokens)
     width = min(top_k, log_probs.shape[-1])
-    step, token = log_probs[:, None].float().topk(width)
-    values, tokens, parents = [step[:, 0]], [token[:, 0]], [torch.full_like(token[:, 0], -1)]
+    step, token = log_probs[:, None].float().topk(width)  # [B, 1, width]
+    values, tokens, parents = [step[:, 0]], [token[:, 0]], [torch.full_like(token[:, 0], -1)]  # per level [B, n]
     start = 0
     for level in range(depth):
-        best = _best(values[-1], width)
-        index = best // width if level else parents[0]
-        step, token = expand(tokens[-1].gather(1, best), index).float().topk(width)
+        best = _best(values[-1], width)  # [B, width]
+        index = best // width if level else parents[0]  # [B, width], in the frontier before
+        step, token = expand(tokens[-1].gather(1, best), index).float().topk(width)  # [B, width, width]
         # rounding must not make a child better than its parent
-        values.append((values[-1].gather(1, best)[..., None] + step.clamp(max=0)).flatten(1))
-        parents.append((best + start)[..., None].expand(token.shape).flatten(1))
+        values.append((values[-1].gather(1, best)[..., None] + step.clamp(max=0)).flatten(1))  # [B, width^2]
+        parents.append((best + start)[..., None].expand(token.shape).flatten(1))  # [B, width^2], numbers of candidates
         start += tokens[-1].shape[1]
         tokens.append(token.flatten(1))
-    candidates = torch.cat(values, 1), torch.cat(tokens, 1), torch.cat(parents, 1)
+    candidates = torch.cat(values, 1), torch.cat(tokens, 1), torch.cat(parents, 1)  # [B, n] each
     return _prune(*candidates, depth + 1, total_tokens - 1)
 
 
 def _prune(values: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int) -> DraftTree:
     """Return the tree of the best candidates [B, n], whose parents are numbers of candidates."""
     size = min(size, values.shape[1])
-    chosen = _best(values, size).sort(-1).values
-    index = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))
+    chosen = _best(values, size).sort(-1).values  # [B, m], in rising order, parents first
+    index = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))  # [B, n + 1]
+    # from a candidate to its node, both counted from 1; 0 is b
     index.scatter_(1, chosen + 1, (cached_arange(size, tokens.device) + 1).expand_as(chosen))
-    parents = index.gather(1, parents.gather(1, chosen) + 1) - 1
+    parents = index.gather(1, parents.gather(1, chosen) + 1) - 1  # [B, m]
     return DraftTree(tokens.gather(1, chosen), parents, depth=depth)
 
 
@@ -133,21 +134,21 @@ def drawn_tree(
     check_size(depth, top_k, total_tokens)
     width = min(top_k, distribution.shape[-1])
     sizes = level_sizes(depth + 1, width, total_tokens - 1)
-    rows = cached_arange(len(distribution), distribution.device)[:, None]
-    probs = distribution.new_zeros(len(distribution), sum(sizes) + 1, distribution.shape[1])
+    rows = cached_arange(len(distribution), distribution.device)[:, None]  # [B, 1]
+    probs = distribution.new_zeros(len(distribution), sum(sizes) + 1, distribution.shape[1])  # [B, m + 1, v]
     q, worth, index, start = distribution[:, None], torch.ones_like(distribution[:, :1]), torch.zeros_like(rows), 1
     tokens, parents = [], []
     for level, size in enumerate(sizes):
-        probs[rows, index] = q
-        token, worth, parent = _draw_children(q, worth, width, size, generator)
+        probs[rows, index] = q  # rows of the frontier's indices in the block
+        token, worth, parent = _draw_children(q, worth, width, size, generator)  # [B, size] each
         token = token if columns is None else columns[token]
         tokens.append(token)
-        parents.append(index.gather(1, parent) - 1)
+        parents.append(index.gather(1, parent) - 1)  # node i has index i + 1
         if level + 1 < len(sizes):
-            best = _best(worth, min(width, size))
+            best = _best(worth, min(width, size))  # [B, k]
             q = expand(token.gather(1, best), parent.gather(1, best) if level else torch.full_like(best, -1))
-            worth, index, start = worth.gather(1, best), best + start, start + size
-    nodes = torch.cat(tokens, dim=1), torch.cat(parents, dim=1)
+            worth, index, start = worth.gather(1, best), best + start, start + size  # [B, k]
+    nodes = torch.cat(tokens, dim=1), torch.cat(parents, dim=1)  # [B, m] each
     return DraftTree(*nodes, probs, depth=len(sizes), columns=columns)
 
 
@@ -159,15 +160,15 @@ def _draw_children(
     The frontier has distributions q [B, k, v], and its paths the chances `worth` [B, k]; `width` is the most children
     per node, and `size` their number in all.
     """
-    drawn = race_order(q, width, generator)
+    drawn = race_order(q, width, generator)  # [B, k, width]
     # of what will be drawn only the distribution is known: the first draw has its own mean probability, the others next
     # to none
-    mean = torch.nn.functional.pad(q.square().sum(-1, keepdim=True), (0, width - 1))
-    exists = (q > 0).sum(-1, keepdim=True) > cached_arange(width, q.device)
-    slots = _best((worth[..., None] * _chance_accepted(mean) * exists).flatten(1), size).sort(-1).values
-    own = q.gather(-1, drawn)
-    left = (1 - own.cumsum(-1) + own).clamp(min=torch.finfo(q.dtype).eps)
-    reached = (worth[..., None] * _chance_accepted((own / left).clamp(max=1)) * (own > 0)).flatten(1)
+    mean = torch.nn.functional.pad(q.square().sum(-1, keepdim=True), (0, width - 1))  # [B, k, width]
+    exists = (q > 0).sum(-1, keepdim=True) > cached_arange(width, q.device)  # [B, k, width]
+    slots = _best((worth[..., None] * _chance_accepted(mean) * exists).flatten(1), size).sort(-1).values  # [B, size]
+    own = q.gather(-1, drawn)  # [B, k, width]
+    left = (1 - own.cumsum(-1) + own).clamp(min=torch.finfo(q.dtype).eps)  # what the draws before leave
+    reached = (worth[..., None] * _chance_accepted((own / left).clamp(max=1)) * (own > 0)).flatten(1)  # [B, k * width]
     return drawn.flatten(1).gather(1, slots), reached.gather(1, slots), slots // width
 
 
@@ -180,7 +181,8 @@ def _chance_accepted(q: Tensor) -> Tensor:
     deep subtree, and the only one where the draft is sure. The output does not depend on it, only its speed. Of each
     draw, q [.., w] is the probability given the draws before.
     """
-    accepted = (1 + q) / (2 * (cached_arange(q.shape[-1], q.device) + 1))
+    accepted = (1 + q) / (2 * (cached_arange(q.shape[-1], q.device) + 1))  # [..., w]
+    # the chance that all draws before are rejected, [..., w]
     refused = torch.nn.functional.pad((1 - accepted).cumprod(-1)[..., :-1], (1, 0), value=1.0)
     return accepted * refused
 
@@ -214,7 +216,7 @@ def check_size(depth: int, top_k: int, total_tokens: int) -> None:
 
 
 def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Expand) -> DraftTree:
-    """Return a tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th likeliest token below its
+    """Return a tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th most likely token below its
     parent.
 
     Args:
@@ -230,7 +232,7 @@ def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Exp
     for number, level in enumerate(levels):
         tokens.append(scores.topk(level.width).indices.flatten(1)[:, level.slots])
         if number + 1 < len(levels):
-            scores = expand(tokens[-1][:, level.inner], level.before.expand(batch, -1))
+            scores = expand(tokens[-1][:, level.inner], level.before.expand(batch, -1))  # [B, k, V]
     return DraftTree(torch.cat(tokens, dim=1), parents.expand(batch, -1), depth=len(levels))
 
 
@@ -239,7 +241,7 @@ class _Level(NamedTuple):
 
     Attributes:
         width: Ranks in use.
-        slots: [n] the index of each node's token among the likeliest `width` of every frontier node.
+        slots: [n] the index of each node's token among the `width` most likely of every frontier node.
         inner: [k] the nodes that have children, counted in the level: the next frontier.
         before: [k] the indices of their parents in this level's own frontier, -1 for b.
     """
@@ -312,7 +314,8 @@ def choices_from_accuracies(accuracies: Tensor, num_nodes: int) -> list[tuple[in
         The rank paths in the order in which they were chosen.
     """
     rates = accuracies.tolist()
-    queue, chosen = [(-rates[0][0], (0,))], []
+    queue: list[tuple[float, tuple[int, ...]]] = [(-rates[0][0], (0,))]
+    chosen: list[tuple[int, ...]] = []
     while queue and len(chosen) < num_nodes:
         path = heapq.heappop(queue)[1]
         chosen.append(path)

@@ -23,6 +23,7 @@ from ..call.options import CallOptions
 from ..call.outputs import Speculation
 from ..call.schedule import AcceptanceRates, CycleCosts
 from ..drafter import BaseDrafter
+from ..tensors.wrapped_models import Kwargs
 from .growth import DEEPEST
 
 _LENGTHS, _SIZES = (1, 2, 4, DEEPEST), ((4, 16), (8, 48))
@@ -39,13 +40,13 @@ Trial = Callable[[Tree], Speculation | None]
 
 
 def choose_tree(
-    generate: Callable[[Any, Tensor, dict[str, Any]], Any],
+    generate: Callable[[Any, Tensor, Kwargs], Any],
     drafter: BaseDrafter,
     options: CallOptions,
     config: GenerationConfig,
     prompt: Tensor,
     positions: int | None,
-    common: dict[str, Any],
+    common: Kwargs,
     may_try: bool = True,
 ) -> CallOptions:
     """Return options whose `draft_tree="auto"` is settled by trials on this prompt, or a tree of the usual size.

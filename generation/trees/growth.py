@@ -11,6 +11,7 @@ from torch import Tensor
 from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, draft_probs
 from ..contract import DraftTree, taken
+from ..tensors.wrapped_models import Kwargs
 from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ DEEPEST = 8
 def grow_chain(
     step: Callable[[Tensor | None], tuple[Tensor, Tensor | None]], options: DraftOptions, length: int
 ) -> DraftTree:
-    """Return a chain of up to `length` tokens; it ends with a token of which no sequence is sure.
+    """Return a chain of up to `length` tokens; it ends with a token that no sequence is sure of.
 
     Args:
         step: From the last drafted token [B] (None at first) to the next one, and the distribution [B, V] that it was
@@ -48,10 +49,11 @@ def block_chain(
     draft_ids: Tensor | None = None,
     vocab_size: int = 0,
 ) -> DraftTree:
-    """Return a chain of a token for each position, up to the first of which no sequence is sure.
+    """Return a chain of a token for each position, up to the first that no sequence is sure of.
 
     No drafted token changes the logits [B, m, v]; the other arguments are those of `DraftOptions.choose`.
     """
+    # m drafts [B], each with its distribution [B, V] or None
     drafts, probs = zip(*(options.choose(step, draft_ids, vocab_size, masks) for step in logits.unbind(1)))
     length = options.sure_length(torch.stack(drafts, 1), torch.stack(probs, 1)) if options.threshold else len(drafts)
     return chain_of(drafts[:length], probs[:length], options)
@@ -60,6 +62,7 @@ def block_chain(
 def chain_of(drafts: Sequence[Tensor], probs: Sequence[Tensor | None], options: DraftOptions) -> DraftTree:
     """Return a chain of tokens [B], with their distributions where the call samples."""
     known = [each for each in probs if each is not None and options.do_sample]
+    # [B, m], and [B, m, V]
     return DraftTree.chain(torch.stack(list(drafts), 1), torch.stack(known, 1) if known else None)
 
 
@@ -138,7 +141,7 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
     return likely
 
 
-def tree_options(tree: object, longest: int | None = None) -> tuple[dict[str, Any] | None, int]:
+def tree_options(tree: object, longest: int | None = None) -> tuple[Kwargs | None, int]:
     """Return the complete options of a tree of drafts, and the length of its longest path.
 
     A tree of one child per node is a chain, which is drawn and verified faster than a tree: it has no options.
@@ -165,7 +168,7 @@ def tree_options(tree: object, longest: int | None = None) -> tuple[dict[str, An
     return (None, min(length, options["total_tokens"] - 1)) if is_chain else (options, length)
 
 
-def _fixed(tree: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _fixed(tree: Kwargs) -> tuple[Kwargs, int]:
     choices = tree["choices"]
     is_list = isinstance(choices, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in choices)
     if not is_list or not choices or not all(type(rank) is int for path in choices for rank in path):
@@ -177,7 +180,7 @@ def _fixed(tree: dict[str, Any]) -> tuple[dict[str, Any], int]:
     return {"choices": choices}, max(map(len, choices))
 
 
-def _dynamic(tree: dict[str, Any], longest: int | None) -> tuple[dict[str, Any], int]:
+def _dynamic(tree: Kwargs, longest: int | None) -> tuple[Kwargs, int]:
     fitting = {} if longest is None else {"depth": max(min(_DEFAULTS["depth"], longest - 1), 0)}
     options = _DEFAULTS | fitting | tree
     check_size(**options)
@@ -186,7 +189,7 @@ def _dynamic(tree: dict[str, Any], longest: int | None) -> tuple[dict[str, Any],
 
 def most_nodes(options: DraftOptions) -> int:
     """Return how many tokens a drafter evaluates, as far as is known: b, and those that a tree leaves out, too."""
-    tree = _DEFAULTS | options.draft_tree if options.draft_tree else {"depth": 0, "top_k": 0, "total_tokens": 0}
+    tree: Kwargs = _DEFAULTS | options.draft_tree if options.draft_tree else {"depth": 0, "top_k": 0, "total_tokens": 0}
     grown = (tree["depth"] + 1) * tree["top_k"] + tree["total_tokens"]
     return 1 + max(options.num_tokens, len(tree.get("choices", ())) or grown)
 
@@ -204,7 +207,8 @@ class Ancestry:
     def extend(self, parents: Tensor) -> Tensor:
         """Return the mask [B, k, n + k] of the next frontier, whose parents [B, k] are indices in the one before."""
         size = parents.shape[1]
-        itself = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+        itself = torch.eye(size, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)  # [B, k, k]
+        # the parents' ancestors among the nodes before, and itself
         self.mask = itself if self.mask is None else torch.cat([taken(self.mask, parents), itself], dim=-1)
         return self.mask
 
@@ -224,6 +228,6 @@ def _log_distribution(logits: Tensor, growth: Growth, masks: DraftMasks | None) 
         return logits.log_softmax(-1)
     ids = growth.draft_ids
     mask = masks.allowed((*logits.shape[:-1], logits.shape[-1] if ids is None else growth.vocab_size), logits.device)
-    mask = mask if ids is None else mask[..., ids]
+    mask = mask if ids is None else mask[..., ids]  # [..., v]
     least = torch.finfo(logits.dtype).min / 4  # -inf alone has no softmax
     return logits.masked_fill(~mask, least).log_softmax(-1).masked_fill(~mask, -torch.inf)

@@ -28,14 +28,15 @@ from ...configuration.cache_names import CACHE, name_of_cache
 from ...configuration.fields import field, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
 from ...generation.tensors.masks import model_mask
-from ...generation.tensors.wrapped_models import call_frozen, is_unit, weights_fetched
+from ...generation.tensors.tensor_files import Fields
+from ...generation.tensors.wrapped_models import Kwargs, call_frozen, is_unit, weights_fetched
 from .draft_vocabulary import DraftVocabulary
 
 Map = Callable[[Tensor], Tensor]
 
 
 class BackboneParts:
-    """Functions of a causal language model, through which no gradient reaches its parameters. Made anew for every call.
+    """Functions of a causal language model, through which no gradient reaches its parameters. Made for every call.
 
     Each is looked up when it is first read: most heads read none, and a look-up takes longer than a head.
 
@@ -93,9 +94,9 @@ def part_logits(part: DraftVocabulary, unembedding: nn.Module, states: Tensor) -
     if linear is None or linear.weight.is_meta or is_unit(linear) or "_hf_hook" in vars(linear):
         # such weights cannot be read outside their module's forward: all logits are computed
         return frozen(unembedding, states).index_select(-1, part.on(states.device))
-    rows = part.rows(linear.weight)
-    bias = None if linear.bias is None else linear.bias.detach()[part.on(rows.device)]
-    return nn.functional.linear(states.to(rows.device), rows, bias)
+    rows = part.rows(linear.weight)  # [U, H]
+    bias = None if linear.bias is None else linear.bias.detach()[part.on(rows.device)]  # [U]
+    return nn.functional.linear(states.to(rows.device), rows, bias)  # [..., U]
 
 
 def frozen(module: nn.Module, *args: object) -> Any:
@@ -135,8 +136,8 @@ def weight_of(linear: nn.Module, like: Tensor) -> Tensor:
     """
     if type(linear) is nn.Linear and not linear.weight.is_meta:
         return linear.weight.detach()
-    unit = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)
-    return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T
+    unit = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)  # [in, in]
+    return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T  # without the bias
 
 
 @torch.no_grad()
@@ -147,7 +148,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         if isinstance(own, nn.Linear) and type(other) is not nn.Linear:
             own.weight.copy_(weight_of(other, own.weight))
             if own.bias is not None:
-                own.bias.copy_(other(own.weight.new_zeros(1, own.in_features))[0])
+                own.bias.copy_(other(own.weight.new_zeros(1, own.in_features))[0])  # what it makes of 0
             continue
         with weights_fetched(other):
             stored = dict(other.named_parameters(recurse=False))
@@ -223,18 +224,18 @@ def layer_options(
     kind: str = "full_attention",
     slot: int = 0,
     cache_name: str = CACHE,
-) -> dict[str, Any]:
+) -> Kwargs:
     """Return what a layer takes besides its states [B, T, d], whose shape, dtype and device are read.
 
     `attention_mask` is [B, past + T], or what is seen [B, 1, T, W] bool, of all layers or by kind; `position_ids` is
-    [B or 1, T], or three beside images (`rotary_positions`); `cache` is the caller's, in which the
+    [B or 1, T], or three with images (`rotary_positions`); `cache` is the caller's, in which the
     layer has a `slot`; `kind` says how the layer attends, as `layer_types` calls it; `cache_name`: see `LayerSource`.
     """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask[kind if kind in attention_mask else "full_attention"]
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.dtype == torch.bool:
         attention_mask = model_mask(attention_mask[:, 0], config, states.dtype)
-    extra: dict[str, Any] = {}
+    extra: Kwargs = {}
     if has_short_convolutions(config):
         is_padding = attention_mask is not None and attention_mask.dim() == 2
         extra["conv_mask"] = _own_tokens(states, attention_mask) if is_padding else None
@@ -321,14 +322,14 @@ def knows_layer_types(rotary: type[nn.Module]) -> bool:
 
 
 def set_cache_slots(layers: Iterable[nn.Module]) -> None:
-    """Number the layers for a cache of their own: 0, 1, ..."""
+    """Number the layers for a separate cache: 0, 1, ..."""
     for slot, layer in enumerate(layers):
         for module in layer.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
-                module.layer_idx = slot
+                vars(module)["layer_idx"] = slot
 
 
-def read_config(values: dict[str, Any] | None) -> PreTrainedConfig:
+def read_config(values: Fields | None) -> PreTrainedConfig:
     """Return the config of a model from the fields of its `config.json`."""
     if values is None:
         raise ValueError("backbone_config is missing: MTPHeads.from_backbone fills it")

@@ -59,7 +59,7 @@ class LossSegment:
         """
         if self.scored is None:
             return self
-        rows = self.scored.flatten().nonzero()[:, 0]
+        rows = self.scored.flatten().nonzero()[:, 0]  # [N]
         if len(rows) == self.scored.numel():
             return self
         rows = rows if len(rows) else rows.new_zeros(1)
@@ -117,13 +117,13 @@ class SummedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the inputs, where one is wanted, and 0 for the anchor."""
         inputs, weight = ctx.saved_tensors
-        flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)
+        flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)  # [N, R], [N, D]
         step = max(1, _GRADIENTS_PER_BLOCK // rows.shape[-1])
         for start in range(0, flat.shape[-1], step):
-            part = flat[:, start : start + step]
-            ctx.total[start : start + part.shape[1]] += part.T @ rows
+            part = flat[:, start : start + step]  # [N, block]
+            ctx.total[start : start + part.shape[1]] += part.T @ rows  # [block, D]
         wanted = ctx.needs_input_grad[0]
-        into_inputs = (gradient @ weight.to(gradient.dtype)).to(inputs.dtype) if wanted else None
+        into_inputs = (gradient @ weight.to(gradient.dtype)).to(inputs.dtype) if wanted else None  # [..., D]
         return into_inputs, None, None, ctx.total.new_zeros(())
 
 
@@ -227,7 +227,7 @@ def _chunk(
     states, arguments = chunk
     with torch.set_grad_enabled(wanted or bool(others)):
         states = states.detach().requires_grad_(wanted)
-        sums = terms(states, *arguments).sum(0)
+        sums = terms(states, *arguments).sum(0)  # [n]
         inputs = [states, *others] if wanted else others
         with torch.autocast(states.device.type, enabled=False):
             value = (sums * shares.to(sums)).sum()

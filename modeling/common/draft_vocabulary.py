@@ -36,7 +36,7 @@ class DraftVocabulary:
     """
 
     def __init__(self, ids: TokenIds, vocab_size: int, name: str = "draft_vocabulary") -> None:
-        self.ids = torch.as_tensor(ids).detach().to("cpu", torch.long).flatten().sort().values
+        self.ids = torch.as_tensor(ids).detach().to("cpu", torch.long).flatten().sort().values  # [U]
         if not len(self.ids):
             raise ValueError(f"{name} is empty; give at least one token id, or None")
         if self.ids[0] < 0 or self.ids[-1] >= vocab_size:
@@ -72,7 +72,7 @@ class DraftVocabulary:
         """Return the columns 0 .. U - 1 of token ids [...]; of a token x outside U, U + x."""
         ids = self.on(tokens.device)
         columns = torch.searchsorted(ids, tokens.contiguous()).clamp(max=len(ids) - 1)
-        return torch.where(ids[columns] == tokens, columns, tokens + len(ids))
+        return torch.where(ids[columns] == tokens, columns, tokens + len(ids))  # U + x outside of U
 
     def columns(self, tokens: Tensor, other: int) -> Tensor:
         """Return the columns of token ids [...], and `other` for those that are not in U."""
@@ -86,7 +86,7 @@ class DraftVocabulary:
 
     def spread(self, values: Tensor, fill: float = 0.0) -> Tensor:
         """Return values [..., U] of the columns at their token ids, [..., V], and `fill` elsewhere."""
-        whole = values.new_full((*values.shape[:-1], self.vocab_size), fill)
+        whole = values.new_full((*values.shape[:-1], self.vocab_size), fill)  # [..., V]
         return whole.index_copy(-1, self.on(values.device), values)
 
     def coverage(self, tokens: Tensor) -> float:
@@ -134,6 +134,6 @@ def frequent_tokens(
 
 
 def drafted_tokens(config: Any) -> list[tuple[str, str]]:
-    """Return the row of a card on a part of the vocabulary that is drafted; nothing where all of it is."""
+    """Return the row of a card on the part of the vocabulary that is drafted; no row where all of it is."""
     size, whole = config.draft_vocab_size, config.vocab_size
     return [("Drafts", f"{size:,} of {whole:,} token ids")] if size is not None and size != whole else []

@@ -26,7 +26,7 @@ from .online import OnlineMixin
 from .outputs import DraftDistributions, refuse_loss_of_others
 
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
-"""Hidden states of the backbone: L + 1 entries [B, T, D], of which unused ones may be None, or those by index."""
+"""Hidden states of the backbone: L + 1 entries [B, T, D], None where unused, or the used ones by index."""
 
 
 class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedModel):
@@ -47,13 +47,12 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
     generate = NoGenerationMixin.generate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`; refuse a trainer that computes a loss of its own (`fused_lm_head=True`)."""
+        """Call `forward`; refuse a trainer that computes its own loss (`fused_lm_head=True`)."""
         if kwargs.get("fused_lm_head"):
             refuse_loss_of_others(self)
         return super().__call__(*args, **kwargs)
 
     def check_policy(self) -> None:
-        """See `OnlineMixin`."""
         self.check_backbone(self.backbone)
 
     @can_return_tuple
@@ -131,7 +130,7 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
     @property
     def draft_ids(self) -> Tensor:
         """Token ids that are drafted, [Vd] int64, on the drafter's device."""
-        ids = torch.arange(self.draft_size, device=self.device)
+        ids = torch.arange(self.draft_size, device=self.device)  # [Vd]
         return ids if self.offsets is None else ids + self.offsets
 
     @property
@@ -185,8 +184,7 @@ class WindowHeadMixin(DepthLossMixin):
     device: torch.device
 
     @classmethod
-    def facts(cls, config: MTPHeadConfig, drafter: Any = None) -> DrafterFacts:
-        """See `BaseDrafter`."""
+    def facts(cls, config: MTPHeadConfig, drafter: object = None) -> DrafterFacts:
         if config.window is None:
             raise TypeError("the config leaves the head's `window` open; set it before rendering a card")
         rows = [
@@ -231,7 +229,7 @@ class WindowHeadMixin(DepthLossMixin):
         def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
             after = self.distribution_after(features[rows, columns], tokens[:, 0], length)
             drafts = nn.functional.pad(tokens[:, 1:], (0, after.window - length))  # trees of circuits: whole windows
-            return after.conditional_log_probs(drafts)[:, :length].float()
+            return after.conditional_log_probs(drafts)[:, :length].float()  # [N, length, V]
 
         return DraftDistributions(draft, BackboneParts(self.policy).unembed, states[-1])
 
@@ -248,7 +246,7 @@ class WindowHeadMixin(DepthLossMixin):
 
     def loss_scale(self, first: float = 1.0) -> Tensor:
         """Return the factors of the depths of the loss besides weights, [n]: lambda, and `first` at depth 1."""
-        scale = torch.full((self.head_config.num_depths,), float(self.mtp_loss_weight), device=self.device)
+        scale = torch.full((self.head_config.num_depths,), float(self.mtp_loss_weight), device=self.device)  # [n]
         scale[0] *= first
         return scale
 
@@ -295,5 +293,5 @@ def split_states(cached: Tensor, layers: list[int]) -> dict[int, Tensor]:
 def counted_positions(states: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the position ids [B or 1, T] of states [B, T, d]; padding has 0."""
     if attention_mask is None:
-        return torch.arange(states.shape[1], device=states.device)[None]
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]
+        return torch.arange(states.shape[1], device=states.device)[None]  # [1, T]
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -states.shape[1] :]  # [B, T]

@@ -147,7 +147,6 @@ class OnlineLearner(Recorder):
         self.recorded.recorder = self
 
     def session(self, session: DraftSession) -> DraftSession:
-        """See `Recorder`."""
         return RecordingSession(session, self.drafter.learning_layers, self.drafter.attends, self.buffer, self._finish)
 
     def _finish(self, statistics: Speculation, seconds: float) -> None:
@@ -206,7 +205,7 @@ class OnlineLearner(Recorder):
         if is_managed or is_deepspeed_zero3_enabled():
             raise ValueError(
                 f"drafter: a {type(self.drafter).__name__} cannot learn while a {type(policy).__name__} is sharded so; "
-                "where FSDP2 shards it (fsdp_version=2), a drafter with a module of its own can"
+                "where FSDP2 shards it (fsdp_version=2), a drafter with its own module can"
             )
 
     def _step(self) -> float | None:

@@ -29,7 +29,7 @@ class MTPOutput(CausalLMOutputWithPast):
         hidden_states: Tuple over layers of [B, L, D], the last after the final norm; unselected entries are None.
         head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
         backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
-            trains together with a head that has a distribution of its own for the first token; then a part of `loss`.
+            trains together with a head that also has a distribution of the first token; then a part of `loss`.
         acceptances: [n] detached mean probability that a token drawn at a depth is accepted after the true tokens
             before it, NaN at depth 1; where the drafter learns the backbone's distribution.
         head_squares: [n] detached mean squared term per depth, where depths are balanced.

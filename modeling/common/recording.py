@@ -11,14 +11,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ...generation.call.outputs import Speculation
 from ...generation.call.sequences import NewTokens, Sequences
-from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult, joined_layers
+from ...generation.contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    PrefillOutput,
+    TargetOutput,
+    VerificationResult,
+    joined_layers,
+)
 from ...generation.tensors.masks import cached_range, to_device
 from ..heads.losses import IGNORE
 
@@ -35,7 +43,7 @@ def collate(sequences: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     lengths, fills, pad = [len(each["input_ids"]) for each in sequences], {"labels": IGNORE}, nn.utils.rnn.pad_sequence
     batch = {name: pad([each[name] for each in sequences], True, fills.get(name, 0)) for name in sequences[0]}
     if len(set(lengths)) > 1:
-        real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+        real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]  # [B, L]
         batch["attention_mask"] = real.long()
     return batch
 
@@ -75,7 +83,7 @@ class OnlineBuffer:
         return new
 
     def _held(self) -> list[list[tuple[int, int]]]:
-        """Return the runs of sequences of which two tokens are left."""
+        """Return the runs of sequences that have two tokens left."""
         oldest = self.written - self.capacity
         return [runs for runs in self.runs if runs and sum(runs[-1]) > oldest + 1]
 
@@ -97,10 +105,10 @@ class OnlineBuffer:
         """
         with self._lock:
             held = self._allocated(states)
-            counts, total = new.on_device[:, None], sum(new.counts)
-            steps = cached_range(0, tokens.shape[1], tokens.device)
-            order = counts.cumsum(0) - counts + steps
-            is_written = (steps < counts) & (order >= total - self.capacity)
+            counts, total = new.on_device[:, None], sum(new.counts)  # [B, 1]
+            steps = cached_range(0, tokens.shape[1], tokens.device)  # [F]
+            order = counts.cumsum(0) - counts + steps  # [B, F], counted over all sequences
+            is_written = (steps < counts) & (order >= total - self.capacity)  # [B, F]
             slots = torch.where(is_written, (order + self.written) % self.capacity, self.capacity).flatten()
             self.tokens.index_copy_(0, to_device(slots, self.tokens.device), tokens.flatten(0, 1))
             held.index_copy_(0, to_device(slots, held.device), states.flatten(0, 1).to(held.dtype))
@@ -137,11 +145,11 @@ class OnlineBuffer:
         assert self.states is not None
         oldest = self.written - self.capacity
         times = [time for first, count in runs for time in range(max(first, oldest), first + count)]
-        slots = torch.tensor(times, device=self.tokens.device) % self.capacity
-        tokens = self.tokens[slots]
-        real = tokens[:, 2] != _PADDING
+        slots = torch.tensor(times, device=self.tokens.device) % self.capacity  # [N]
+        tokens = self.tokens[slots]  # [N, 3]
+        real = tokens[:, 2] != _PADDING  # [N]
         ids, labels, positions = tokens[real].unbind(1)
-        states = self.states[to_device(slots[real], self.states.device)]
+        states = self.states[to_device(slots[real], self.states.device)]  # [N', S, d]
         return {
             "input_ids": torch.cat([ids, labels[-1:]]),
             "labels": torch.cat([torch.full_like(labels[:1], IGNORE), labels]),
@@ -209,18 +217,16 @@ class RecordingSession(DraftSession):
         self.hidden_layers = joined_layers(session.hidden_layers, self.layers)
         self.prompt: Tensor | None = None
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
-        """See `DraftSession`."""
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         self.view, self.prompt = view, self._states(outputs.hidden_states)
         self.session.begin(outputs, view)
 
     def _states(self, hidden_states: Sequence[Tensor | None]) -> Tensor:
         """Return the states of the recorded layers, [B, F, S, d]."""
         states = [cast(Tensor, hidden_states[layer]) for layer in self.layers]
-        return torch.stack([to_device(state, states[0].device) for state in states], dim=2)
+        return torch.stack([to_device(state, states[0].device) for state in states], dim=2)  # [B, F, S, d]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`."""
         if self.prompt is not None:
             self._write_prompt(self.prompt, tokens)
             self.prompt = None
@@ -231,35 +237,32 @@ class RecordingSession(DraftSession):
         """Write the end of the prompt: as much of every sequence as fits half of the buffer."""
         (batch, width), device = states.shape[:2], tokens.ids.device
         mask = self.view.mask
-        real = torch.ones(batch, width, device=device).long() if mask is None else mask[:, -width:].long()
-        self.ends = self.view.counts.clone() if self.view.has_columns else real.sum(1)
-        positions = (self.ends - real.sum(1))[:, None] + real.cumsum(1) - 1
+        real = torch.ones(batch, width, device=device).long() if mask is None else mask[:, -width:].long()  # [B, width]
+        self.ends = self.view.counts.clone() if self.view.has_columns else real.sum(1)  # [B]
+        positions = (self.ends - real.sum(1))[:, None] + real.cumsum(1) - 1  # [B, width]
         positions = torch.where(real.bool(), positions, _PADDING)
         count = min(width, max(1, self.buffer.capacity // (2 * batch))) if self.keeps_prompt else 1
-        ids = tokens.newest(count + 1)
-        labels = torch.full_like(ids[:, 1:], IGNORE)
+        ids = tokens.newest(count + 1)  # [B, count + 1]
+        labels = torch.full_like(ids[:, 1:], IGNORE)  # [B, count]
         labels[:, -1] = ids[:, -1]
         self.runs = self.buffer.new_sequences(batch)
-        written = torch.stack([ids[:, :-1], labels, positions[:, -count:]], dim=-1)
+        written = torch.stack([ids[:, :-1], labels, positions[:, -count:]], dim=-1)  # [B, count, 3]
         self.buffer.write(self.runs, states[:, -count:], written, NewTokens([count] * batch, device))
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """See `DraftSession`."""
         new = self.view.new_tokens
         if new.longest:
-            labels = result.tokens[:, : new.longest]
-            ids = torch.cat([self.last[:, None], labels[:, :-1]], dim=1)
-            positions = self.ends[:, None] + cached_range(0, new.longest, ids.device)
+            labels = result.tokens[:, : new.longest]  # [B, F]
+            ids = torch.cat([self.last[:, None], labels[:, :-1]], dim=1)  # [B, F], the tokens before them
+            positions = self.ends[:, None] + cached_range(0, new.longest, ids.device)  # [B, F]
             states = self._states(outputs.first(new.longest))
             self.buffer.write(self.runs, states, torch.stack([ids, labels, positions], dim=-1), new)
             self.ends = self.ends + new.on_device
         self.session.advance(outputs, result)
 
     def finish(self, statistics: Speculation) -> None:
-        """See `DraftSession`."""
         self.session.finish(statistics)
         self.finished(statistics, time.perf_counter() - self.started)
 
     def coverage(self, tokens: Tensor) -> float | None:
-        """See `DraftSession`."""
         return self.session.coverage(tokens)

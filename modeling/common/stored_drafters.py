@@ -56,7 +56,7 @@ def holds_drafter_alone(name: str | PathLike[str], **hub: Any) -> bool:
 
 @reads_whole
 def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -> Any:
-    """Return the drafter in a directory or a Hub repository, whatever its layout; it is not attached.
+    """Return the drafter in a directory or a Hub repository, in any layout; it is not attached.
 
     Args:
         name: See `drafter_class`.
@@ -78,7 +78,7 @@ def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -
 
 
 def _fields(name: str | PathLike[str], **hub: Any) -> Fields:
-    """Return the fields of config.json; none where there is no such file."""
+    """Return the fields of config.json; an empty dict where there is no such file."""
     try:
         return PreTrainedConfig.get_config_dict(name, **hub)[0]
     except OSError:

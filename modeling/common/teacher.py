@@ -81,16 +81,16 @@ class Teacher:
 
         `tokens` are [N, n] int64; `inputs` are chunks of `arguments`.
         """
-        log_probs = distribution.conditional_log_probs(tokens)
-        likelihood = at_tokens(log_probs, tokens)
-        log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1
-        parts = [part.unflatten(-1, (depths, -1)) for part in inputs]
+        log_probs = distribution.conditional_log_probs(tokens)  # [N, n, v]
+        likelihood = at_tokens(log_probs, tokens)  # [N, n]
+        log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1  # [N, n - 1, v]
+        parts = [part.unflatten(-1, (depths, -1)) for part in inputs]  # [N, n - 1, d], [N, n - 1, 1]
         with torch.no_grad():
-            log_p = self.backbone.unembed(parts[0]).to(log_q.dtype)
+            log_p = self.backbone.unembed(parts[0]).to(log_q.dtype)  # [N, n - 1, v]
             log_p = log_p.log_softmax(-1) if len(parts) == 1 else log_p - parts[1].to(log_q.dtype)
         kind, share = self.options.divergence, self.options.label_weight
         mixed, accepted = teacher_terms(kind, share, log_p, log_q, likelihood[..., 1:])
-        return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))
+        return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))  # [N, n]
 
 
 @torch.no_grad()
@@ -101,38 +101,38 @@ def of_logits(
 
     Positions that are not in `where` [B, L] bool have no logits, and 0 in the result.
     """
-    rows = where.flatten().nonzero()[:, 0].to(states.device)
-    flat = [values.flatten(0, 1)[rows] for values in (states, *arguments)]
+    rows = where.flatten().nonzero()[:, 0].to(states.device)  # [N]
+    flat = [values.flatten(0, 1)[rows] for values in (states, *arguments)]  # [N, ...]
     size = max(1, LOGITS_PER_CHUNK // backbone.unembed(states[:1, 0]).shape[-1])
     chunks = zip(*(values.split(size) for values in flat))
-    found = torch.cat([read(backbone.unembed(part).float(), *parts) for part, *parts in chunks])
-    whole = found.new_zeros(where.numel(), *found.shape[1:]).index_copy(0, rows, found)
+    found = torch.cat([read(backbone.unembed(part).float(), *parts) for part, *parts in chunks])  # [N, ...]
+    whole = found.new_zeros(where.numel(), *found.shape[1:]).index_copy(0, rows, found)  # [B L, ...]
     return whole.unflatten(0, where.shape)
 
 
 def logit_summaries(backbone: BackboneParts, states: Tensor, where: Tensor) -> Tensor:
     """Return what a loss over a draft vocabulary reads of all logits at states [B, L, d], [B, L, 2] float32.
 
-    That is their logsumexp, and the id of the likeliest token (exact up to 2^24). Positions that are not in `where`
+    That is their logsumexp, and the id of the most likely token (exact up to 2^24). Positions that are not in `where`
     [B, L] bool have 0.
     """
 
     def read(logits: Tensor) -> Tensor:
-        return torch.stack([logits.logsumexp(-1), logits.argmax(-1).to(logits.dtype)], -1)
+        return torch.stack([logits.logsumexp(-1), logits.argmax(-1).to(logits.dtype)], -1)  # [N, 2]
 
     return of_logits(backbone, states, where, read)
 
 
 def ahead(values: Tensor, window: int) -> Tensor:
     """Return for every position the values [B, L, (n - 1) c] of the n - 1 following ones; 0 beyond the end."""
-    padded = nn.functional.pad(values, (0, 0, 0, window - 1))
-    return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)
+    padded = nn.functional.pad(values, (0, 0, 0, window - 1))  # [B, L + n - 1, c]
+    return torch.cat([padded[:, k : k + values.shape[1]] for k in range(1, window)], -1)  # [B, L, (n - 1) c]
 
 
 def teacher_inputs(scored: Tensor) -> Tensor:
     """Return which states are before a scored token of depth 2 or more, [B, L] bool, from targets [B, L, n]."""
     shifted = [pad(scored[..., depth], (depth, 0))[:, : scored.shape[1]] for depth in range(1, scored.shape[-1])]
-    return torch.stack([torch.zeros_like(scored[..., 0]), *shifted]).any(0)
+    return torch.stack([torch.zeros_like(scored[..., 0]), *shifted]).any(0)  # [B, L]
 
 
 def teacher_terms(kind: str, share: float, log_p: Tensor, log_q: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,8 +197,8 @@ def accepted_along(log_q: Tensor, log_p: Tensor, drafted: Tensor) -> Tensor:
         log_p: [..., m], the verifier's.
         drafted: [..., m] bool, False where the sequence ends or a token is never drafted; from there on m_k is 0.
     """
-    ratios = torch.where(drafted, log_q - log_p, 0.0)
-    accepted = ratios.cumsum(-1).cummin(-1).values.clamp(max=0).exp()
+    ratios = torch.where(drafted, log_q - log_p, 0.0)  # [..., m]
+    accepted = ratios.cumsum(-1).cummin(-1).values.clamp(max=0).exp()  # the least of Q_j / P_j so far, and 1
     return torch.where(drafted.long().cumprod(-1).bool(), accepted, 0.0)
 
 
@@ -211,8 +211,9 @@ def cycle_starts(accepted: Tensor, eligible: Tensor) -> Tensor:
     """
     jumps = _jumps(accepted, eligible)
     length, reach = jumps.shape[1:]
-    starts = pad((eligible & ~pad(eligible, (1, -1))).double(), (0, reach))
+    starts = pad((eligible & ~pad(eligible, (1, -1))).double(), (0, reach))  # [B, L + m + 1]
     for position in range(length):
+        # a cycle that accepts k drafts here is followed by one that begins k + 1 tokens later
         starts[:, position + 1 : position + 1 + reach] += starts[:, position, None] * jumps[:, position]
     return starts[:, :length] * eligible
 
@@ -227,11 +228,11 @@ def call_weights(accepted: Tensor, eligible: Tensor) -> Tensor:
     accepted = accepted.detach().double()
     jumps = _jumps(accepted, eligible)
     length, reach = jumps.shape[1:]
-    left = jumps.new_zeros(len(jumps), length + reach + 1)
+    left = jumps.new_zeros(len(jumps), length + reach + 1)  # calls left, [B, L + m + 2]
     for position in reversed(range(length)):
-        later = (jumps[:, position] * left[:, position + 1 : position + 1 + reach]).sum(-1)
+        later = (jumps[:, position] * left[:, position + 1 : position + 1 + reach]).sum(-1)  # [B]
         left[:, position] = (1 + later) * eligible[:, position]
-    after = left[:, 1:].unfold(1, reach, 1)[:, :length]
+    after = left[:, 1:].unfold(1, reach, 1)[:, :length]  # [B, L, m + 1]
     return cycle_starts(accepted, eligible)[..., None] * (after[..., :-1] - after[..., 1:])
 
 
@@ -250,7 +251,7 @@ def sequence_log_probs(backbone: BackboneParts, states: Tensor, following: Tenso
     """
 
     def read(logits: Tensor, ids: Tensor) -> Tensor:
-        return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
+        return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)  # [N]
 
     whole = BackboneParts(backbone.model)
     return of_logits(whole, states.detach(), following >= 0, read, following.clamp(min=0))
@@ -264,7 +265,7 @@ def block_terms(
     For `log_q`, `log_p` and `drafted`, [B, L, m], see `accepted_along`, for `eligible` [B, L] `cycle_starts`; `kind` is
     one of `POSITION_WEIGHTINGS`, and `label_weight` the share of the likelihood of drafted tokens that is mixed in.
     """
-    drafted = drafted & eligible[..., None]
+    drafted = drafted & eligible[..., None]  # [B, L, m]
     accepted = accepted_along(log_q, log_p, drafted)
     terms = -(1 - label_weight) * position_weights(kind, accepted.detach(), eligible) * accepted
     if label_weight:
@@ -303,8 +304,8 @@ class BlockTarget:
         if last_states is None or backbone is None:
             raise ValueError("divergence='block' needs the backbone's last hidden states, not None")
         log_p = sequence_log_probs(backbone, last_states, tokens[..., 0].masked_fill(~teacher_inputs(scored), -1))
-        eligible = scored[..., :2].all(-1)[..., None]
-        drafted = drafted[..., 1:] & eligible
+        eligible = scored[..., :2].all(-1)[..., None]  # [B, L, 1]
+        drafted = drafted[..., 1:] & eligible  # [B, L, n - 1]
         arguments = ahead(log_p[..., None], scored.shape[-1]), drafted, eligible.to(log_p).expand(drafted.shape)
         return cls(label_weight, arguments)
 
@@ -313,12 +314,12 @@ class BlockTarget:
     ) -> tuple[Tensor, Tensor]:
         """Return the terms and m_k of some positions, [N, n] each; see `Teacher.terms`."""
         log_p, drafted, weights = inputs
-        log_q, share = distribution.token_log_probs(tokens), self.label_weight
-        accepted = accepted_along(log_q[..., 1:], log_p.to(log_q.dtype), drafted)
+        log_q, share = distribution.token_log_probs(tokens), self.label_weight  # [N, n]
+        accepted = accepted_along(log_q[..., 1:], log_p.to(log_q.dtype), drafted)  # [N, n - 1]
         terms = -(1 - share) * weights.to(log_q.dtype) * accepted
         if share:
             terms = terms - share * torch.where(drafted, log_q[..., 1:], 0.0)
-        return torch.cat([-log_q[..., :1], terms], -1), pad(accepted.detach(), (1, 0))
+        return torch.cat([-log_q[..., :1], terms], -1), pad(accepted.detach(), (1, 0))  # [N, n]
 
     def weigh_by_calls(self, accepted: Tensor) -> None:
         """Weigh positions by the calls that a rejection there costs, from m_k at all of them, [B, L, n - 1]."""

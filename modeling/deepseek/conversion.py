@@ -36,6 +36,7 @@ from ...configuration.mtp_families import (
     set_modules,
 )
 from ...generation.tensors.tensor_files import weight_files
+from ...generation.tensors.wrapped_models import Kwargs
 from ..common.backbone_parts import final_norm, layer_kind
 from ..common.loading import StrictLoadingMixin
 from .checkpoint_files import dequantized_tensors
@@ -248,7 +249,7 @@ def rotate_all(layer: nn.Module) -> None:
 
 
 def scale_nothing(layer: nn.Module) -> None:
-    """Let attention leave out its scaling by the number of columns, as transformers' class does beside a window."""
+    """Let attention leave out its scaling by the number of columns, as transformers' class does with a window."""
     vars(layer.get_submodule("self_attn"))["is_sliding"] = True
 
 
@@ -311,7 +312,7 @@ def build(config: PreTrainedConfig) -> tuple[PreTrainedModel, MTPModules]:
 
 def load(
     name: str | PathLike | None, config: PreTrainedConfig, inference_only: bool, **options: Any
-) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
+) -> tuple[PreTrainedModel, MTPModules, Kwargs]:
     """Return a main model, its modules (none with `inference_only`) and transformers' loading report.
 
     `name` is a directory or Hub repository, or None with `state_dict` among the options of `from_pretrained`.
@@ -365,8 +366,8 @@ def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> lis
 
 
 def load_dequantized(
-    name: str | PathLike, config: PreTrainedConfig, inference_only: bool, hub: dict[str, Any], **options: Any
-) -> tuple[PreTrainedModel, MTPModules, dict[str, Any]]:
+    name: str | PathLike, config: PreTrainedConfig, inference_only: bool, hub: Kwargs, **options: Any
+) -> tuple[PreTrainedModel, MTPModules, Kwargs]:
     """Load as `load` does, from float8 weights that are multiplied by their scales first; `hub` has `revision`, ..."""
     wanted = options.pop("dtype", None)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16

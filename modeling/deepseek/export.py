@@ -150,7 +150,7 @@ def official_device_map(devices: DeviceMap, config: PreTrainedConfig) -> DeviceM
 
     Args:
         devices: Devices by prefixes of names, as accelerate infers them from a `DeepSeekMTP`, or as in
-            `hf_device_map`. `"main"` and `"mtp"` are for all parts without an entry of their own.
+            `hf_device_map`. `"main"` and `"mtp"` are for all parts without an entry.
         config: The main model's configuration.
     """
     count = count_modules(config)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...configuration.loss_options import ModuleLossOptions
-from ...generation.tensors.wrapped_models import parameters_frozen
+from ...generation.tensors.wrapped_models import input_embeddings, parameters_frozen
+from ..common.backbone_parts import output_embeddings
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.online import OnlineMixin
 from ..common.outputs import DraftDistributions, MTPOutput, stacked_steps
@@ -51,9 +52,9 @@ class ModuleLearningMixin(DepthLossMixin, OnlineMixin, OverMainModel):
     def learning_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """See `OnlineMixin`; no gradient reaches the main model."""
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch["position_ids"]
-        state = batch[STATES][:, :, 0]
+        state = batch[STATES][:, :, 0]  # [B, L, H]
         with torch.no_grad():
-            embeds = cast(nn.Module, self.main.get_input_embeddings())(ids)
+            embeds = input_embeddings(self.main)(ids)  # [B, L, H]
             hidden = state
             if self.reads_early:
                 hidden = mapped_state(self.main.get_decoder(), self.main.config, state)
@@ -61,7 +62,7 @@ class ModuleLearningMixin(DepthLossMixin, OnlineMixin, OverMainModel):
             embeds = self.mtp.embed_tokens(ids)
         targets = depth_targets(batch["labels"], self.window, mask, positions)
         chain = [hidden, *self.chain(state, embeds, mask, positions, self.window - 1)[1:]]
-        with parameters_frozen(cast(nn.Module, self.main.get_output_embeddings())):
+        with parameters_frozen(output_embeddings(self.main)):
             return cast(Tensor, self.chain_loss(chain, targets).loss)
 
     def chain(
@@ -75,7 +76,7 @@ class ModuleLearningMixin(DepthLossMixin, OnlineMixin, OverMainModel):
         """Return h^0 to h^depths; all but the first are computed from states that `loss_options` may detach."""
         options = self.loss_options
         if position_ids is None:
-            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            position_ids = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, L]
         start = hidden.detach() if options.detach_trunk else hidden
         is_held = options.detach_embedding and self.mtp.embed_tokens is None
         embeds = inputs_embeds.detach() if is_held else inputs_embeds
@@ -99,7 +100,7 @@ class ModuleLearningMixin(DepthLossMixin, OnlineMixin, OverMainModel):
         main = run_main(self.main, ids, None, batch.get("position_ids"), options)
         hidden, embeds = main.outputs.last_hidden_state, self.module_inputs(main, ids)
         chain = self.chain(main.state, embeds, mask, main.position_ids, length)[1:]
-        states = stacked_steps(chain, hidden.shape[1])
+        states = stacked_steps(chain, hidden.shape[1])  # [B, L, depths, H]
 
         def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
             drafted = enumerate(states[rows, columns].unbind(1), start=1)

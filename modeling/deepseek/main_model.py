@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, family_of
+from ...generation.tensors.wrapped_models import Kwargs, input_embeddings
 from ..common.backbone_parts import final_norm
 from .modules import LMHeadView, MTPModules
 
@@ -40,7 +41,7 @@ class OverMainModel(nn.Module):
 
     def module_embeddings(self) -> nn.Module:
         """Return the embeddings that modules read: their own, or the main model's."""
-        return self.mtp.embed_tokens or cast(nn.Module, self.main.get_input_embeddings())
+        return self.mtp.embed_tokens or input_embeddings(self.main)
 
     def module_inputs(self, output: MainOutput, input_ids: Tensor | None) -> Tensor:
         """Return the embeddings of tokens that modules read, [B, L, H]."""
@@ -56,7 +57,7 @@ class OverMainModel(nn.Module):
         family, kind = family_of(self.main.config), self.main.config.model_type
         if (family.own_heads or family.own_embeddings) and self.mtp.count:
             own = "heads" if family.own_heads else "embeddings"
-            raise ValueError(f"modules of model_type={kind!r} have {own} of their own, which cannot be resized")
+            raise ValueError(f"modules of model_type={kind!r} have their own {own}, which cannot be resized")
         return cast(Any, super()).resize_token_embeddings(*args, **kwargs)
 
     def get_decoder(self, *args: object, **kwargs: object) -> nn.Module:
@@ -65,14 +66,14 @@ class OverMainModel(nn.Module):
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
+    ) -> Kwargs:
         """Return the main model's inputs; teacher-forced logits are off."""
         prepare = cast(Any, self.main).prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs | {"output_mtp_logits": False}
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the main model's positions, which may be three beside images; None where it ignores them."""
+        """Return the main model's positions, which may be three with images; None where it ignores them."""
         if family_of(self.main.config).counts_columns:
             return None
         return cast(Any, self.main)._prepare_position_ids_for_generation(*args, **kwargs)
@@ -106,7 +107,7 @@ def run_main(
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
     position_ids: Tensor | None,
-    inputs: dict[str, Any],
+    inputs: Kwargs,
 ) -> MainOutput:
     """Call a main model without its head.
 
@@ -121,7 +122,7 @@ def run_main(
     if not has_towers(config):
         body = decoder
         if inputs_embeds is None:
-            inputs_embeds = cast(Tensor, cast(nn.Module, main.get_input_embeddings())(input_ids))
+            inputs_embeds = cast(Tensor, input_embeddings(main)(input_ids))
             if field(config, "ple_layer_ids"):
                 inputs = inputs | {"ple_input_ids": input_ids}
             if "hash_moe" not in (field(config, "mlp_layer_types") or ()):  # experts that are chosen by a token's id
@@ -131,7 +132,7 @@ def run_main(
     looked_at = _inputs_of(decoder) if has_towers(config) else nullcontext(inputs_read)
     with looked_at as seen, _inputs_of(last_map(decoder, family)) if family.early else nullcontext({}) as mapped:
         outputs = body(input_ids=input_ids, **read, **inputs)
-    state = mapped["args"][0].flatten(2) if family.early else outputs.last_hidden_state
+    state = mapped["args"][0].flatten(2) if family.early else outputs.last_hidden_state  # [B, L, H or N H]
     return MainOutput(outputs, cast(Tensor, seen["inputs_embeds"]), seen.get("position_ids"), state)
 
 
@@ -149,9 +150,9 @@ def mapped_state(decoder: nn.Module, config: PreTrainedConfig, state: Tensor) ->
 
 
 @contextmanager
-def _inputs_of(module: nn.Module) -> Iterator[dict[str, Any]]:
+def _inputs_of(module: nn.Module) -> Iterator[Kwargs]:
     """Yield a dict that receives the arguments of a module's next call in this thread; positional ones as `args`."""
-    seen: dict[str, Any] = {}
+    seen: Kwargs = {}
     own = get_ident()
 
     def note(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object] | None = None) -> None:
@@ -177,7 +178,7 @@ def has_towers(config: PreTrainedConfig) -> bool:
     return config.get_text_config() is not config
 
 
-def prompt_parts(config: PreTrainedConfig, output: MainOutput) -> dict[str, Any]:
+def prompt_parts(config: PreTrainedConfig, output: MainOutput) -> Kwargs:
     """Return what modules cannot compute from ids alone: embeddings and positions of inputs with images."""
     parts = {"inputs_embeds": output.inputs_embeds, "position_ids": output.position_ids}
     return parts if has_towers(config) else {}

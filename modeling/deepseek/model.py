@@ -20,7 +20,7 @@ from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS, building, check_stored
-from ...generation.tensors.wrapped_models import PicklableMixin, WrapperMixin, checkpointing_paused
+from ...generation.tensors.wrapped_models import Kwargs, PicklableMixin, WrapperMixin, checkpointing_paused
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..common.outputs import DeepSeekMTPOutput, OwnLossMixin
@@ -218,12 +218,10 @@ class DeepSeekMTP(
         return self.num_depths + 1
 
     def parts(self) -> dict[str, nn.Module]:
-        """See `BaseDrafter`."""
         return {"modules": self.mtp}
 
     @classmethod
-    def facts(cls, config: PreTrainedConfig, drafter: Any = None) -> DrafterFacts:
-        """See `BaseDrafter`."""
+    def facts(cls, config: PreTrainedConfig, drafter: DeepSeekMTP | None = None) -> DrafterFacts:
         count = count_modules(config) if drafter is None else drafter.num_modules
         if not count:
             raise TypeError(f"this {cls.__name__} has no modules: cards are for models that draft")
@@ -339,7 +337,7 @@ class DeepSeekMTP(
             use_cache = False  # with a cache, transformers ignores packed documents
         if field(self.config.get_text_config(), "output_router_logits"):
             kwargs.setdefault("output_router_logits", True)
-        inputs: dict[str, Any] = kwargs | {
+        inputs: Kwargs = kwargs | {
             "attention_mask": attention_mask,
             CACHE: cache,
             "use_cache": use_cache,
@@ -365,7 +363,7 @@ class DeepSeekMTP(
         if output_mtp_logits:
             mtp_logits = tuple(self.readout_of(k)(chain[k]) for k in range(1, self.num_modules + 1))
         if logits_to_keep is not None or not (has_labels and self.training):
-            logits = self.readout(selected_positions(hidden, logits_to_keep or 0))
+            logits = self.readout(selected_positions(hidden, logits_to_keep or 0))  # [B, K, V]
         return DeepSeekMTPOutput(
             logits=logits,
             hidden_states=with_state(outputs.hidden_states, main_output),

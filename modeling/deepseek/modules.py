@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...configuration.cache_names import CACHE
 from ...configuration.fields import has_short_convolutions, rotates_anew
-from ...generation.tensors.wrapped_models import call, checkpointing_paused
+from ...generation.tensors.wrapped_models import Kwargs, call, checkpointing_paused
 from ..common.backbone_parts import (
     finished_logits,
     layer_kind,
     layer_options,
+    output_embeddings,
     rotary_positions,
     rotated,
     set_cache_slots,
@@ -50,7 +51,7 @@ class MTPModule(GradientCheckpointingLayer):
 
     Attributes:
         early: The state is handed on without `norm`, which is the head's alone.
-        streams: How many streams the block takes on an axis of their own, [B, R, N, H]; 0: it has no such axis. Each
+        streams: How many streams the block takes on a separate axis, [B, R, N, H]; 0: it has no such axis. Each
             of several is normed by `hnorm` alone.
         embed_tokens: Embeddings of the module's own, or None.
     """
@@ -91,9 +92,9 @@ class MTPModule(GradientCheckpointingLayer):
             inputs_embeds, hidden_states = inputs_embeds.to(device), hidden_states.to(device)
         if earlier is None and not hidden_states.shape[1]:
             return hidden_states  # not every family's norm takes nothing
-        split = hidden_states.unflatten(-1, (self.streams, -1)) if self.streams > 1 else hidden_states
+        split = hidden_states.unflatten(-1, (self.streams, -1)) if self.streams > 1 else hidden_states  # [B, R, N, H]
         parts = self.enorm(inputs_embeds), self.hnorm(split).view_as(hidden_states)
-        merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))
+        merged = self.eh_proj(torch.cat(parts if self.embedding_first else parts[::-1], dim=-1))  # [B, R, H or N H]
         if earlier is None:
             return self._handed_on(self.run(merged, **options))
         cache = new_cache(self.kind, self.slot + 1)
@@ -113,7 +114,7 @@ class MTPModule(GradientCheckpointingLayer):
         """Run the block alone, [B, R, H] to [B, R, H]; streams lie side by side, [B, R, N H]."""
         output = self.block(states.unflatten(-1, (self.streams, -1)) if self.streams else states, **options)
         output = output[0] if isinstance(output, tuple) else output  # layers of some families also return their index
-        return output.flatten(-2) if self.streams else output
+        return output.flatten(-2) if self.streams else output  # [B, R, N H]
 
 
 class MTPModules(nn.Module):
@@ -198,7 +199,7 @@ class MTPModules(nn.Module):
         position_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
-        prepared: dict[str, Any] | None = None,
+        prepared: Kwargs | None = None,
     ) -> Tensor:
         """Run one depth of the chain.
 
@@ -226,7 +227,7 @@ class MTPModules(nn.Module):
         position_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
-    ) -> dict[str, Any]:
+    ) -> Kwargs:
         """Return the keyword arguments of the block of module `index`, from 0; arguments as for `step`."""
         kind = self[index].kind
         return layer_options(
@@ -239,7 +240,7 @@ class MTPModules(nn.Module):
             return None
         positions = rotary_positions(position_ids)
         if rotates_anew(self.config):
-            positions = positions.expand(3, len(states), -1)
+            positions = positions.expand(3, len(states), -1)  # [3, B, R]
         return rotated(self.rotary_emb, states, positions, self[index].kind)
 
 
@@ -263,7 +264,7 @@ class LMHeadView:
     def head(self) -> nn.Module:
         """The output embeddings of the main model, or the module's own."""
         own = None if self.module is None else self.module.head
-        return cast(nn.Module, self.main.get_output_embeddings()) if own is None else own
+        return output_embeddings(self.main) if own is None else own
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return logits [..., V] of states [..., H] as they are handed on."""
@@ -309,7 +310,7 @@ class OneStream(nn.Module):
 
         Between them is the matrix [B, R, 1, 1], 1, where streams are mixed.
         """
-        ones = streams.new_ones(streams.shape[:-1])
+        ones = streams.new_ones(streams.shape[:-1])  # [B, R, 1]
         return (ones, ones[..., None], streams.squeeze(-2)) if self.mixes else (ones, streams.squeeze(-2))
 
 
@@ -322,9 +323,9 @@ class StreamProjection(nn.Module):
 
     def forward(self, joined: Tensor) -> Tensor:
         """Map [B, R, H + N H], the embedding first, to [B, R, N H]."""
-        embeds, *streams = joined.split(self.e_proj.in_features, dim=-1)
-        added = self.e_proj(embeds)
-        return torch.cat([self.h_proj(stream) + added for stream in streams], dim=-1)
+        embeds, *streams = joined.split(self.e_proj.in_features, dim=-1)  # [B, R, H], N of [B, R, H]
+        added = self.e_proj(embeds)  # [B, R, H]
+        return torch.cat([self.h_proj(stream) + added for stream in streams], dim=-1)  # [B, R, N H]
 
 
 class StreamHead(nn.Module):
@@ -336,5 +337,5 @@ class StreamHead(nn.Module):
 
     def forward(self, streams: Tensor) -> Tensor:
         """Map [..., N H] to [..., H]."""
-        mixed = self.hc_head(streams.reshape(1, -1, self.count, streams.shape[-1] // self.count))
+        mixed = self.hc_head(streams.reshape(1, -1, self.count, streams.shape[-1] // self.count))  # [1, positions, H]
         return self.out_norm(mixed).view(*streams.shape[:-1], mixed.shape[-1])

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
 from ...generation.tensors.tensor_files import HUB_OPTIONS, check_index
-from ...generation.tensors.wrapped_models import sharing_copy, uncompiled, unwrap
+from ...generation.tensors.wrapped_models import Kwargs, sharing_copy, uncompiled, unwrap
 from ..common.backbone_parts import final_norm, layer_kind
 from .conversion import (
     PER_LAYER,
@@ -62,7 +62,7 @@ def retrofit(
         raise ValueError(f"from_backbone needs a {main_class(main.config).__name__}, not a {type(main).__name__}")
     if not family.retrofit and count_modules(main.config):
         own = f"{family.count}={count_modules(main.config)}"
-        raise ValueError(f"{main.config.model_type} has {own} of its own: use from_pretrained, or set it to 0")
+        raise ValueError(f"{main.config.model_type} already has {own}: use from_pretrained, or set it to 0")
     twin = _twin(main.config)
     set_modules(main.config, num_modules)
     try:
@@ -118,7 +118,7 @@ def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shar
     eh_proj = nn.Linear(2 * size, size, bias=False, device=next(last.parameters()).device, dtype=main.dtype)
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]
     with torch.no_grad():
-        eh_proj.weight.copy_(torch.cat(halves, dim=1))
+        eh_proj.weight.copy_(torch.cat(halves, dim=1))  # [H, 2 H]
     norm, block = copy.deepcopy(last) if family.norm_before_head else nn.Identity(), copy.deepcopy(layer)
     if family.rotates:
         rotate_all(block)
@@ -162,7 +162,7 @@ def check_backbone(main: PreTrainedModel, modules: MTPModules, layer: nn.Module)
 
 
 def _remember(seen: dict[str, Tensor]) -> Callable[..., None]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, output: Any) -> None:
         seen["input"] = args[0] if args else kwargs["hidden_states"]
         seen["output"] = output[0] if isinstance(output, tuple) else output
 

@@ -8,7 +8,7 @@ columns of the modules' own cache therefore end D - 1 columns before the backbon
 states of the columns after them. As many columns are pending in all sequences: those with fewer new tokens read some
 columns again.
 
-In a tree, every node has a path of columns of its own in every module. With t the backbone's last column, and nodes d1,
+In a tree, every node has its own path of columns in every module. With t the backbone's last column, and nodes d1,
 d2 on a path:
 
     column       ..  t-2          t-1          t            t+1
@@ -23,8 +23,6 @@ module before. A level of nodes that meets a module for the first time brings al
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -35,8 +33,17 @@ from ...generation.backbone.indexed import real_tokens
 from ...generation.backbone.target import note_positions
 from ...generation.call.options import DraftOptions
 from ...generation.call.sequences import Sequences
-from ...generation.contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult, taken
+from ...generation.contract import (
+    CacheView,
+    DraftSession,
+    DraftTree,
+    PrefillOutput,
+    TargetOutput,
+    VerificationResult,
+    taken,
+)
 from ...generation.tensors.masks import cached_range
+from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.trees.growth import Ancestry, chain_of, grow, most_nodes
 from ..common.backbone_parts import part_logits
 from .learning import ModuleLearningMixin
@@ -71,7 +78,7 @@ class ModuleSession(DraftSession):
         if options.draft_tree is not None and others:
             raise ValueError(f"draft_tree: modules with {', '.join(sorted(others))} draft chains only; leave it out")
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the prompt's states [B, L, D]; columns of an earlier call in the backbone's cache are ignored."""
         self.view, self.states = view, outputs.hidden_states[-1]
         embeds = outputs.get("inputs_embeds")
@@ -89,10 +96,10 @@ class ModuleSession(DraftSession):
         if new.longest == 0:
             return
         wanted = self.pending + new.longest
-        self.states = torch.cat([self.states, outputs.state()[:, : new.longest]], dim=1)
+        self.states = torch.cat([self.states, outputs.state()[:, : new.longest]], dim=1)  # [B, W, D]
         if not new.is_even:
             width = self.states.shape[1]
-            source = cached_range(0, width, self.states.device) - (new.longest - new.on_device)[:, None]
+            source = cached_range(0, width, self.states.device) - (new.longest - new.on_device)[:, None]  # [B, W]
             self.states = taken(self.states, source.to(self.states.device).clamp(min=0))
         # sequences with fewer new tokens while columns are pending read older ones again
         self.states = self.states[:, -(wanted + _LAG + self.num_tokens + 1) :]
@@ -100,7 +107,6 @@ class ModuleSession(DraftSession):
         self.pending = wanted
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         pending, masks = self.pending, self.options.masks(tokens)
@@ -115,9 +121,9 @@ class ModuleSession(DraftSession):
             if k > self.depth:  # the last module goes on, one new column at a time
                 hidden, ids, first, prepared = hidden[:, -1:], ids[:, -1:], k - self.depth - 1, None
             hidden = self._step(k, hidden, ids, first, prepared)
-            logits = self._logits(k, hidden[:, -1])
+            logits = self._logits(k, hidden[:, -1])  # [B, v]
             token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size, masks)
-            ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)
+            ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)  # [B, R]
             drafts.append(token)
             probs.append(distribution)
             if not late and self.options.is_unsure(token, distribution):
@@ -126,10 +132,10 @@ class ModuleSession(DraftSession):
             self.pending = min(self.pending, self.depth - 1)
         return chain_of(drafts[:length], probs[:length], self.options)
 
-    def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: dict[str, Any] | None = None) -> Tensor:
+    def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: Kwargs | None = None) -> Tensor:
         """Run module k over columns that begin `first` after the backbone's, [B, R, H]."""
         self.layout.block_offset = first
-        embeddings = self.model.module_embeddings()(ids)
+        embeddings = self.model.module_embeddings()(ids)  # [B, R, H]
         if self.prompt is not None:
             own = cached_range(first, ids.shape[1], self.layout.ends.device)
             embeddings = self.prompt.embeddings(embeddings, self.layout.counts[:, None] + own + k)
@@ -138,7 +144,7 @@ class ModuleSession(DraftSession):
         with own_columns(self.model.mtp, self.cache):
             return self.model.mtp.step(k, hidden, embeddings, **inputs, prepared=prepared)
 
-    def _inputs(self, k: int, size: int, seen: Tensor | None = None, depths: Tensor | None = None) -> dict[str, Any]:
+    def _inputs(self, k: int, size: int, seen: Tensor | None = None, depths: Tensor | None = None) -> Kwargs:
         """Return the inputs of module k for columns, which begin `layout.block_offset` after the backbone's."""
         layout, kind = self.layout, self.model.mtp.kinds[min(k, self.depth) - 1]
         config = self.model.config.get_text_config()
@@ -150,14 +156,14 @@ class ModuleSession(DraftSession):
         own = cached_range(layout.block_offset, size, layout.ends.device) if depths is None else depths[:, -size:]
         # blocks of columns are chosen by positions, which then begin with the columns of the modules' own cache
         counts = layout.ends if chooses_blocks(config) else layout.counts
-        positions = (counts[:, None] + own).clamp(min=0)
+        positions = (counts[:, None] + own).clamp(min=0)  # [B, R]
         return {
             "position_ids": positions if self.prompt is None else self.prompt.positions(positions),
             "attention_mask": mask,
             "past_key_values": self.cache,
         }
 
-    def _prepared(self, hidden: Tensor) -> dict[str, Any] | None:
+    def _prepared(self, hidden: Tensor) -> Kwargs | None:
         """Return the mask and the rotary embedding of all modules, whose columns have the same ones before and after
         them.
 
@@ -174,7 +180,7 @@ class ModuleSession(DraftSession):
         """Run module k, from 1 to D, over nodes of a tree: [B, R, H].
 
         `distances` [n] are the columns by which nodes follow the backbone's last one, the last R being these; `seen`
-        [B, R, n] are the nodes that they see beside settled columns.
+        [B, R, n] are the nodes that they see besides settled columns.
         """
         count = ids.shape[1]
         self.layout.block_offset = 1 - k + len(distances) - count
@@ -211,16 +217,16 @@ class PromptParts:
         self.embeds, self.first = embeds, (counts - embeds.shape[1]).clone()  # the text's position of column 0
         self.shifts = None
         if position_ids is not None and position_ids.dim() == 3:
-            rotated = position_ids[-3:].to(counts.device).expand(3, -1, -1)
-            own = self.first[:, None] + cached_range(0, embeds.shape[1], counts.device)
-            after = rotated.masked_fill(own < 0, 0).amax((0, 2))[:, None] + 1 - counts[:, None]
-            self.shifts = torch.cat([rotated - own, after.expand(3, -1, -1)], dim=2)
+            rotated = position_ids[-3:].to(counts.device).expand(3, -1, -1)  # [3, B, L]
+            own = self.first[:, None] + cached_range(0, embeds.shape[1], counts.device)  # [B, L]
+            after = rotated.masked_fill(own < 0, 0).amax((0, 2))[:, None] + 1 - counts[:, None]  # [B, 1]
+            self.shifts = torch.cat([rotated - own, after.expand(3, -1, -1)], dim=2)  # [3, B, L + 1]
 
     def embeddings(self, embeds: Tensor, positions: Tensor) -> Tensor:
         """Return embeddings [B, R, H] of tokens at positions [B, R]: the prompt's own where it has them."""
-        columns = (positions - self.first[:, None]).to(embeds.device)
+        columns = (positions - self.first[:, None]).to(embeds.device)  # [B, R]
         size = self.embeds.shape[1]
-        known = taken(self.embeds.to(embeds.device), columns.clamp(0, size - 1))
+        known = taken(self.embeds.to(embeds.device), columns.clamp(0, size - 1))  # [B, R, H]
         return torch.where(((columns >= 0) & (columns < size))[..., None], known, embeds)
 
     def positions(self, positions: Tensor) -> Tensor:
@@ -228,12 +234,12 @@ class PromptParts:
         none."""
         if self.shifts is None:
             return positions
-        columns = (positions - self.first[:, None]).clamp(0, self.shifts.shape[2] - 1)
-        return positions + self.shifts.gather(2, columns.expand(3, -1, -1))
+        columns = (positions - self.first[:, None]).clamp(0, self.shifts.shape[2] - 1)  # [B, R]
+        return positions + self.shifts.gather(2, columns.expand(3, -1, -1))  # [3, B, R]
 
 
 class ModuleGrowth:
-    """Grows a tree after the columns of one cycle, of which at least D are not settled."""
+    """Grows a tree after the columns of one cycle; at least D of them are not settled."""
 
     def __init__(self, drafter: ModuleSession, tokens: Sequences) -> None:
         self.drafter, self.ancestry = drafter, Ancestry()
@@ -253,11 +259,10 @@ class ModuleGrowth:
             if k > 1:
                 hidden, ids = hidden[:, :-1], ids[:, 1:]
             hidden = drafter._step(k, hidden, ids, -pending)
-            self.tops.append(hidden[:, -1:])
-        return drafter._logits(1, self.tops[0])[:, 0]
+            self.tops.append(hidden[:, -1:])  # [B, 1, H]
+        return drafter._logits(1, self.tops[0])[:, 0]  # [B, v]
 
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """See `Growth`."""
         self.nodes.append(tokens)
         self.above.append(parents)
         self.seen.append(self.ancestry.extend(parents))
@@ -265,19 +270,19 @@ class ModuleGrowth:
         first = 0 if len(self.nodes) < depth else len(self.nodes) - 1  # the first level that the module has not met
         levels = range(first, len(self.nodes))
         inputs = [self._input(level, module) for level in levels]
-        ids = torch.cat(self.nodes[first:], dim=1)
+        ids = torch.cat(self.nodes[first:], dim=1)  # [B, R]
         width = sum(level.shape[1] for level in self.nodes)
-        seen = [torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in self.seen[first:]]
+        seen = [torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in self.seen[first:]]  # [B, k, n]
         states = self.drafter._nodes(module, torch.cat(inputs, 1), ids, self._distances(module), torch.cat(seen, 1))
         parts = states.split([self.nodes[level].shape[1] for level in levels], dim=1)
         self.states[first:] = parts
-        return self.drafter._logits(module, parts[-1])
+        return self.drafter._logits(module, parts[-1])  # [B, k, v]
 
     def _input(self, level: int, module: int) -> Tensor:
         """Return the inputs of the nodes of a level: their parents' states, or those of the newest settled column."""
         if level == 0:
             return self.tops[max(module - 2, 0)].expand(-1, self.nodes[0].shape[1], -1)
-        return taken(self.states[level - 1], self.above[level])
+        return taken(self.states[level - 1], self.above[level])  # [B, k, H]
 
     def _distances(self, module: int) -> Tensor:
         """Return by how many columns every node follows the backbone's last one, [nodes] int64."""

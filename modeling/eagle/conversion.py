@@ -199,7 +199,7 @@ def foreign_head(
     layout = "vllm" if "mask_hidden" in shapes else _layout(raw)
     config = EagleHeadConfig(version=version, layout=layout, name_or_path=str(name), **values)
     if "t2d" in state and "d2t" not in state and version == 3:
-        ids = state["t2d"].nonzero()[:, 0]
+        ids = state["t2d"].nonzero()[:, 0]  # [Vd]
         state["d2t"] = ids - torch.arange(len(ids))
     check_vocabulary(name, config, state)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
@@ -331,7 +331,7 @@ def check_vocabulary(name: object, config: EagleHeadConfig, state: dict[str, Ten
     if "t2d" in state and state["t2d"].shape != (vocab,):
         raise ValueError(f"{name}: t2d has shape {tuple(state['t2d'].shape)}, not one entry for vocab_size={vocab}")
     ids = DraftVocabulary(offsets + torch.arange(size), vocab, f"{name}: d2t").ids
-    drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)  # [V]
     if "t2d" in state and not torch.equal(state["t2d"].bool(), drafted):
         raise ValueError(f"{name}: t2d and d2t do not name the same tokens (d2t holds offsets: token id - draft id)")
     if size == vocab:

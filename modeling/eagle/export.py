@@ -7,13 +7,14 @@ from typing import cast
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.fields import refuse
 from ...generation.tensors.tensor_files import Fields, write_json
+from ...generation.tensors.wrapped_models import input_embeddings
 from .conversion import AUX_IDS, MASK_TOKENS
 from .modules import EagleNetwork
 
@@ -29,7 +30,7 @@ _OPTIONS_OF_3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 def write_layout(head: EagleNetwork, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
     """Write a head in the layout of another library; `state` holds its tensors, where they had to be gathered."""
-    embeddings = cast(nn.Embedding, head.backbone.get_input_embeddings()).weight.detach() if head.is_attached else None
+    embeddings = input_embeddings(head.backbone).weight.detach() if head.is_attached else None
     tensors = layout_tensors(head.config, layout, head.state_dict() if state is None else state, embeddings)
     written = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(written, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -116,7 +117,7 @@ def layout_tensors(
     size = config.draft_vocab_size or config.vocab_size
     if layout not in ("official", "vllm") or size < config.vocab_size:
         offsets = state["d2t"].cpu() if "d2t" in state else torch.zeros(size, dtype=torch.long)
-        ids = offsets + torch.arange(size)
+        ids = offsets + torch.arange(size)  # [Vd]
         state |= {"d2t": offsets, "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)}
     if layout == "speculators":
         return state

@@ -20,8 +20,8 @@ from ...generation.attach import adopt_special_ids
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.tensor_files import HUB_OPTIONS, read_tensors, refuse_unknown, weight_files
-from ...generation.tensors.wrapped_models import has_own_cache, unwrap
+from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, read_tensors, refuse_unknown, weight_files
+from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.learning import States, counted_positions, run_backbone
@@ -145,8 +145,7 @@ class EagleHead(EagleNetwork):
         return self.config.draft_length or _CHAIN
 
     @classmethod
-    def facts(cls, config: EagleHeadConfig, drafter: Any = None) -> DrafterFacts:
-        """See `BaseDrafter`."""
+    def facts(cls, config: EagleHeadConfig, drafter: object = None) -> DrafterFacts:
         states = f"{config.num_aux} states of the backbone" if config.num_aux else "the backbone's last state"
         length = config.draft_length or _CHAIN
         rows = [
@@ -209,7 +208,7 @@ class EagleHead(EagleNetwork):
 
     @staticmethod
     def _read(
-        name: str | PathLike, passed: Any, fields: dict[str, Any], options: dict[str, Any]
+        name: str | PathLike, passed: Any, fields: Fields, options: Kwargs
     ) -> tuple[EagleHeadConfig, dict[str, Tensor] | None]:
         """Return the configuration of a stored head and, of another layout than ours, its tensors."""
         hub = {key: options[key] for key in HUB_OPTIONS if key in options}
@@ -256,8 +255,7 @@ class EagleHead(EagleNetwork):
         with whole_directory(folder) as directory:
             write_layout(self, directory, layout)
 
-    def export_to(self, engine: str, folder: Path) -> dict[str, Any]:
-        """See `BaseDrafter`."""
+    def export_to(self, engine: str, folder: Path) -> Fields:
         self.export(folder, layout=engine)
         return {"method": "eagle" if self.config.version == 1 else "eagle3", "num_speculative_tokens": 3}
 
@@ -302,8 +300,8 @@ class EagleHead(EagleNetwork):
         unrolled = stacked_steps(self._unrolled(self.fuse(hidden), whole, length), ids.shape[1])
 
         def draft(rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
-            drafted = self.draft_logits(unrolled[rows, columns]).float().log_softmax(-1)
-            full = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -torch.inf)
+            drafted = self.draft_logits(unrolled[rows, columns]).float().log_softmax(-1)  # [N, length, Vd]
+            full = drafted.new_full((*drafted.shape[:-1], self.config.vocab_size), -torch.inf)  # [N, length, V]
             return full.index_copy_(-1, self.draft_ids, drafted)
 
         return DraftDistributions(draft, self.backbone_logits, hidden[-1])
@@ -314,13 +312,13 @@ class EagleHead(EagleNetwork):
         if not rows:
             return [features[:, :0]] * steps
         mask = batch.visible(0, rows)
-        own = torch.eye(rows, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
-        features = features[:, :rows]
+        own = torch.eye(rows, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)  # [B, 1, R, R]
+        features = features[:, :rows]  # [B, R, d]
         for step in range(steps):
-            ids = batch.ahead(batch.input_ids, 0, rows, 1 + step)
-            features = self.rows(features, ids, batch.positions[:, :rows] + step, mask, cache)
+            ids = batch.ahead(batch.input_ids, 0, rows, 1 + step)  # [B, R]
+            features = self.rows(features, ids, batch.positions[:, :rows] + step, mask, cache)  # [B, R, d]
             states.append(features)
-            mask = torch.cat([mask, own], dim=-1)
+            mask = torch.cat([mask, own], dim=-1)  # [B, 1, R, (step + 2) R]
         return states
 
     def pooled_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
@@ -368,7 +366,7 @@ class EagleHead(EagleNetwork):
 
 
 def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
-    return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)
+    return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)  # [B, L]
 
 
 DRAFTERS["eagle"] = EagleHead

@@ -1,4 +1,4 @@
-"""The network of an EAGLE head: transformers' Llama layers, of which the first one differs by version.
+"""The network of an EAGLE head: transformers' Llama layers; the first one differs by version.
 
 Version 1 (EAGLE-1, EAGLE-2, HASS) merges embedding and feature before a layer without input norm. In version 3 the
 first layer's attention reads both, normed. The embedding comes first in either.
@@ -69,8 +69,8 @@ class FusingLayer(EagleLayer):
     def forward(self, features: Tensor, embeddings: Tensor, **options: Any) -> Tensor:
         """Map g [B, R, d] and e [B, R, d] to [B, R, d]; `options` are keyword arguments of the attention."""
         normed = self.hidden_norm(features)
-        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        hidden = (normed if self.norm_before_residual else features) + self.self_attn(both, **options)[0]
+        both = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)  # [B, R, 2 d]
+        hidden = (normed if self.norm_before_residual else features) + self.self_attn(both, **options)[0]  # [B, R, d]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -157,7 +157,7 @@ class EagleNetwork(DraftModel):
         """Return the features of auxiliary states."""
         if self.config.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states)]
-        fused = torch.cat(states, dim=-1)
+        fused = torch.cat(states, dim=-1)  # [B, T, num_aux D]
         return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
 
     def step(
@@ -187,7 +187,7 @@ class EagleNetwork(DraftModel):
         logits = self.draft_logits(features[:, -logits_to_keep:])
         if logits.shape[-1] == self.config.vocab_size:
             return features, logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)  # [B, R, V]
         return features, full.index_copy_(-1, self.draft_ids, logits)
 
     def rows(
@@ -199,7 +199,7 @@ class EagleNetwork(DraftModel):
         past_key_values: Cache | None = None,
     ) -> Tensor:
         """Run rows as `step` does, and return the features of the next rows, [B, R, d]."""
-        embeddings = self._embed(next_ids).to(features)
+        embeddings = self._embed(next_ids).to(features)  # [B, R, d]
         if position_ids is None:
             position_ids = _counted_positions(attention_mask, next_ids.shape[1], past_key_values).to(features.device)
         options = {
@@ -256,6 +256,6 @@ def _counted_positions(mask: Tensor | None, rows: int, cache: Cache | None) -> T
     """Return positions [B or 1, R], the number of real columns before each row."""
     if mask is None:
         past = 0 if cache is None else cache.get_seq_length()
-        return torch.arange(past, past + rows)[None]
-    counts = mask.long().cumsum(-1)[:, -rows:] if mask.dim() == 2 else mask[:, 0].long().sum(-1)
+        return torch.arange(past, past + rows)[None]  # [1, R]
+    counts = mask.long().cumsum(-1)[:, -rows:] if mask.dim() == 2 else mask[:, 0].long().sum(-1)  # [B, R]
     return (counts - 1).clamp(min=0)

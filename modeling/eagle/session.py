@@ -1,4 +1,4 @@
-"""Drafts of an EAGLE head: chains, trees of likeliest paths, trees of draws, trees of fixed shape.
+"""Drafts of an EAGLE head: chains, trees of likely paths, trees of draws, trees of fixed shape.
 
 Columns of the head's own cache are those of the backbone's: column t holds the pair of the backbone's feature of token
 t and of token t + 1. Between cycles it holds nothing else. Pairs drafted on top of it (a feature that the head
@@ -13,7 +13,6 @@ them. These new pairs run first in the next draft, and the last of them proposes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from ...generation.contract import (
     DraftSession,
     DraftTree,
     HiddenLayers,
+    PrefillOutput,
     TargetOutput,
     VerificationResult,
     taken,
@@ -64,10 +64,10 @@ class EagleSession(DraftSession):
         self.vocab_size = head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), list[_Pairs]()
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
         self.view, self.prompt = view, self.head.fuse(outputs.hidden_states)
-        mask, options = view.mask[:, -self.prompt.shape[1] :], self.options
+        mask, options = view.mask[:, -self.prompt.shape[1] :], self.options  # [B, L]
         self.layout = CacheLayout(mask, view.is_padded, options.max_length, most_nodes(options), view.counts)
         self.layout.install_layers(self.cache)
 
@@ -79,7 +79,6 @@ class EagleSession(DraftSession):
             self.pairs.append(_Pairs(self.head.fuse(states), result.tokens[:, : new.longest], new))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        """See `DraftSession`."""
         if self.prompt is not None:  # its last pair has the token that was added first
             self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1])))
             self.prompt = None
@@ -98,10 +97,10 @@ class EagleSession(DraftSession):
         new = pairs.new
         self.layout.block_offset = 0 if new else -pairs.ids.shape[1]
         features = self._run(pairs.features, pairs.ids)
-        self.features = features[:, -1:]
+        self.features = features[:, -1:]  # [B, 1, d]
         if new is not None and not new.is_even:
             last = (new.on_device - 1).clamp(min=0)[:, None, None]  # a sequence that has ended keeps any
-            self.features = features.gather(1, last.expand(-1, 1, features.shape[2]))
+            self.features = features.gather(1, last.expand(-1, 1, features.shape[2]))  # [B, 1, d]
         if new is not None:
             self.layout.keep(new)
 
@@ -110,15 +109,15 @@ class EagleSession(DraftSession):
         levels."""
         layout, size = self.layout, ids.shape[1]
         layout.is_maskless = seen is None and not layout.needs_mask(size)
-        mask = None if layout.is_maskless else layout.visible(size, new=seen)[:, None]
+        mask = None if layout.is_maskless else layout.visible(size, new=seen)[:, None]  # [B, 1, P, W]
         depths = cached_range(layout.block_offset, size, ids.device) if seen is None else level
-        positions = (layout.counts[:, None] + depths).clamp(min=0).expand(-1, size)
-        features = self.head.rows(features, ids, positions, mask, self.cache)
+        positions = (layout.counts[:, None] + depths).clamp(min=0).expand(-1, size)  # [B, P]
+        features = self.head.rows(features, ids, positions, mask, self.cache)  # [B, P, d]
         layout.block_offset += size
         return features
 
     def _chain(self, length: int, masks: DraftMasks | None) -> DraftTree:
-        """Return a chain of up to `length` tokens; it ends with a token of which no sequence is sure."""
+        """Return a chain of up to `length` tokens; it ends with a token that no sequence is sure of."""
         if (mask_token := self.head.config.mask_token_id) is not None:
             return self._chain_at_once(length, masks, mask_token)
         features = self.features
@@ -126,7 +125,7 @@ class EagleSession(DraftSession):
         def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
             nonlocal features
             features = features if token is None else self._run(features, token[:, None])
-            logits = self.head.draft_logits(features)[:, 0]
+            logits = self.head.draft_logits(features)[:, 0]  # [B, v]
             return self.options.choose(logits, self.draft_ids, self.vocab_size, masks)
 
         return grow_chain(step, self.options, length)
@@ -152,13 +151,11 @@ class _Growth:
         self.ancestry, self.level = Ancestry(), 0
 
     def first(self) -> Tensor:
-        """See `Growth`."""
-        return self.drafter.head.draft_logits(self.features)[:, 0]
+        return self.drafter.head.draft_logits(self.features)[:, 0]  # [B, v]
 
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """See `Growth`."""
         drafter, size = self.drafter, tokens.shape[1]
-        features = taken(self.features, parents) if self.level else self.features.expand(-1, size, -1)
+        features = taken(self.features, parents) if self.level else self.features.expand(-1, size, -1)  # [B, k, d]
         self.features = drafter._run(features, tokens, self.ancestry.extend(parents), self.level)
         self.level += 1
-        return drafter.head.draft_logits(self.features)
+        return drafter.head.draft_logits(self.features)  # [B, k, v]

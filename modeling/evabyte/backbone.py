@@ -88,7 +88,7 @@ class EvaAttention(nn.Module):
             p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *rotary)
-        return self.o_proj(self._attend(query, key, value, block, cache).flatten(2))
+        return self.o_proj(self._attend(query, key, value, block, cache).flatten(2))  # [R, M, D]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, block: EvaBlock, cache: EvaCacheLayer | None
@@ -106,10 +106,10 @@ class EvaAttention(nn.Module):
 
     def summarise(self, keys: Tensor, values: Tensor) -> States:
         """Return summaries [..., H, T / C, d] of rotated keys and values [..., H, T, d]; C divides T."""
-        keys, values = (x.unflatten(-2, (-1, self.chunk_size)) for x in (keys, values))
-        mu, phi = self.adaptive_mu_k[0], self.adaptive_phi[0]
-        key_logits = (keys * mu).sum(-1).float()
-        value_logits = self.scaling * ((keys * phi).sum(-1) - keys.square().sum(-1) / 2).float()
+        keys, values = (x.unflatten(-2, (-1, self.chunk_size)) for x in (keys, values))  # [..., H, T / C, C, d]
+        mu, phi = self.adaptive_mu_k[0], self.adaptive_phi[0]  # [H, 1, 1, d]
+        key_logits = (keys * mu).sum(-1).float()  # [..., H, T / C, C]
+        value_logits = self.scaling * ((keys * phi).sum(-1) - keys.square().sum(-1) / 2).float()  # [..., H, T / C, C]
         key_weights, value_weights = (x.softmax(-1)[..., None] for x in (key_logits, value_logits))
         return (key_weights.to(keys.dtype) * keys).sum(-2), (value_weights.to(values.dtype) * values).sum(-2)
 
@@ -125,16 +125,16 @@ class EvaAttention(nn.Module):
         """Attend window by window, each to itself and to summaries, so that no L x L scores are made."""
         count, window = block.provisional + 1, block.window
         if cache is None or block.is_fresh:
-            raw = tuple(block.at_slots(states, count * window) for states in memory)
-            past = tuple(states[:, :, :0] for states in memory)
+            raw = tuple(block.at_slots(states, count * window) for states in memory)  # [R, H, count W, d]
+            past = tuple(states[:, :, :0] for states in memory)  # [R, H, 0, d]
         else:
-            raw = cache.raw(block, count * window)
-            past = tuple(states[:, :, : max(block.summaries)] for states in memory)
+            raw = cache.raw(block, count * window)  # [R, H, count W, d]
+            past = tuple(states[:, :, : max(block.summaries)] for states in memory)  # [R, H, S, d]
         new = self.summarise(*(states[:, :, : (count - 1) * window] for states in raw))
         keys, values = (_per_window(*parts, count) for parts in zip(past, new, raw))
         query = block.at_slots(query, count * window).unflatten(2, (count, window)).transpose(1, 2).flatten(0, 1)
-        output = self._attention(query, keys, values, block.mask)
-        return block.take(output.unflatten(0, (-1, count)).flatten(1, 2))
+        output = self._attention(query, keys, values, block.mask)  # [R count, W, H, d]
+        return block.take(output.unflatten(0, (-1, count)).flatten(1, 2))  # [R, M, H, d]
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         name = self.config._attn_implementation or "eager"
@@ -144,8 +144,8 @@ class EvaAttention(nn.Module):
 
 def _per_window(past: Tensor, new: Tensor, raw: Tensor, count: int) -> Tensor:
     """Return the keys (or values) of every window: [R * windows, H, cached + new summaries + W, d]."""
-    summaries = torch.cat([past, new], dim=2)[:, None].expand(-1, count, -1, -1, -1)
-    windows = raw.unflatten(2, (count, -1)).transpose(1, 2)
+    summaries = torch.cat([past, new], dim=2)[:, None].expand(-1, count, -1, -1, -1)  # [R, count, H, S, d]
+    windows = raw.unflatten(2, (count, -1)).transpose(1, 2)  # [R, count, H, W, d]
     return torch.cat([summaries, windows], dim=3).flatten(0, 1)
 
 
@@ -295,7 +295,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
     ) -> tuple[Tensor, LayerStates | None]:
         """Return the last states of the forward from embeddings [B, L, D] on, and those that were requested."""
         map_ = _sequence_map(hidden, attention_mask, position_ids if cache is None else None)
-        hidden = hidden if map_ is None else map_.gather(hidden)
+        hidden = hidden if map_ is None else map_.gather(hidden)  # [R, M, D]
         counts = [hidden.shape[1]] * hidden.shape[0] if map_ is None or cache is None else map_.counts.tolist()
         plan = SequenceLengths(self.config.window_size, self.config.chunk_size) if cache is None else cache.sequences
         block = plan.begin(counts, hidden.shape[1], hidden.device, tree)
@@ -335,7 +335,7 @@ def _norm(config: EvaByteConfig) -> EvaByteRMSNorm:
 def _sequence_map(hidden: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> SequenceMap | None:
     """Return where the tokens of every sequence are; None where all start in column 0 and are full."""
     batch, length = hidden.shape[:2]
-    real = None if mask is None else mask[:, -length:].bool()
+    real = None if mask is None else mask[:, -length:].bool()  # [B, L]
     if position_ids is not None and bool((position_ids[:, 1:] == 0).any()):
         everything = torch.ones(batch, length, dtype=torch.bool, device=hidden.device)
         return SequenceMap.from_documents(everything if real is None else real, position_ids)

@@ -56,7 +56,7 @@ class SequenceLengths:
     def _on_device(self, device: torch.device) -> States:
         """Return the offsets and summaries [R] of the next block."""
         if self._mirror is None:
-            both = torch.tensor([self.lengths, self.starts], device=device)
+            both = torch.tensor([self.lengths, self.starts], device=device)  # [2, R]
             self._mirror = both[0], both[1]
         lengths, starts = self._mirror
         return lengths - starts, starts // self.chunk
@@ -149,7 +149,7 @@ class EvaCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate empty buffers of the dtype and on the device of the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states[:, :, :0].detach(), value_states[:, :, :0].detach()
+        self.keys, self.values = key_states[:, :, :0].detach(), value_states[:, :, :0].detach()  # [R, H, 0, d]
         self.is_initialized = True
 
     def update(
@@ -178,7 +178,7 @@ class EvaCacheLayer(CacheLayerMixin):
         if block.is_uniform and block.tree is None:
             start = block.summaries[0]
             return self.keys[:, :, start : start + total], self.values[:, :, start : start + total]
-        slots = _for_states(block.raw_slots(total), self.keys)
+        slots = _for_states(block.raw_slots(total), self.keys)  # [R, H, total, d]
         return self.keys.gather(2, slots), self.values.gather(2, slots)
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
@@ -233,9 +233,9 @@ class EvaCacheLayer(CacheLayerMixin):
                 continue
             start, size = summaries[index], count * block.window
             states = [b[index : index + 1, :, start : start + raw[index]].clone() for b in (self.keys, self.values)]
-            folded = summarise(*(each[:, :, :size] for each in states))
+            folded = summarise(*(each[:, :, :size] for each in states))  # [1, H, S, d] each
             for buffer, each, summary in zip((self.keys, self.values), states, folded):
-                shorter = torch.cat([summary.to(each.dtype), each[:, :, size:]], dim=2)
+                shorter = torch.cat([summary.to(each.dtype), each[:, :, size:]], dim=2)  # [1, H, T, d]
                 buffer[index, :, start : start + shorter.shape[2]] = shorter[0]
 
 
@@ -355,7 +355,7 @@ class EvaByteCache(Cache):
 
 def _for_states(slots: Tensor, states: Tensor) -> Tensor:
     """Return slots [R, k] as an index of states [R, H, T, d]."""
-    return slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return slots[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])  # [R, H, k, d]
 
 
 def _write(buffer: Tensor, states: Tensor, block: EvaBlock) -> None:

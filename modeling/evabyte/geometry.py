@@ -1,6 +1,6 @@
 """The geometry of one EVA forward: which keys each new token sees. Uses neither weights nor buffers.
 
-A sequence in the cache is `summaries` chunk summaries followed by raw keys, the first of which starts a window. The new
+A sequence in the cache is `summaries` chunk summaries followed by raw keys, which begin with a window. The new
 tokens have the raw slots `offset .. offset + length - 1`. A query at slot t sees
 
 - raw slot s where s // W == t // W and s <= t,
@@ -93,8 +93,8 @@ class EvaBlock:
             start = summaries * self.summaries[0] + offsets * self.offsets[0]
             return cached_range(start, length, self.device)[None]
         all_offsets, all_summaries = self._lengths
-        start = all_summaries * summaries + all_offsets * offsets
-        return start[:, None] + cached_arange(length, self.device)
+        start = all_summaries * summaries + all_offsets * offsets  # [R]
+        return start[:, None] + cached_arange(length, self.device)  # [R, length]
 
     @cached_property
     def new_slots(self) -> Tensor:
@@ -120,9 +120,9 @@ class EvaBlock:
         """Slots of the buffers that hold b's and the next chunks along the path to every node, [R, M * chunks * C]."""
         tree = cast("DraftTree", self.tree)
         ahead = cached_arange(self._path_chunks * self.chunk, self.device) - self.count_from(0, 1, 1) % self.chunk
-        index = ahead.clamp(0, tree.depth)[:, None].expand(len(self.offsets), self.length, -1)
-        after_b = torch.where(ahead[:, None] < 0, ahead[:, None], tree.paths().gather(2, index))
-        return (self.count_from(1, 1, 1)[..., None] + after_b).flatten(1)
+        index = ahead.clamp(0, tree.depth)[:, None].expand(len(self.offsets), self.length, -1)  # [R, M, chunks C]
+        after_b = torch.where(ahead[:, None] < 0, ahead[:, None], tree.paths().gather(2, index))  # [R, M, chunks C]
+        return (self.count_from(1, 1, 1)[..., None] + after_b).flatten(1)  # [R, M chunks C]
 
     def at_slots(self, states: Tensor, total: int) -> Tensor:
         """Put per-token states [R, H, M, d] at their raw slots: [R, H, total, d], zero elsewhere."""
@@ -130,7 +130,7 @@ class EvaBlock:
         if self.is_uniform:
             result[:, :, self.offsets[0] : self.offsets[0] + self.length] = states
             return result
-        return result.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)
+        return result.scatter(2, self._slots()[:, None, :, None].expand_as(states), states)  # [R, H, total, d]
 
     def take(self, outputs: Tensor) -> Tensor:
         """Return the inverse of `at_slots`, for outputs [R, total, ...]: [R, M, ...]."""
@@ -143,14 +143,14 @@ class EvaBlock:
         if self.is_long:
             self.mask = _additive(self._visible_by_window(), dtype)
         elif self.tree is not None:
-            self.mask = _additive(self._visible_in_tree(self.tree), dtype)[:, None]
+            self.mask = _additive(self._visible_in_tree(self.tree), dtype)[:, None]  # [R, 1, M, S]
         elif (explicit or not self.is_fresh) and (self.length > 1 or not self.is_uniform or self.provisional):
             if self.is_uniform and not self.provisional and self.length <= _DRAFT:
                 # one launch, as every decoding cycle needs it
                 own = _causal(self.length, dtype, self.device)
-                self.mask = torch.nn.functional.pad(own, (self.used - self.length, 0))[None, None]
+                self.mask = torch.nn.functional.pad(own, (self.used - self.length, 0))[None, None]  # [1, 1, M, used]
             else:
-                self.mask = _additive(self._visible(), dtype)[:, None]
+                self.mask = _additive(self._visible(), dtype)[:, None]  # [R, 1, M, S]
         return self
 
     def _slots(self, summaries: int = 0) -> Tensor:
@@ -161,41 +161,41 @@ class EvaBlock:
 
     def _visible(self) -> Tensor:
         """Return visibility [R or 1, M, used + provisional summaries]."""
-        query = self._slots()[:, :, None]
-        key = self.count_from(-1, 0, self.used)[:, None, :]
+        query = self._slots()[:, :, None]  # [1 or R, M, 1]
+        key = self.count_from(-1, 0, self.used)[:, None, :]  # [1 or R, 1, used]
         if not self.provisional:
             return key <= query
-        same_window = (key // self.window == query // self.window) & (key <= query)
-        chunks = torch.arange(self.provisional * self.window // self.chunk, device=self.device)
-        earlier = chunks // (self.window // self.chunk) < query // self.window
+        same_window = (key // self.window == query // self.window) & (key <= query)  # [1 or R, M, used]
+        chunks = torch.arange(self.provisional * self.window // self.chunk, device=self.device)  # [P]
+        earlier = chunks // (self.window // self.chunk) < query // self.window  # [1 or R, M, P]
         return torch.cat([(key < 0) | same_window, earlier], dim=-1)
 
     def _visible_in_tree(self, tree: DraftTree) -> Tensor:
         """Return visibility [R, M, used + provisional summaries + summaries of every node's path]."""
-        node = self.count_from(-1, -1, self.used)
-        index = node.clamp(0, self.length - 1).expand(len(self.offsets), -1)
-        on_path = tree.mask().gather(2, index[:, None].expand(-1, self.length, -1))
-        seen = (node < 0)[:, None] | (on_path & (node < self.length)[:, None])
+        node = self.count_from(-1, -1, self.used)  # [1 or R, used], the node in each slot
+        index = node.clamp(0, self.length - 1).expand(len(self.offsets), -1)  # [R, used]
+        on_path = tree.mask().gather(2, index[:, None].expand(-1, self.length, -1))  # [R, M, used]
+        seen = (node < 0)[:, None] | (on_path & (node < self.length)[:, None])  # [R, M, used]
         if not self.provisional:
             return seen
         key, window = self.count_from(-1, 0, self.used), self._slots() // self.window
-        key_window = torch.where(node < 0, key // self.window, window.gather(1, index))
+        key_window = torch.where(node < 0, key // self.window, window.gather(1, index))  # [R, used]
         seen = seen & ((key < 0)[:, None] | (key_window[:, None] == window[..., None]))
         per_window, first = self.window // self.chunk, self.count_from(0, 1, 1) // self.chunk  # b's chunk
-        chunks = cached_arange(self.provisional * per_window, self.device)
-        shared = (chunks < first)[:, None] & (chunks // per_window < window[..., None])
-        chunks = first + cached_arange(self._path_chunks, self.device)
-        own = chunks[:, None] // per_window < window[..., None]
-        itself = torch.eye(self.length, dtype=torch.bool, device=self.device)[..., None]
-        return torch.cat([seen, shared, (itself & own[:, :, None]).flatten(2)], dim=-1)
+        chunks = cached_arange(self.provisional * per_window, self.device)  # [P]
+        shared = (chunks < first)[:, None] & (chunks // per_window < window[..., None])  # [R, M, P]
+        chunks = first + cached_arange(self._path_chunks, self.device)  # [1 or R, path's chunks]
+        own = chunks[:, None] // per_window < window[..., None]  # [R, M, path's chunks]
+        itself = torch.eye(self.length, dtype=torch.bool, device=self.device)[..., None]  # [M, M, 1]
+        return torch.cat([seen, shared, (itself & own[:, :, None]).flatten(2)], dim=-1)  # [R, M, S]
 
     def _visible_by_window(self) -> Tensor:
         """Return visibility window by window, [R * windows, 1, W, cached + new summaries + W]."""
         per_window = self.window // self.chunk
         windows = torch.arange(self.provisional + 1, device=self.device)
-        past = self.count_from(-1, 0, max(self.summaries)) < 0
+        past = self.count_from(-1, 0, max(self.summaries)) < 0  # [1 or R, S]
         new = torch.arange(self.provisional * per_window, device=self.device) // per_window < windows[:, None]
-        own = torch.ones(self.window, self.window, dtype=torch.bool, device=self.device).tril()
+        own = torch.ones(self.window, self.window, dtype=torch.bool, device=self.device).tril()  # [W, W]
         parts = (past[:, None, None, :], new[None, :, None, :], own[None, None])
         shape = (len(self.offsets), len(windows), self.window)
         return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], dim=-1).flatten(0, 1)[:, None]
@@ -234,8 +234,8 @@ class SequenceMap:
     def from_mask(cls, mask: Tensor) -> SequenceMap:
         """Return the map of `mask` [B, L] (True: a real token; padding may be anywhere)."""
         batch, length = mask.shape
-        order = (~mask).long().argsort(dim=1, stable=True)
-        first = torch.arange(batch, device=mask.device)[:, None] * length
+        order = (~mask).long().argsort(dim=1, stable=True)  # [B, L], real tokens first
+        first = torch.arange(batch, device=mask.device)[:, None] * length  # [B, 1]
         return cls(source=order + first, target=order.argsort(dim=1) + first, counts=mask.sum(1))
 
     @classmethod
@@ -243,14 +243,14 @@ class SequenceMap:
         """Return a map of documents, which start where the batch's sequences do or `position_ids` [B, L] is 0."""
         batch, length = mask.shape
         starts = mask & ((position_ids.expand(batch, length) == 0) | (mask.cumsum(1) == 1))
-        real = mask.flatten().nonzero()[:, 0]
+        real = mask.flatten().nonzero()[:, 0]  # [N], flat columns of real tokens
         if len(real) == 0:
             return cls.from_mask(mask)
-        document = starts.flatten()[real].cumsum(0) - 1
-        first = starts.flatten()[real].nonzero()[:, 0]
-        column = torch.arange(len(real), device=mask.device) - first[document]
-        counts = torch.bincount(document)
-        source = real.new_zeros(len(counts), int(counts.max()))
+        document = starts.flatten()[real].cumsum(0) - 1  # [N]
+        first = starts.flatten()[real].nonzero()[:, 0]  # [R]
+        column = torch.arange(len(real), device=mask.device) - first[document]  # [N]
+        counts = torch.bincount(document)  # [R]
+        source = real.new_zeros(len(counts), int(counts.max()))  # [R, M]
         source[document, column] = real
         target = real.new_zeros(batch * length)
         target[real] = document * source.shape[1] + column

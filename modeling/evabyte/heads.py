@@ -1,6 +1,6 @@
 """EvaByte's heads: the own head and draft heads, one matrix `lm_head.weight` in checkpoints; and MtPC's draft LoRA.
 
-The draft LoRA runs the last k layers once more, with adapters and a cache of their own, below a head that reads them.
+The draft LoRA runs the last k layers once more, with adapters and a separate cache, below a head that reads them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class DraftLayersMixin:
         """Return the states [B, L, D] that distributions read: the last ones, or those of the draft layers.
 
         Args:
-            hidden_states: The backbone's, of which `hidden_layers` are read.
+            hidden_states: The backbone's; those that `hidden_layers` names are read.
             attention_mask: [B, L], 0 for padding.
             position_ids: [B or 1, L]; only to mark packed documents.
         """
@@ -167,7 +167,7 @@ class OwnAndDraftHeads(nn.Module):
         run = call if torch.is_grad_enabled() else nn.Module.__call__
         if start and self.drafts is not None:
             return run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1, None, start - 1)
-        own = run(self.own, hidden_states)[..., None, :]
+        own = run(self.own, hidden_states)[..., None, :]  # [..., 1, V]
         if self.drafts is None or num_heads == 1:
             return own
         drafts = run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1)

@@ -21,6 +21,7 @@ from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS
+from ...generation.tensors.wrapped_models import Kwargs
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin
@@ -114,7 +115,7 @@ class EvaByteForMTPC(
             model.add_draft_layers(wanted.draft_layers, wanted.draft_lora_rank, wanted.draft_lora_alpha)
         elif config.mtp_head is not wanted:
             model.set_head(**wanted.options())
-        model._freeze()  # loading makes every parameter anew
+        model._freeze()  # loading replaces every parameter
         return loaded
 
     @property
@@ -128,12 +129,10 @@ class EvaByteForMTPC(
         return self.mtp_head or self.draft_heads or self.lm_head
 
     @classmethod
-    def facts(cls, config: Any, drafter: Any = None) -> DrafterFacts:
-        """See `BaseDrafter`."""
+    def facts(cls, config: EvaByteConfig, drafter: object = None) -> DrafterFacts:
         return super().facts(config.mtp_head)
 
     def parts(self) -> dict[str, nn.Module]:
-        """See `BaseDrafter`."""
         layers = self.draft_layers
         return {"head": self.head} if layers is None else {"head": self.head, "draft_layers": layers}
 
@@ -242,7 +241,7 @@ class EvaByteForMTPC(
     def train_only(self, part: str) -> None:
         """Choose what is trained: `"all"`, or `"drafter"` (also `"heads"`) with backbone and next-byte head frozen.
 
-        Draft heads beside a circuit draft nothing and are always frozen.
+        Draft heads next to a circuit draft nothing and are always frozen.
 
         Raises:
             ValueError: An unknown part, or all of a model with draft layers, which need a frozen backbone.
@@ -322,7 +321,7 @@ class EvaByteForMTPC(
         hidden = outputs.last_hidden_state
         selected = selected_positions(hidden, logits_to_keep)
         shows_all = return_all_pred_logits and self.config.num_pred_heads > 1
-        logits = (self._all_heads if shows_all else self.lm_head)(selected)
+        logits = (self._all_heads if shows_all else self.lm_head)(selected)  # [B, K, V], or [B, K, N, V]
         losses = {}
         if learns:
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
@@ -344,7 +343,7 @@ class EvaByteForMTPC(
         input_ids: Tensor | None,
         counts: Tensor | int | None,
         balance: Tensor | None,
-    ) -> dict[str, Any]:
+    ) -> Kwargs:
         """Return the loss of the head and its means; a drafter without depth 1 adds the next byte's to it."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
         head, parts, config, scored = self.whole_head, self._parts(), self.head_config, targets != IGNORE
@@ -382,7 +381,7 @@ class EvaByteForMTPC(
 
 def _config_and_options(
     name: str | PathLike | None, config: Any = None, **options: Any
-) -> tuple[EvaByteConfig, dict[str, Any]]:
+) -> tuple[EvaByteConfig, Kwargs]:
     """Return the configuration to load, and the options that are no fields of it.
 
     `config` may be a configuration, also of code that was loaded with another directory, or where to read one.
@@ -392,4 +391,4 @@ def _config_and_options(
     if isinstance(config, PreTrainedConfig):
         return EvaByteConfig.from_dict(config.to_dict()), options
     read, unused = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
-    return cast(EvaByteConfig, read), cast(dict[str, Any], unused)
+    return cast(EvaByteConfig, read), cast(Kwargs, unused)

@@ -15,6 +15,7 @@ from typing import Any, cast
 from transformers import AddedToken, BatchEncoding, PreTrainedTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ...generation.tensors.wrapped_models import Kwargs
 from ..common.remote_code import RemoteCodeTokenizerMixin
 
 Template = str | dict[str, str] | list[dict[str, str]] | None
@@ -88,7 +89,7 @@ class EvaByteTokenizer(RemoteCodeTokenizerMixin, PreTrainedTokenizer):
         pad_token: Fills short sequences, on the left by default (`padding_side`), as generation needs.
         chat_template: Jinja text; `CHAT_TEMPLATE` by default.
         **kwargs: As for every `PreTrainedTokenizer`. `added_tokens_decoder` and `extra_special_tokens` may add tokens
-            from id 320 on; ids 0 to 63 are always the 64 specials, whatever flags a directory gives them.
+            from id 320 on; ids 0 to 63 are always the 64 specials, with any flags in a directory.
 
     Raises:
         ValueError: A named token that is no token, or an `added_tokens_decoder` that contradicts ids 0 to 319.
@@ -271,7 +272,7 @@ class EvaByteTokenizer(RemoteCodeTokenizerMixin, PreTrainedTokenizer):
         truncation: Any = False,
         max_length: int | None = None,
         return_tensors: Any = None,
-        tokenizer_kwargs: dict[str, Any] | None = None,
+        tokenizer_kwargs: Kwargs | None = None,
         **template_kwargs: Any,
     ) -> BatchEncoding:
         chats, is_batched = _as_batch(conversation)

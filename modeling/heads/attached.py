@@ -25,6 +25,7 @@ from ...generation.attach import adopt_special_ids
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
+from ...generation.tensors.tensor_files import Fields
 from ...generation.tensors.wrapped_models import unwrap
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
@@ -143,7 +144,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return heads.attach(backbone)
 
     def parts(self) -> dict[str, nn.Module]:
-        """See `BaseDrafter`."""
         layers = self.draft_layers
         return super().parts() if layers is None else {"head": self.head, "draft_layers": layers}
 
@@ -154,7 +154,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
         """Recompute layers of heads in backward; the loss is always chunked.
 
-        Never re-entrant, whatever is requested: states of a frozen backbone need no gradient, and nothing would learn.
+        Never re-entrant, even on request: states of a frozen backbone need no gradient, and nothing would learn.
         """
         if any(isinstance(module, GradientCheckpointingLayer | LayerAdapters) for module in self.modules()):
             super()._set_gradient_checkpointing(enable, partial(checkpoint, use_reentrant=False))
@@ -222,7 +222,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         with whole_directory(folder) as directory:
             export_head(self.config, self.head.state_dict(), lambda: self.backbone, directory, layout)
 
-    def export_to(self, engine: str, folder: Path) -> dict[str, Any]:
+    def export_to(self, engine: str, folder: Path) -> Fields:
         """See `BaseDrafter`: in vLLM's Medusa layout, or as they are saved, for a class of vLLM's user to read."""
         is_held = engine_layout(self.config, engine) is not None
         if is_held:
@@ -344,12 +344,12 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             alpha: Scale times rank; None: twice the rank.
 
         Raises:
-            ValueError: The heads have draft layers, or decoder layers of their own.
+            ValueError: The heads have draft layers, or their own decoder layers.
         """
         if self.draft_layers is not None:
             raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
         if self.attends:
-            raise ValueError(f"draft_layers={count}: {self.config.head_type} heads have decoder layers of their own")
+            raise ValueError(f"draft_layers={count}: {self.config.head_type} heads have their own decoder layers")
         changes: dict[str, object] = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
         changes |= {"backbone_config": self.backbone.config.get_text_config().to_dict()}
         config = MTPHeadConfig.from_dict(self.config.to_dict() | changes)  # which is validated

@@ -23,7 +23,7 @@ _TABLES = 2**22
 def balanced(window: int) -> tuple[int | None, ...]:
     """Return the positions of the MtPC paper's BTree by slot: the leaves of a perfect tree, None where one is empty.
 
-    Above an empty slot, the last node is no latent of its own: it has its parent's state.
+    Above an empty slot, the last node is no latent: it has its parent's state.
 
     Example:
         >>> balanced(5)
@@ -82,9 +82,9 @@ class TreeDistribution(LatentDistribution):
             evidence = _select(evidence, [self.full_window if i is None else i for i in self.slots], -2)
         messages = [evidence]
         for steps in reversed(self.steps):
-            inside = ring.times(messages[0][..., ::2, :], messages[0][..., 1::2, :])
+            inside = ring.times(messages[0][..., ::2, :], messages[0][..., 1::2, :])  # of pairs of siblings
             messages.insert(0, ring.moved(inside, steps.mT))
-        weights = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])
+        weights = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])  # [..., 1, r]
         for level, message in enumerate(messages[: self.depth]):
             weights = ring.moved(weights, self.steps[level - 1]) if level else weights
             weights = torch.stack([weights, ring.times(weights, message[..., ::2, :])], -2).flatten(-3, -2)
@@ -109,7 +109,7 @@ class TreeDistribution(LatentDistribution):
         if self.counts_launches and unit is never and 0 < level == self.depth - 1 and self._pairs is not None:
             return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
-        step = self.steps[level - 1][..., index, :, :] if is_latent else None
+        step = self.steps[level - 1][..., index, :, :] if is_latent else None  # [..., r, r]
         weights = weights if step is None else moved(weights, step)
         left = yield from self._visit(level + 1, 2 * index, weights, leaves, known, unit)
         after = weights if left is None else unit(weights * left)
@@ -130,7 +130,7 @@ class TreeDistribution(LatentDistribution):
         if not self.is_perfect or learns or firsts.numel() * self.rank > _TABLES:
             return None
         tables = nodes.new_empty(*firsts.shape[:-2], 1 + self.rank, 1 + self.rank, self.size)
-        inside = tables[..., 1:, :-1, :]
+        inside = tables[..., 1:, :-1, :]  # [..., 2^(depth - 1), r, r, v]
         torch.mul(nodes[..., None], firsts[..., None, :, :], out=inside)
         torch.sum(inside, -2, out=tables[..., 1:, -1, :])
         return tables
@@ -138,22 +138,22 @@ class TreeDistribution(LatentDistribution):
     def _visit_pair(self, index: int, weights: Tensor, leaves: list[Tensor], known: list[Tensor]) -> Walk:
         """Walk the two positions of a last node; returns what they say of its parent's state.
 
-        Weighted rows beside the rows of every state of the parent make one launch of what are two.
+        Weighted rows next to those of every state of the parent make one launch out of two.
         """
         first, second = 2 * index, 2 * index + 1
         if first < len(known):
-            seen = self.steps[-1][..., index, :, :] * known[first][..., None, :]
+            seen = self.steps[-1][..., index, :, :] * known[first][..., None, :]  # [..., r, r]
             if second < len(known):
                 return moved(known[second], seen.mT)
-            shown = seen @ leaves[second]
+            shown = seen @ leaves[second]  # [..., r, v]
             return column(shown, (yield moved(weights, shown)))
         assert self._pairs is not None
-        rows = self._pairs[..., index, :, :, :]
-        flat = rows.reshape(-1, *rows.shape[-3:])
+        rows = self._pairs[..., index, :, :, :]  # [..., 1 + r, 1 + r, v]
+        flat = rows.reshape(-1, *rows.shape[-3:])  # [N, 1 + r, 1 + r, v]
         torch.bmm(weights.reshape(-1, 1, self.rank), flat[:, 1:].flatten(-2), out=flat[:, :1].flatten(-2))
-        token = yield rows[..., 0, -1, :]
+        token = yield rows[..., 0, -1, :]  # [...]
         seen = rows[..., :-1, :].gather(-1, token[..., None, None, None].expand(*rows.shape[:-2], self.rank, 1))[..., 0]
-        shown = seen @ leaves[second]
+        shown = seen @ leaves[second]  # [..., 1 + r, v]
         return column(shown[..., 1:, :], (yield shown[..., 0, :]))
 
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -164,7 +164,7 @@ class TreeDistribution(LatentDistribution):
         if known:
             message = known[0]
             for level in reversed(range(1, self.depth)):
-                start = 1 + (2**level - 2) * self.rank
+                start = 1 + (2**level - 2) * self.rank  # the level's first node, behind 2^level - 2 others
                 message = tables[..., start : start + self.rank, :].mul_(message[..., None, :]).sum(-1)
             tables[..., 0, :].mul_(message)
         return tables, None
@@ -183,7 +183,7 @@ class TreeDistribution(LatentDistribution):
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states, *levels = picks.split([1, *(2**level * self.rank for level in range(1, self.depth))], -1)
         for level, chosen in enumerate(levels):
-            chosen = chosen.unflatten(-1, (2**level, 2, self.rank))
+            chosen = chosen.unflatten(-1, (2**level, 2, self.rank))  # [..., 2^level, 2, r], by parent
             times = 2 if level + 2 == self.depth else 1  # both positions of a last node have its state
             states = chosen.gather(-1, states[..., None, None].expand(*chosen.shape[:-1], times)).flatten(-3)
         if self.depth == 1:

@@ -27,7 +27,7 @@ class ResidualBlock(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Set A = 0 and draw a from +-1/sqrt(d), whatever `std` is."""
+        """Set A = 0 and draw a from +-1/sqrt(d); `std` is not read."""
         _reset(self.linear)
 
 
@@ -44,7 +44,7 @@ class ConcatBlock(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Set A = 0, B = [I, 0] and b = 0, and draw a from +-1/sqrt(inputs), whatever `std` is."""
+        """Set A = 0, B = [I, 0] and b = 0, and draw a from +-1/sqrt(inputs); `std` is not read."""
         _reset(self.linear)
         init.copy_(self.res_connection.weight, torch.eye(*self.res_connection.weight.shape))
         init.zeros_(self.res_connection.bias)
@@ -83,7 +83,7 @@ class Repeated(nn.ModuleList):
 
 
 def repeated(count: int, tied: bool, width: int) -> Repeated:
-    """Return `count` residual blocks, of which one exists where they are tied."""
+    """Return `count` residual blocks; tied ones are one module."""
     return Repeated([ResidualBlock(width) for _ in range(min(count, 1) if tied else count)], count)
 
 
@@ -97,7 +97,7 @@ class OwnUnembeddings(nn.Module):
 
     def forward(self, states: Tensor, index: int) -> Tensor:
         """Return the logits [..., V] of head `index` (from 0) at states [..., d]."""
-        logits = self.heads[index](states)[..., 0, :]
+        logits = self.heads[index](states)[..., 0, :]  # [..., V]
         return logits if self.bias is None else logits + self.bias[index]
 
     @torch.no_grad()
@@ -105,8 +105,8 @@ class OwnUnembeddings(nn.Module):
         """Copy the backbone's unembedding, in any form: its output for unit vectors."""
         for head in self.heads.children():
             weight = cast(Tensor, head.weight)
-            unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-            weight.copy_(backbone.unembed(unit).T)
+            unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)  # [d, d]
+            weight.copy_(backbone.unembed(unit).T)  # [V, d]
 
 
 class BlockHead(nn.Module):
@@ -116,7 +116,7 @@ class BlockHead(nn.Module):
         config: Head options: `window`, `unembedding`.
         hidden_size: d.
         vocab_size: V.
-        bias: Whether unembeddings of their own have biases.
+        bias: Whether the heads' own unembeddings have biases.
     """
 
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int, bias: bool = False) -> None:
@@ -144,7 +144,7 @@ def untied(tensors: Tensors, heads: int, blocks: int) -> tuple[bool, Tensors]:
 
 
 def with_copies(tensors: Tensors, heads: int, blocks: int) -> Tensors:
-    """Revert `untied`: return the tensors with a block of its own for every j."""
+    """Revert `untied`: return the tensors with a block for every j."""
     return {copy: tensors[first] for copy, first in _copies(heads, blocks).items() if first in tensors} | tensors
 
 

@@ -72,21 +72,21 @@ class CircuitHead(nn.Module):
         rank = self.config.rank
         sums = self.sum_bias.expand(*hidden_states.shape[:-1], -1)
         if self.sum_weight is not None:
-            sums = nn.functional.linear(hidden_states, self.sum_weight, self.sum_bias)
+            sums = nn.functional.linear(hidden_states, self.sum_weight, self.sum_bias)  # [..., r (1 + z r)]
         window = self.config.num_depths
         count = window if stop is None else stop
-        leaves = self.leaf(hidden_states, count * rank, backbone).unflatten(-2, (count, rank))
+        leaves = self.leaf(hidden_states, count * rank, backbone).unflatten(-2, (count, rank))  # [..., count, r, V]
         if count < window:
             leaves = nn.functional.pad(leaves, (0, 0, 0, 0, 0, window - count))
         parameters = {"leaf_logits": leaves, "root_logits": sums[..., :rank]}
         if self.num_sum_matrices:
             name = self.circuit.parameters[1]
-            parameters[name] = sums[..., rank:].unflatten(-1, (self.num_sum_matrices, rank, rank))
+            parameters[name] = sums[..., rank:].unflatten(-1, (self.num_sum_matrices, rank, rank))  # [..., z, r, r]
         return parameters
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw sum weights whose logits vary over contexts (deviation 0.5, whatever `std` is): states differ."""
+        """Draw sum weights whose logits vary over contexts (deviation 0.5; `std` is not read): states differ."""
         if self.sum_weight is not None:
             init.normal_(self.sum_weight, std=0.5 * self.sum_weight.shape[1] ** -0.5)
         bias = torch.zeros_like(self.sum_bias) if self.config.contextual else torch.randn_like(self.sum_bias) * 0.5
@@ -105,7 +105,7 @@ class CircuitHead(nn.Module):
     def copy_leaves(self, weights: Tensor) -> None:
         """Copy matrix i, or the last, of FF heads [heads, V, d] to all states of position i: q is theirs."""
         source = [min(i, len(weights) - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
-        cast(FFHead, self.leaf).weight.copy_(weights[source].flatten(0, 1))
+        cast(FFHead, self.leaf).weight.copy_(weights[source].flatten(0, 1))  # [n r V, d]
 
 
 def persistence(rank: int) -> float:

@@ -55,8 +55,8 @@ def moved(weights: Tensor, steps: Tensor) -> Tensor:
 
 def log_moved(weights: Tensor, steps: Tensor) -> Tensor:
     """log(exp(weights) @ steps): no copy as large as the steps per text, unlike a logsumexp."""
-    top = weights.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).min)
-    total = moved((weights - top).exp(), steps)
+    top = weights.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).min)  # [..., 1]
+    total = moved((weights - top).exp(), steps)  # [..., s]
     empty = total == 0
     return torch.where(empty, -torch.inf, torch.where(empty, 1.0, total).log() + top)
 
@@ -69,7 +69,7 @@ _RULED_OUT = -1e4, 1e-30
 _SYSTEM = 2**20
 """Entries of a filter's triangular system up to which it is solved at once."""
 _RANGE = 60.0
-"""Nats that weights may lose before they are scaled: half of what float32 has, as likelier ones stand beside."""
+"""Nats that weights may lose before they are scaled: half of what float32 has, for others in the sum are larger."""
 
 
 class LatentDistribution(WindowDistribution):
@@ -135,9 +135,9 @@ class LatentDistribution(WindowDistribution):
 
     def condition(self, first: Tensor) -> LatentDistribution:
         """Bind a token: evidence like any other, and computed with what comes."""
-        rest, known = copy(self), first[..., None]
-        rest._known = known if self._known is None else torch.cat([self._known, known], -1)
-        rest.leaf_logits, rest.window = self.leaf_logits[..., 1:, :, :], self.window - 1
+        rest, known = copy(self), first[..., None]  # [..., 1]
+        rest._known = known if self._known is None else torch.cat([self._known, known], -1)  # [..., bound]
+        rest.leaf_logits, rest.window = self.leaf_logits[..., 1:, :, :], self.window - 1  # [..., n - 1, r, v]
         return rest
 
     def _with_bound(self, tokens: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class LatentDistribution(WindowDistribution):
     def _evidence(self, tokens: Tensor) -> Tensor:
         """log leaf_i[z, x_i] of bound tokens and of tokens [..., n] after them; 0 for those without a column."""
         tokens, bound, (leaves, norm) = self._with_bound(tokens), self._bound, self._leaves
-        found = self._at(leaves, tokens) - norm
+        found = self._at(leaves, tokens) - norm  # [..., n, r]
         if self.reads_codes:
             found = found.masked_fill((tokens >= self.size)[..., None], 0)
         if not bound:
@@ -156,37 +156,37 @@ class LatentDistribution(WindowDistribution):
 
     def _seen(self, tokens: Tensor) -> Tensor:
         """Leaves [..., m, r] of the first m tokens, which are possible, in linear space."""
-        found = self._at(self._probs[..., : tokens.shape[-1], :, :], tokens).clamp_min(_RULED_OUT[1])
+        found = self._at(self._probs[..., : tokens.shape[-1], :, :], tokens).clamp_min(_RULED_OUT[1])  # [..., m, r]
         return found.masked_fill((tokens >= self.size)[..., None], 1) if self.reads_codes else found
 
     def _at(self, leaves: Tensor, tokens: Tensor) -> Tensor:
         """Entries [..., n, r] of leaves [..., n, r, v] at tokens [..., n]; any at codes from v on."""
         tokens, shape = tokens.clamp(max=self.size - 1) if self.reads_codes else tokens, leaves.shape[-3:]
         batch = torch.broadcast_shapes(tokens.shape[:-1], leaves.shape[:-3])
-        index = tokens.expand(*batch, -1)[..., None, None].expand(*batch, *shape[:-1], 1)
-        return leaves.expand(*batch, *shape).gather(-1, index)[..., 0]
+        index = tokens.expand(*batch, -1)[..., None, None].expand(*batch, *shape[:-1], 1)  # [..., n, r, 1]
+        return leaves.expand(*batch, *shape).gather(-1, index)[..., 0]  # [..., n, r]
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""
         evidence, bound = self._evidence(tokens), self._bound
         if unknown is not None:
             evidence = evidence.masked_fill(torch.nn.functional.pad(unknown, (bound, 0))[..., None], 0)
-        found = logsumexp(self.owner_weights(evidence) + evidence, -1)
-        return found[..., bound:] - found[..., bound - 1 : bound] if bound else found
+        found = logsumexp(self.owner_weights(evidence) + evidence, -1)  # [..., n]
+        return found[..., bound:] - found[..., bound - 1 : bound] if bound else found  # given the bound
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return the posterior of each owner applied to its leaf."""
         bound, (leaves, norm) = self._bound, self._leaves
-        weights = self.owner_weights(self._evidence(tokens))[..., bound:, :]
+        weights = self.owner_weights(self._evidence(tokens))[..., bound:, :]  # [..., n, r]
         norm = norm[..., bound:, :] if norm.dim() else norm
-        mixed = logsumexp(leaves[..., bound:, :, :] + (weights - norm)[..., None], -2)
-        total = logsumexp(weights, -1)[..., None]
+        mixed = logsumexp(leaves[..., bound:, :, :] + (weights - norm)[..., None], -2)  # [..., n, v]
+        total = logsumexp(weights, -1)[..., None]  # [..., n, 1]
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
         """One mixture of leaves: the weights do not depend on what follows the prefix."""
-        evidence = self._seen(self._with_bound(prefix))
-        evidence, position = evidence / evidence.amax(-1, keepdim=True), evidence.shape[-2]
+        evidence = self._seen(self._with_bound(prefix))  # [..., m, r]
+        evidence, position = evidence / evidence.amax(-1, keepdim=True), evidence.shape[-2]  # the largest is 1
         weights = self.owner_weights(torch.nn.functional.pad(evidence, (0, 0, 0, 1), value=1.0), LINEAR)[..., -1, :]
         # where all underflow, they are equal
         mixed = weights.clamp_min(torch.finfo(weights.dtype).tiny)[..., None, :] @ self._probs[..., position, :, :]
@@ -211,23 +211,23 @@ class LatentDistribution(WindowDistribution):
         bound = self._bound
         if bound > 1:
             return super().sample_with_probs(length)
-        own, known = self._probs[..., bound : bound + length, :, :], self._known_probs()
+        own, known = self._probs[..., bound : bound + length, :, :], self._known_probs()  # [..., length, r, v]
         tables, factors = self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)
         early, late = arrivals.split(sizes, -1)
-        early = early.unflatten(-1, tables.shape[-2:])
+        early = early.unflatten(-1, tables.shape[-2:])  # [..., R, r]
         early = early if factors is None else early.div_(factors)
-        states = self._states((tables / early).argmax(-1), bound)[..., :length]
+        states = self._states((tables / early).argmax(-1), bound)[..., :length]  # [..., length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
-        tokens = (rows / late.unflatten(-1, (length, self.size))).argmax(-1)
+        tokens = (rows / late.unflatten(-1, (length, self.size))).argmax(-1)  # [..., length]
         evidence = (
             self._at(own, tokens) if not known else torch.cat([known[0][..., None, :], self._at(own, tokens)], -2)
         )
         if not self._is_short:
             evidence = evidence / evidence.amax(-1, keepdim=True)
-        weights = _unit(self.owner_weights(evidence, LINEAR)[..., bound:, :])
-        return tokens, (weights[..., None, :] @ own)[..., 0, :]
+        weights = _unit(self.owner_weights(evidence, LINEAR)[..., bound:, :])  # [..., length, r]
+        return tokens, (weights[..., None, :] @ own)[..., 0, :]  # [..., length, v]
 
     def _known_probs(self) -> list[Tensor]:
         """Leaves [..., r] of bound tokens."""
@@ -268,8 +268,8 @@ class MixtureDistribution(LatentDistribution):
 
     def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
         """Return the root times all evidence before i."""
-        root = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])
-        return ring.cumulated(torch.cat([root, evidence[..., :-1, :]], dim=-2), -2)
+        root = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])  # [..., 1, r]
+        return ring.cumulated(torch.cat([root, evidence[..., :-1, :]], dim=-2), -2)  # [..., n, r]
 
     def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         weights = self.root
@@ -279,7 +279,7 @@ class MixtureDistribution(LatentDistribution):
         return None
 
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        return (self.root * known[0] if known else self.root)[..., None, :], None
+        return (self.root * known[0] if known else self.root)[..., None, :], None  # [..., 1, r]
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         return picks.expand(*picks.shape[:-1], self.window)
@@ -298,8 +298,8 @@ class ChainDistribution(LatentDistribution):
     @cached_property
     def steps(self) -> Tensor:
         """Probabilities [..., n - 1, r, r] of every transition."""
-        steps = self.trans_logits.softmax(-1)
-        return steps.expand(*steps.shape[:-3], self.full_window - 1, -1, -1)
+        steps = self.trans_logits.softmax(-1)  # [..., n - 1 or 1, r, r]
+        return steps.expand(*steps.shape[:-3], self.full_window - 1, -1, -1)  # [..., n - 1, r, r]
 
     def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
         """Return the forward filter, whose every step is a prefix marginal."""
@@ -319,23 +319,23 @@ class ChainDistribution(LatentDistribution):
     def _solved(self, root: Tensor, seen: Tensor, steps: Tensor) -> Tensor:
         """The whole filter as one triangular system w A = (root, 0, ..): few launches, where it is small.
 
-        A has the identity on its diagonal, which is not read, and minus each weighted step beside it:
+        A has the identity on its diagonal, which is not read, and minus each weighted step next to it:
 
             I  -S1
                 I  -S2
                     I
         """
         size = seen.shape[-3] + 1
-        system = root.new_zeros(*root.shape[:-1], size, self.rank, size, self.rank)
-        system.diagonal(1, -4, -2).movedim(-1, -3).addcmul_(seen, steps, value=-1)
-        system = system.flatten(-2).flatten(-3, -2)
-        start = torch.nn.functional.pad(root, (0, (size - 1) * self.rank))[..., None, :]
+        system = root.new_zeros(*root.shape[:-1], size, self.rank, size, self.rank)  # [..., n, r, n, r]
+        system.diagonal(1, -4, -2).movedim(-1, -3).addcmul_(seen, steps, value=-1)  # right of the diagonal
+        system = system.flatten(-2).flatten(-3, -2)  # [..., n r, n r]
+        start = torch.nn.functional.pad(root, (0, (size - 1) * self.rank))[..., None, :]  # [..., 1, n r]
         solved = torch.linalg.solve_triangular(system, start, upper=True, left=False, unitriangular=True)
-        return solved.unflatten(-1, (size, self.rank))[..., 0, :, :]
+        return solved.unflatten(-1, (size, self.rank))[..., 0, :, :]  # [..., n, r]
 
     def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         """One product per position gives both the next state's weights and the next token's probabilities."""
-        steps = self.steps[..., : len(leaves) - 1, :, :]
+        steps = self.steps[..., : len(leaves) - 1, :, :]  # [..., n - 1, r, r]
         ahead = torch.cat([steps, steps @ torch.stack(leaves[1:], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
         weights = probs = self.root  # which is no more than a start where the first token is known
         if not known:
@@ -347,16 +347,16 @@ class ChainDistribution(LatentDistribution):
         return None
 
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        first = moved(self.root * known[0], self.steps[..., 0, :, :]) if known else self.root
-        rows = self.steps[..., len(known) :, :, :].flatten(-3, -2)
+        first = moved(self.root * known[0], self.steps[..., 0, :, :]) if known else self.root  # [..., r]
+        rows = self.steps[..., len(known) :, :, :].flatten(-3, -2)  # a row for each state of each step
         return torch.cat([first[..., None, :], rows], -2), None
 
     def _states(self, picks: Tensor, skipped: int) -> Tensor:
         states = [picks[..., :1]]
-        maps = picks[..., 1:].unflatten(-1, ((picks.shape[-1] - 1) // self.rank, self.rank))
+        maps = picks[..., 1:].unflatten(-1, ((picks.shape[-1] - 1) // self.rank, self.rank))  # [..., n - 1, r]
         for chosen in maps.unbind(-2):
             states.append(chosen.gather(-1, states[-1]))
-        return torch.cat(states, -1)
+        return torch.cat(states, -1)  # [..., n]
 
 
 def column(table: Tensor, token: Tensor) -> Tensor:

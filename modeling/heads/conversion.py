@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -22,12 +21,13 @@ from ...generation.tensors.tensor_files import (
     warn_of_numbers,
     write_json,
 )
+from ..common.backbone_parts import input_embeddings
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING
 from .layer import PARAMS, read_backbone
 
 
-def read_official(folder: Path, fields: dict[str, Any]) -> tuple[MTPHeadConfig, Tensors, Tensor | None]:
+def read_official(folder: Path, fields: Fields) -> tuple[MTPHeadConfig, Tensors, Tensor | None]:
     """Return the config and tensors of heads in a directory of their authors, and the embedding that Hydra's repeat.
 
     `fields` are those that the directory lacks, or that should differ.
@@ -129,7 +129,7 @@ def check_fit(expected: Tensor | None, layers: list[int], backbone: PreTrainedMo
     count = field(backbone.config.get_text_config(), "num_hidden_layers")
     if count is not None and not all(-1 - count <= index <= count for index in layers):
         raise ValueError(f"{type(backbone).__name__} has {count} layers, and these heads read states {layers}")
-    weight = cast(Tensor, backbone.get_input_embeddings().weight)
+    weight = input_embeddings(backbone).weight
     if expected is None or weight.is_meta:
         return
     if expected.shape != weight.shape or not torch.allclose(expected.to(weight), weight, atol=1e-3):

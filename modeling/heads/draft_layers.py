@@ -1,9 +1,9 @@
-"""MtPC's draft LoRA: the drafter runs the backbone's last k layers once more, with low-rank adapters of its own.
+"""MtPC's draft LoRA: the drafter runs the backbone's last k layers once more, with its own low-rank adapters.
 
 The backbone's layers are shared up to the last k. The verifier runs those unchanged; the drafter runs them with
 adapters, on z, the input of the first of them, and over verified tokens only: so its cache is never rolled back, the
 backbone is called once per cycle, and its distribution is unchanged bit for bit. Only adapters are parameters here. The
-weights are the backbone's, borrowed for a call: W + s B A is made anew for every step of training and once per call of
+weights are the backbone's, borrowed for a call: W + s B A is computed for every step of training and once per call of
 `generate`.
 """
 
@@ -40,8 +40,8 @@ class Adapter(nn.Module):
     def __init__(self, shape: Sequence[int], rank: int, scale: float) -> None:
         super().__init__()
         self.scale = scale
-        self.lora_A = nn.Parameter(torch.zeros(rank, shape[1]))
-        self.lora_B = nn.Parameter(torch.zeros(shape[0], rank))
+        self.lora_A = nn.Parameter(torch.zeros(rank, shape[1]))  # [r, in]
+        self.lora_B = nn.Parameter(torch.zeros(shape[0], rank))  # [out, r]
 
     def added_to(self, weight: Tensor) -> Tensor:
         """Return the changed weight, [out, in], in the weight's dtype; no gradient reaches the weight itself."""
@@ -49,7 +49,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Draw A as peft does, whatever `std` is; B is 0, so that the layers start as the backbone's."""
+        """Draw A as peft does (`std` is not read); B is 0, so that the layers start as the backbone's."""
         bound = 1 / math.sqrt(self.lora_A.shape[1])
         init.uniform_(self.lora_A, -bound, bound)
         init.zeros_(self.lora_B)

@@ -25,7 +25,7 @@ Directory = tuple[Fields, Tensors]
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """A directory format of other tools, of which heads are read and into which they are written.
+    """A directory format of other tools, in which heads are read and written.
 
     Args:
         name: `layout` of `MTPHeads.export`.
@@ -70,7 +70,7 @@ class Circuit:
 
 
 def last_state(head: nn.Module, states: Sequence[Tensor], *context: object) -> Tensor:
-    """Return the last of some states, whatever the head."""
+    """Return the last of some states, for any head."""
     return states[-1]
 
 
@@ -91,7 +91,7 @@ class HeadFamily:
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
         fit: From the module, its config and a backbone: adopts its properties whenever heads are attached.
         start_from: From the module and the parts of a backbone: initialises new heads as its own, as far as possible.
-        is_independent: Whether the distribution after the window's first token is the same, whatever that token is.
+        is_independent: Whether the distribution after the window's first token does not depend on that token.
         layouts: Formats of other tools.
         circuit: Its parameters, where `circuit_from_logits` can build its distribution.
     """
@@ -123,7 +123,7 @@ class HeadFamily:
             return f"the hidden states {layers}"
         if self.facts.sequential:
             return "the embeddings of drafted tokens"
-        return None if self.features is last_state else "features of its own"
+        return None if self.features is last_state else "features that it makes itself"
 
 
 FAMILIES: dict[str, HeadFamily] = {}

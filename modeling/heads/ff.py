@@ -1,4 +1,4 @@
-"""Independent heads (FF): with unembeddings of their own, as EvaByte's checkpoints hold them, or with a shared one."""
+"""Independent heads (FF): with their own unembeddings, as EvaByte's checkpoints hold them, or with a shared one."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class FFHead(SummingModule):
         backbone is not needed.
         """
         count = self.num_heads if num_heads is None else num_heads
-        weight = self.weight[start * self.vocab_size : count * self.vocab_size]
+        weight = self.weight[start * self.vocab_size : count * self.vocab_size]  # [(count - start) V, D]
         if self.weight_total is not None:
             total = self.weight_total
-            logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor)
+            logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor)  # [..., count V]
             return logits.unflatten(-1, (count, self.vocab_size))
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
@@ -62,10 +62,10 @@ class FFHead(SummingModule):
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids; new rows of a head are drawn, or the mean of its rows (None)."""
-        rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))
-        new = rows.mean(1, keepdim=True).repeat(1, max(vocab_size - self.vocab_size, 0), 1)
+        rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))  # [N, V, D]
+        new = rows.mean(1, keepdim=True).repeat(1, max(vocab_size - self.vocab_size, 0), 1)  # [N, more, D]
         new = new if std is None else torch.randn_like(new) * std
-        rows = torch.cat([rows[:, :vocab_size], new], dim=1).flatten(0, 1)
+        rows = torch.cat([rows[:, :vocab_size], new], dim=1).flatten(0, 1)  # [N V', D]
         self.weight, self.vocab_size = nn.Parameter(rows, self.weight.requires_grad), vocab_size
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class FFHead(SummingModule):
 class SharedHead(nn.Module):
     """Independent heads on a shared, frozen unembedding W: logits of head i are W A_i h, with A_i = I at the start.
 
-    Memory: N d^2 parameters, whatever the vocabulary.
+    Memory: N d^2 parameters, independent of the vocabulary.
 
     Args:
         hidden_size: d.
@@ -103,7 +103,7 @@ class SharedHead(nn.Module):
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Make every map the identity, whatever `std` is: then every head is the backbone's own."""
+        """Make every map the identity (`std` is not read): then every head is the backbone's own."""
         init.copy_(self.maps, torch.eye(self.maps.shape[-1]).expand_as(self.maps))
 
 
@@ -133,10 +133,10 @@ def check_vllm_unembedding(backbone: PreTrainedModel) -> Tensor:
 def _write_vllm(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return a matrix [V, d] per head from the second token on: its own rows, or W A_h before a shared unembedding."""
     if config.unembedding == "own":
-        matrices = tensors["weight"].unflatten(0, (config.num_depths, -1))
+        matrices = tensors["weight"].unflatten(0, (config.num_depths, -1))  # [n, V, d]
     else:
         unembedding = check_vllm_unembedding(backbone)
-        matrices = torch.stack([unembedding @ matrix.T.to(unembedding) for matrix in tensors["maps"]])
+        matrices = torch.stack([unembedding @ matrix.T.to(unembedding) for matrix in tensors["maps"]])  # [n, V, d]
     named = {f"lm_heads.{k}.weight": matrices[k + 1] for k in range(config.num_drafts)}
     return vllm_fields(config, num_hidden_layers=0), named
 
@@ -155,7 +155,7 @@ def _distribution(
 ) -> WindowDistribution:
     run = partial(call, head) if torch.is_grad_enabled() else head  # without gradients, hooks of units do no harm
     logits = run(features, config.num_depths if stop is None else stop, backbone, start)
-    return FactorisedDistribution(exact(logits.unsqueeze(-2)))
+    return FactorisedDistribution(exact(logits.unsqueeze(-2)))  # [..., n, 1, V]
 
 
 def factorised_distribution(

@@ -1,4 +1,4 @@
-"""Heads that read the tokens drafted before them (Hydra), optionally after a decoder layer of their own (Hydra++).
+"""Heads that read the tokens drafted before them (Hydra), optionally after their own decoder layer (Hydra++).
 
 Directories of their authors, `hydra_lm_head.pt` and `config.json`, are read and written.
 """
@@ -26,6 +26,7 @@ from ...generation.tensors.tensor_files import (
     read_tensors,
     renamed,
 )
+from ...generation.tensors.wrapped_models import input_embeddings
 from ..common.backbone_parts import BackboneParts, LayerSource, read_config, required
 from .blocks import BlockHead, ConcatBlock, ResidualBlock, repeated, untied, with_copies
 from .family import Directory, HeadFamily, HeadLayout, register
@@ -95,7 +96,7 @@ class HydraHead(BlockHead):
         inputs = (
             torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
         )
-        states = self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
+        states = self.blocks[k](block(inputs.to(block.linear.weight.dtype)))  # [..., d]
         return self.unembed(states, k, backbone)
 
 
@@ -150,7 +151,7 @@ def _take_epsilon(head: HydraHead, config: MTPHeadConfig, backbone: PreTrainedMo
     epsilon = field(backbone.config.get_text_config(), "rms_norm_eps")
     if head.prefix is None or epsilon is None:
         return
-    config.backbone_config = cast(dict, config.backbone_config) | {"rms_norm_eps": epsilon}
+    config.backbone_config = (config.backbone_config or {}) | {"rms_norm_eps": epsilon}
     for module in head.prefix.modules():
         if isinstance(module, LlamaRMSNorm):
             module.variance_epsilon = epsilon
@@ -167,7 +168,7 @@ def _distribution(
     """Return the distribution at features [..., 2 d] or [..., d]; conditionals are computed on demand."""
     assert isinstance(head, HydraHead)
     state = head.state(features)
-    known = state[..., None, :][..., :0, :]
+    known = state[..., None, :][..., :0, :]  # [..., 0, d]
 
     def next_logits(prefix: Tensor) -> Tensor:
         count = prefix.shape[-2]
@@ -176,7 +177,7 @@ def _distribution(
     if config.grounded:
         return SequentialDistribution(next_logits, required(backbone).embed, config.num_depths, known)
     logits = [next_logits(known), *(head.logits(k, state, known, backbone) for k in range(config.num_drafts))]
-    return FactorisedDistribution(torch.stack([exact(part) for part in logits], -2).unsqueeze(-2))
+    return FactorisedDistribution(torch.stack([exact(part) for part in logits], -2).unsqueeze(-2))  # [..., n, 1, V]
 
 
 def _names(arch: str, blocks: int) -> Names:
@@ -234,14 +235,14 @@ def _read(directory: Path) -> Directory:
 
 def _write(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
     """Return the fields of config.json and tensors of `hydra_lm_head.pt`."""
-    prefix, embedding = config.arch == "prefix-mlp", cast(Tensor, backbone.get_input_embeddings().weight)
+    prefix, embedding = config.arch == "prefix-mlp", input_embeddings(backbone).weight
     every = with_copies(tensors, config.num_drafts, config.num_blocks - 1)
     biases = enumerate(every.pop("unembeddings.bias"))
     every |= {f"unembeddings.heads.{k}.bias": bias for k, bias in biases}
     names = _names(config.arch, config.num_blocks)
     named = renamed(every, names, "these heads", back=True) | {EMBEDDING: embedding}
     if prefix:  # their strict loader requires these unused tensors
-        head_dim = cast(dict, config.backbone_config)["head_dim"]
+        head_dim = (config.backbone_config or {})["head_dim"]
         named |= {_UNUSED[0]: embedding, _UNUSED[1]: 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)}
     fields = {
         "hydra_num_heads": config.num_drafts,

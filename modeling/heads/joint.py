@@ -104,7 +104,7 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
             shift_labels, kwargs.get("balance"), self._first,
         )  # fmt: skip
         targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-        own = (targets != IGNORE).sum((0, 1))
+        own = (targets != IGNORE).sum((0, 1))  # [n]
         counts = counts_of_update(own, num_items_in_batch)[:1]
         readout, options = LMHeadView(self.backbone), ModuleLossOptions()
         first = chain_loss(readout, [states[-1]], [targets[..., 0]], self.config.vocab_size, options, counts)

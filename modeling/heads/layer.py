@@ -92,7 +92,7 @@ class DecoderLayers(nn.ModuleList):
 
 
 class LayerHead(nn.Module):
-    """Logits of head k are W norm(f_k(z)): a decoder layer f_k of its own, the backbone's norm and unembedding.
+    """Logits of head k are W norm(f_k(z)): its own decoder layer f_k, the backbone's norm and unembedding.
 
     z is the input of the backbone's last layer or, with `mix="weighted"`, a learned mean of the outputs of all layers
     below it, one mean per head. Position 1 is the backbone's own distribution (`first="backbone"`), or has a head like
@@ -136,19 +136,19 @@ class LayerHead(nn.Module):
         dtype = next(self.layers.parameters()).dtype
         if self.mix is None:
             return [below[-1].to(dtype)] * len(self.layers)
-        shares = (self.mix / self.config.mix_temperature).softmax(-1)
+        shares = (self.mix / self.config.mix_temperature).softmax(-1)  # [heads, layers]
         return list(torch.einsum("kl,l...d->k...d", shares, torch.stack(list(below)).to(dtype)))
 
     def forward(
         self, features: Tensor, backbone: BackboneParts | None = None, start: int = 0, stop: int | None = None
     ) -> dict[str, Tensor]:
         """Return `leaf_logits` [..., n, 1, V] from features [..., n d], or those of positions start .. stop - 1."""
-        states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]
-        return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}
+        states = features.unflatten(-1, (self.config.num_depths, -1))[..., start:stop, :]  # [..., positions, d]
+        return {"leaf_logits": required(backbone).unembed(states).unsqueeze(-2)}  # [..., positions, 1, V]
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
-        """Start the means, whatever `std` is."""
+        """Start the means; `std` is not read."""
         if self.mix is None:
             return
         uniform = self.config.mix_init == "uniform"

@@ -55,7 +55,7 @@ class MedusaHead(BlockHead):
         """Return `leaf_logits` [..., n, 1, V] of states [..., d], or those of positions start .. stop - 1."""
         positions = range(len(self.blocks) + 1)[start:stop]
         logits = [self._logits(position, hidden_states, backbone) for position in positions]
-        return {"leaf_logits": torch.stack([exact(part) for part in logits], -2).unsqueeze(-2)}
+        return {"leaf_logits": torch.stack([exact(part) for part in logits], -2).unsqueeze(-2)}  # [..., n, 1, V]
 
     def _logits(self, position: int, hidden_states: Tensor, backbone: BackboneParts | None) -> Tensor:
         if position == 0:

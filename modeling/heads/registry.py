@@ -46,7 +46,7 @@ def window_distribution(
 ) -> WindowDistribution:
     """Return the distribution of the next `config.window` tokens given features [..., F], in float32 (float64 stays).
 
-    The head computes in its own dtype, whatever that of the features is. A draft vocabulary is that of its columns.
+    The head computes in its own dtype, not that of the features. A draft vocabulary is that of its columns.
     """
     return _over_ids(
         FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone), vocabulary
@@ -62,7 +62,7 @@ def distribution_after(
     backbone: BackboneParts | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> WindowDistribution:
-    """Return `window_distribution` given its first token `last` [...] int64, of which the next `length` are exact.
+    """Return `window_distribution` given its first token `last` [...] int64; its next `length` tokens are exact.
 
     Only what these drafts read is computed; `length` is at least 1, at most `config.window` - 1.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from ...generation.contract import (
     DraftSession,
     DraftTree,
     HiddenLayers,
+    PrefillOutput,
     SpeculativeCache,
     TargetOutput,
     VerificationResult,
@@ -71,9 +71,9 @@ class HeadSession(DraftSession):
         self.num_tokens = options.num_tokens
         self.column = 0 if vocabulary is None else int(vocabulary.ids[0])  # which distributions have, if they have any
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the state before the first new token."""
-        self.hidden = self.read(outputs.hidden_states)[:, -1]
+        self.hidden = self.read(outputs.hidden_states)[:, -1]  # [B, F]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return a chain or a tree after every sequence, with paths of at most `length` tokens."""
@@ -83,7 +83,7 @@ class HeadSession(DraftSession):
         hidden = self.hidden
         masks = self.options.masks(tokens)
         if is_tree:
-            hidden, last = hidden[:, None], last[:, None]
+            hidden, last = hidden[:, None], last[:, None]  # [B, 1, F], [B, 1]
         distribution = self.distribution(hidden, last, length)
         if is_tree:
             return grow(WindowGrowth(distribution, last), self.options, length, masks)
@@ -129,7 +129,7 @@ class HeadSession(DraftSession):
     def _choose(self, probs: Tensor) -> tuple[Tensor, Tensor]:
         self._note(probs)
         q = warped(probs, self.options, self.vocabulary is not None)
-        return draw(q), q
+        return draw(q), q  # [B, V]
 
     def _choose_within(self, masks: DraftMasks, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens of one position after the other, also where all positions [B, n, v] come at once."""
@@ -138,7 +138,7 @@ class HeadSession(DraftSession):
             q = warped(probs, self.options, self.vocabulary is not None, masks)
             return chosen(q, self.options, masks), q
         steps = [self._choose_within(masks, step) for step in probs.unbind(1)]
-        return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)
+        return torch.stack([token for token, _ in steps], 1), torch.stack([q for _, q in steps], 1)  # [B, n], [B, n, V]
 
     def coverage(self, tokens: Tensor) -> float | None:
         """Return the share of tokens [N] that could be drafted; None where all can."""
@@ -159,18 +159,16 @@ class WindowGrowth:
     vocab_size: int = 0
 
     def __init__(self, distribution: WindowDistribution, last: Tensor) -> None:
-        self.paths, self.next = last[..., None][..., :0], distribution.next_log_probs
+        self.paths, self.next = last[..., None][..., :0], distribution.next_log_probs  # [B, 1, 0]
         if isinstance(distribution, PartialDistribution):
             part, self.next = distribution.vocabulary, distribution.next_columns
             self.draft_ids, self.vocab_size = part.on(last.device), part.vocab_size
 
     def first(self) -> Tensor:
-        """See `Growth`."""
-        return self.next(self.paths)[:, 0]
+        return self.next(self.paths)[:, 0]  # [B, v]
 
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """See `Growth`."""
-        self.paths = torch.cat([taken(self.paths, parents.clamp(min=0)), tokens[..., None]], dim=-1)
+        self.paths = torch.cat([taken(self.paths, parents.clamp(min=0)), tokens[..., None]], dim=-1)  # [B, k, j + 1]
         return self.next(self.paths)
 
 
@@ -185,7 +183,7 @@ class AttendingHeadSession(HeadSession):
         super().__init__(heads.distribution_after, options, heads.hidden_layers, read, heads.draft_vocabulary)
         self.cache = DynamicCache()
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Run over the prompt; columns of an earlier call in the backbone's cache are ignored.
 
         Raises:
@@ -198,7 +196,7 @@ class AttendingHeadSession(HeadSession):
         self.layout = CacheLayout(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
         self.layout.install_layers(self.cache)
         self.layout.block_offset = -size
-        self.hidden = self._run(outputs.hidden_states, size)[:, -1]
+        self.hidden = self._run(outputs.hidden_states, size)[:, -1]  # [B, F]
         self.layout.block_offset = 0
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
@@ -206,9 +204,9 @@ class AttendingHeadSession(HeadSession):
         new = self.view.new_tokens
         if new.longest == 0:
             return
-        features = self._run(outputs.first(new.longest), new.longest)
+        features = self._run(outputs.first(new.longest), new.longest)  # [B, T, F]
         last = to_device(result.num_accepted.clamp(max=new.longest - 1), features.device)  # an ended one's is any
-        self.hidden = features[cached_arange(len(features), features.device), last]
+        self.hidden = features[cached_arange(len(features), features.device), last]  # [B, F]
         self.layout.keep(new)
 
     def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:
@@ -240,19 +238,19 @@ class DraftLayersSession(HeadSession):
         super().__init__(distribution, options, [layer])
         self.layer, self.run, self.cache = layer, run, cache
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Run over the prompt; columns of an earlier call in the backbone's cache are ignored."""
         states, self.view = outputs.hidden_states[self.layer], view
-        mask = None if view.mask is None else view.mask[:, -states.shape[1] :]
-        self.hidden = self.run(states, attention_mask=mask, cache=self.cache)[:, -1]
+        mask = None if view.mask is None else view.mask[:, -states.shape[1] :]  # [B, L]
+        self.hidden = self.run(states, attention_mask=mask, cache=self.cache)[:, -1]  # [B, F]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Run over the new tokens."""
         new = self.view.new_tokens
         if new.longest == 0:
             return
-        features = self.run(outputs.state(self.layer)[:, : new.longest], cache=self.cache)
+        features = self.run(outputs.state(self.layer)[:, : new.longest], cache=self.cache)  # [B, T, F]
         self.cache.keep_last(new.longest, new)
         # a sequence that has ended keeps any
         last = to_device(result.num_accepted.clamp(max=new.longest - 1), features.device)
-        self.hidden = features[cached_arange(len(features), features.device), last]
+        self.hidden = features[cached_arange(len(features), features.device), last]  # [B, F]

@@ -1,6 +1,6 @@
 """Distributions over a window of n tokens: the contract, independent positions, and products of conditionals (Hydra).
 
-A distribution computes in the dtype of its logits: float32 from models, whatever their own dtype, float64 for exact
+A distribution computes in the dtype of its logits: float32 from models of every dtype, float64 for exact
 work. -inf logits are legal: they are safe in value and in gradient. A head of any family makes one.
 """
 
@@ -74,7 +74,7 @@ class WindowDistribution(ABC):
         """
         prefix = self.prefix_log_prob(tokens) if unknown is None else self.prefix_log_prob(tokens, unknown)
         before = torch.nn.functional.pad(prefix[..., :-1], (1, 0))
-        return prefix - torch.where(before.isfinite(), before, torch.zeros_like(before))
+        return prefix - torch.where(before.isfinite(), before, torch.zeros_like(before))  # -inf - -inf is NaN
 
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Return log q(x) for tokens [..., n]: [...]."""
@@ -98,7 +98,7 @@ class _ConditionalsDistribution(WindowDistribution):
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return the conditionals at the tokens."""
-        chosen = at_tokens(self.conditional_log_probs(tokens), tokens)
+        chosen = at_tokens(self.conditional_log_probs(tokens), tokens)  # [..., n]
         return chosen if unknown is None else chosen.masked_fill(unknown, 0)
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
@@ -118,12 +118,12 @@ class FactorisedDistribution(_ConditionalsDistribution):
         self.window = leaf_logits.shape[-3]
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
-        """Return log leaf_i, whatever the tokens."""
-        return normalised_logits(self.leaf_logits[..., 0, :]).expand(*tokens.shape, -1)
+        """Return log leaf_i, which no token changes."""
+        return normalised_logits(self.leaf_logits[..., 0, :]).expand(*tokens.shape, -1)  # [..., n, v]
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """Return the logits of leaf_{j+1}, whatever the prefix."""
-        leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]
+        """Return the logits of leaf_{j+1}, which no prefix changes."""
+        leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]  # [..., v]
         return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
     def condition(self, first: Tensor) -> FactorisedDistribution:
@@ -162,10 +162,10 @@ class SequentialDistribution(_ConditionalsDistribution):
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return teacher-forced conditionals: each reads the tokens before it."""
-        prefix = self._extended(tokens[..., :-1])
+        prefix = self._extended(tokens[..., :-1])  # [..., j + n - 1, d]
         bound = self.known.shape[-2]
-        steps = [self._logits(prefix[..., : bound + i, :]) for i in range(self.window)]
-        return normalised_logits(torch.stack(torch.broadcast_tensors(*steps), -2))
+        steps = [self._logits(prefix[..., : bound + i, :]) for i in range(self.window)]  # n of [..., V]
+        return normalised_logits(torch.stack(torch.broadcast_tensors(*steps), -2))  # [..., n, V]
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
         """Return the logits of the next conditional."""
@@ -193,15 +193,15 @@ class SequentialDistribution(_ConditionalsDistribution):
             tokens.append(token)
             draft_probs.append(probs)
             distribution = distribution.condition(token)
-        return torch.stack(tokens, -1), torch.stack(draft_probs, -2)
+        return torch.stack(tokens, -1), torch.stack(draft_probs, -2)  # [..., length], [..., length, V]
 
     def _logits(self, prefix: Tensor) -> Tensor:
         return exact(self.next_logits(prefix))
 
     def _extended(self, tokens: Tensor) -> Tensor:
-        new = self.embed(tokens).to(self.known.dtype)
+        new = self.embed(tokens).to(self.known.dtype)  # [..., k, d]
         batch = torch.broadcast_shapes(new.shape[:-2], self.known.shape[:-2])
-        return torch.cat([self.known.expand(*batch, -1, -1), new.expand(*batch, -1, -1)], -2)
+        return torch.cat([self.known.expand(*batch, -1, -1), new.expand(*batch, -1, -1)], -2)  # [..., j + k, d]
 
 
 class PartialDistribution(WindowDistribution):
@@ -269,7 +269,7 @@ class PartialDistribution(WindowDistribution):
     def _without_others(
         self, read: Callable[..., Tensor], tokens: Tensor, unknown: Tensor | None, is_prefix: bool
     ) -> Tensor:
-        codes = self.vocabulary.codes(tokens)
+        codes = self.vocabulary.codes(tokens)  # [..., n]
         others = codes >= len(self.vocabulary)
         others = others if unknown is None else others & ~unknown
         values = read(codes, unknown)
@@ -298,7 +298,7 @@ def logsumexp(values: Tensor, dim: int) -> Tensor:
     """Return log sum exp over one axis; where all values are -inf, -inf with the gradient 0 (torch's is NaN)."""
     if not (torch.is_grad_enabled() and values.requires_grad):
         return values.logsumexp(dim)
-    top = values.detach().amax(dim, keepdim=True)
+    top = values.detach().amax(dim, keepdim=True)  # 1 in the axis
     top = torch.where(top.isfinite(), top, torch.zeros_like(top))
     total = (values - top).exp().sum(dim)
     empty = total == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.call.processing import Processing
 from ...generation.call.sequences import Sequences
-from ...generation.contract import CacheView, DraftTree, TargetOutput, VerificationResult
+from ...generation.contract import CacheView, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ...generation.tensors.masks import cached_arange, cached_range
+from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.verification.verifiers import Uniforms
 from ..heads.window_distribution import WindowDistribution
 from .generation import ParallelDrafter, make_uniforms
@@ -70,7 +71,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         """Return the longest draft."""
         return self.longest_draft()
 
-    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+    def sampling_defaults(self, sources: tuple[object, ...]) -> Kwargs:
         """Return none: an assistant does not change the distribution of its target."""
         return {}
 
@@ -82,7 +83,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
         """
         for name in ("slot_budget", "best_of"):
             if name in options.extra:
-                raise ValueError(f"{name}= is for a model that drafts for itself; leave it out beside assistant_model")
+                raise ValueError(f"{name}= is for a model that drafts for itself; leave it out with assistant_model")
         return super().prepare_call(options, config)
 
     def start(self, options: DraftOptions) -> SeparateSession:
@@ -94,7 +95,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
 class SeparateSession(ParallelSession):
     """The drafts of one call; see `ParallelAssistant`.
 
-    The drafting model has a cache of its own, of accepted tokens: slots do not count. Sequences with different numbers
+    The drafting model has its own cache, of accepted tokens: slots do not count. Sequences with different numbers
     of new tokens are read alike: those with fewer read some tokens again.
     """
 
@@ -109,7 +110,7 @@ class SeparateSession(ParallelSession):
         self.unread: list[int] = []
         """Tokens of every sequence that the drafting model has not read."""
 
-    def begin(self, outputs: Any, view: CacheView) -> None:
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Read the prompt, all but its last token."""
         self.view = view
         self.unread = [2] * len(self.options.prompt)
@@ -145,12 +146,12 @@ class SeparateSession(ParallelSession):
         Where slots give distributions, the model's own drafts the first token, and there is a slot less than `drawn`
         [B, length].
         """
-        exists = torch.ones_like(drawn, dtype=torch.bool)
+        exists = torch.ones_like(drawn, dtype=torch.bool)  # [B, length]
         if self.is_one_hot:
             return self._drafts(slots, drawn, exists, masks=masks)
-        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)
+        distribution = first.to(torch.promote_types(first.dtype, torch.float32)).softmax(-1)  # [B, v]
         token, distribution = self._pick(distribution, drawn[:, 0], masks, self.options.processing)
-        probs = distribution[:, None] if self.gives_probs else None
+        probs = distribution[:, None] if self.gives_probs else None  # [B, 1, V]
         if slots.shape[1] == 0:
             return token[:, None], probs
         tokens, others = self._drafts(slots, drawn[:, 1:], exists[:, 1:], token, masks)
@@ -169,8 +170,8 @@ class SeparateSession(ParallelSession):
         model, layout = self.chain.model, cast(RaggedBackbone, self.chain.target).layout
         count, slots, device = max(self.unread), length if self.is_one_hot else length - 1, model.device
         layout.block_offset = 2 - count  # the prompt was read up to its last token
-        depths = layout.counts[:, None] + cached_range(layout.block_offset, count + slots, device)
-        is_slot = (cached_arange(count + slots, device) >= count).long()
+        depths = layout.counts[:, None] + cached_range(layout.block_offset, count + slots, device)  # [B, count + slots]
+        is_slot = (cached_arange(count + slots, device) >= count).long()  # [count + slots]
         positions = (depths - is_slot * self.is_one_hot).clamp(min=0)  # a one-hot slot 0 stands where b does
         if self.config.learned_positions is not None:
             positions = positions.clamp(max=self.config.learned_positions - 1)
@@ -187,7 +188,7 @@ class SeparateSession(ParallelSession):
         )
         self.unread = [0] * len(self.unread)
         of_slots = outputs.logits[:, 1:] if self.distribution is None else outputs.hidden_states[-1][:, count:]
-        return outputs.logits[:, 0], of_slots
+        return outputs.logits[:, 0], of_slots  # [B, v]
 
     def _slot_inputs(self, drawn: Tensor, device: torch.device) -> dict[str, Tensor]:
         """Return the inputs of slots [B, A], on a device."""

@@ -28,7 +28,7 @@ class _GreedyEmbedding(nn.Embedding):
 
     def forward(self, uniforms: Tensor, embeds: Tensor) -> Tensor:
         """Return `embeds` [B, A, H], replaced where uniforms [B, A] are `GREEDY`."""
-        return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)
+        return torch.where((uniforms < 0)[..., None], self.weight[0], embeds)  # [B, A, H]
 
 
 class UniformEmbedding(nn.Module):
@@ -51,7 +51,7 @@ class UniformEmbedding(nn.Module):
         `uniforms` [B, A] stay float32 until they are features; `GREEDY` requests the most likely token.
         """
         with torch.autocast(uniforms.device.type, enabled=False):
-            embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))
+            embeds = self.projection(uniform_features(uniforms, self.kind, self.dim))  # [B, A, H]
             return embeds if self.greedy is None else self.greedy(uniforms, embeds)
 
 
@@ -87,5 +87,5 @@ class Sampler(nn.Sequential):
         `before` [..., d] are embeddings of the tokens before those that the slots predict; broadcast.
         """
         both = torch.broadcast_tensors(before, states)
-        inputs = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)
+        inputs = torch.cat([part.to(self[0].weight.dtype) for part in both], dim=-1)  # [..., 2 d]
         return super().forward(inputs).to(states.dtype)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...generation.tensors.wrapped_models import Kwargs
+
 Products = list[tuple[Tensor, Tensor]]
 """A x and s B of each of some adapters."""
 
@@ -123,14 +125,14 @@ class SharedInputAdapters:
             if packed is None:
                 return False
             down, ups = packed
-            low = nn.functional.linear(gate.unflattened(x)[:, gate.start :].to(down.dtype), down)
-            parts = list(zip(low.split(len(down) // len(ups), dim=-1), ups))
+            low = nn.functional.linear(gate.unflattened(x)[:, gate.start :].to(down.dtype), down)  # [B, A, n r]
+            parts = list(zip(low.split(len(down) // len(ups), dim=-1), ups))  # n of [B, A, r] and [r, out]
             gate.shared = x, self, parts
         low, up = parts[self.layers.index(layer)]
         if up.dtype != base.dtype:  # autocast may have cast `low` alone
-            base[:, gate.start :].add_(low @ up)
+            base[:, gate.start :].add_(low @ up)  # [B, A, out]
         elif len(base) == 1:
-            base[0, gate.start :].addmm_(low[0], up)
+            base[0, gate.start :].addmm_(low[0], up)  # [A, out]
         else:
             base[:, gate.start :].baddbmm_(low, up.expand(len(base), -1, -1))
         return True
@@ -148,14 +150,14 @@ class SharedInputAdapters:
         known = self._packed
         if known is not None and known[0] == key and all(map(operator.is_, known[1], halves)):
             return known[2], known[3]
-        down = torch.cat(halves[::2]).to(dtype)
+        down = torch.cat(halves[::2]).to(dtype)  # [n r, in]
         scales = (layer.scaling[ADAPTER] for layer in self.layers)
-        ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]
+        ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]  # n of [r, out]
         self._packed = key, halves, down, ups  # with the weights, so that no other can be taken for one of them
         return down, ups
 
     def forget(self) -> None:
-        """Pack anew in the next call."""
+        """Pack again in the next call."""
         self._packed = None
 
     @property
@@ -196,7 +198,7 @@ def join_siblings(model: nn.Module) -> None:
 
 def _join(parent: nn.Module) -> None:
     """Give the adapters of one module their `SharedInputAdapters`."""
-    layers: dict[str, Any] = {name: layer for name, layer in parent.named_children() if isinstance(layer, PackedMixin)}
+    layers: Kwargs = {name: layer for name, layer in parent.named_children() if isinstance(layer, PackedMixin)}
     groups: list[list[Any]] = []
     for names in _TOGETHER:
         group = [layers[name] for name in names if name in layers]
@@ -216,6 +218,6 @@ def with_adapter(layer: Any, gate: Gate, x: Tensor, result: Tensor) -> Tensor:
         return result
     # the halves are called, not read: weights that are offloaded arrive with the call of their own layer
     base, down, up, start = gate.unflattened(result), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], gate.start
-    added = up(down(gate.unflattened(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))
-    added = base[:, start:].add(added.to(result.dtype), alpha=layer.scaling[ADAPTER])
+    added = up(down(gate.unflattened(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))  # [B, A, out]
+    added = base[:, start:].add(added.to(result.dtype), alpha=layer.scaling[ADAPTER])  # [B, A, out]
     return (added if start == 0 else torch.cat([base[:, :start], added], dim=1)).view(result.shape)

@@ -12,9 +12,10 @@ from transformers.utils import logging
 
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.attach import MTPGenerationMixin
-from ...generation.call.options import CallOptions, DraftOptions, first_set
+from ...generation.call.options import CallOptions, DraftOptions, Sources, first_set
 from ...generation.contract import DraftSession
 from ...generation.drafter import BaseDrafter, DrafterFacts
+from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 from ..heads.window_distribution import WindowDistribution
 from .session import BestOfSession, CentralVerifier, ParallelSession
@@ -46,20 +47,19 @@ class ParallelDrafter(BaseDrafter):
         return self.config.num_slots + (not self.config.predicts_first)
 
     @classmethod
-    def facts(cls, config: Any, drafter: Any = None) -> DrafterFacts:
-        """See `BaseDrafter`."""
+    def facts(cls, config: PTPConfig, drafter: object = None) -> DrafterFacts:
         window = config.num_slots + (not config.predicts_first)
         reads = ("Uniforms as", f"`{config.features}`, {config.feature_dim} features")
         rows = [
             ("Drafts", f"`{config.variant}`: {_SLOTS[config.variant]}"),
-            ("Slots", f"{config.num_slots}: {window - 1} drafted beside the next token"),
+            ("Slots", f"{config.num_slots}: {window - 1} drafted besides the next token"),
             reads if config.reads_uniforms else ("Sampler head", f"`{config.sampler}`"),
             ("Learned for", ", ".join(f"{name} {value}" for name, value in (config.sampling or {}).items())),
         ]
         paper = "samragh2025future" if config.variant == "mask" else "draxler2025ptp"
         return DrafterFacts("uniforms", window, rows, (paper,))
 
-    def sampling_defaults(self, sources: tuple[Any, ...]) -> dict[str, Any]:
+    def sampling_defaults(self, sources: Sources) -> Kwargs:
         """Return the temperature, top-k and top-p that the drafts were learned for, where a call samples and sets
         none."""
         learned = self.config.sampling or {}
@@ -70,7 +70,7 @@ class ParallelDrafter(BaseDrafter):
         """Validate the options of parallel token prediction, and choose the rule.
 
         Raises:
-            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or beside a seed; a seed or
+            ValueError: Uniforms outside [0, 1), with another rule than the coupled one or with a seed; a seed or
                 uniforms where beams are searched; no slots; an option of another kind of drafter.
         """
         extra = options.extra
@@ -97,7 +97,7 @@ class ParallelDrafter(BaseDrafter):
         return ParallelSession(self.config, options, uniforms, distribution=self.slot_distribution)
 
     def make_verifier(self, options: DraftOptions, session: DraftSession) -> Verifier:
-        """Return a greedy verifier, a coupled one, or one of a speculative rule with uniforms of its own."""
+        """Return a greedy verifier, a coupled one, or one of a speculative rule with its own uniforms."""
         if not options.do_sample:
             return GreedyVerifier(options.may_exclude_all)
         session = cast(ParallelSession, session)
@@ -152,7 +152,7 @@ def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) ->
     if many == 1:
         return
     if "uniforms" in options.extra:
-        raise ValueError(f"best_of={many} draws its uniforms anew: drop uniforms=, or repeat a run with seed=")
+        raise ValueError(f"best_of={many} draws new uniforms: drop uniforms=, or repeat a run with seed=")
     if options.verification != "coupled":
         raise ValueError(f"best_of={many} needs verification='coupled', not {options.verification!r}")
     if not config.do_sample:
@@ -196,18 +196,17 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
       `variant="one_hot"`), `"block"` (the default where they predict distributions) or `"token"`;
     - `uniforms`: [B, max_new_tokens] in [0, 1), `uniforms[:, 0]` for the first new token: the tokens are those of
       sequential inverse-CDF decoding, with or without `use_mtp`;
-    - `seed`: an int, of which sequence i reads stream i, or one int per sequence. It repeats a run under every rule,
-    and a
-      sequence depends on its seed and its prompt alone: not on its neighbours, not on `max_new_tokens`. With
+    - `seed`: an int, whose stream i is that of sequence i, or one int per sequence. It repeats a run under every rule,
+      and a sequence depends on its seed and its prompt alone: not on its neighbours, not on `max_new_tokens`. With
       `verification="coupled"` it does not depend on `use_mtp` either;
     - `slot_budget`: auxiliary slots per forward, split over the possible acceptance counts (3 N by default); or
       `"quadratic"`: N after every draft, so that each count leaves a whole new draft; or `"linear"`: N after the last
       draft alone, so that a plain step follows a rejection (both of masked prediction, arXiv 2507.11851);
     - `temperature`, `top_k`, `top_p`: where none is set, those that the drafts were learned for
       (`config.sampling`), not transformers' own;
-    - `best_of`: M vectors of uniforms to draft from in every cycle, of which the most central is chosen: more drafts
-    are
-      accepted, for M^2 times the slots. A run with `seed` can be repeated, but differs from that of `use_mtp=False`.
+    - `best_of`: M vectors of uniforms to draft from in every cycle, the most central of which is chosen: more drafts
+      are accepted, for M^2 times the slots. A run with `seed` can be repeated, but differs from that of
+      `use_mtp=False`.
     """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

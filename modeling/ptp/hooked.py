@@ -29,7 +29,7 @@ class LayerAdapter(PackedMixin):
     """The A and B of a layer, apart from it.
 
     Args:
-        layer: A layer with a gated adapter, of which it takes sizes and scale.
+        layer: A layer with a gated adapter, whose sizes and scale it takes.
         up: The kind of module that has B.
     """
 
@@ -98,7 +98,7 @@ class HookedBackbone:
                     layer.register_forward_hook(partial(_adapted, self.model, adapter)) for layer, adapter in self.pairs
                 ]
         try:
-            with opened(None):  # a thread has a gate from its first graph on, which is not compiled anew then
+            with opened(None):  # a thread has a gate from its first graph on, which is not compiled again then
                 yield
         finally:
             with self.lock:

@@ -39,7 +39,7 @@ def check_model(backbone: PreTrainedModel) -> None:
     """Refuse a model with a recurrent state, positions that cannot be chosen, or attention without dense masks."""
     name, takes = backbone.config.model_type, signature(backbone.get_decoder().forward).parameters
     reasons = [
-        (has_own_cache(backbone), "its attention has a cache of its own and takes no dense masks"),
+        (has_own_cache(backbone), "its attention has its own cache and takes no dense masks"),
         (backbone._is_stateful, "a recurrent state cannot be cropped; only full attention can be verified"),
         ("position_ids" not in takes, "its forward takes no position_ids, which auxiliary positions need"),
     ]
@@ -62,25 +62,25 @@ def packed_mask(documents: Tensor, starts: Tensor, slots: int) -> Tensor:
         [B, 1, T + C L, T + C L] bool.
     """
     batch, tokens = len(documents), token_mask(documents)[:, 0]
-    own = torch.ones(slots, slots, dtype=torch.bool, device=documents.device).tril()
-    blocks = torch.block_diag(*[own] * starts.shape[1]).expand(batch, -1, -1)
-    context = context_mask(documents, starts).repeat_interleave(slots, dim=1)
-    upper = torch.nn.functional.pad(tokens, (0, blocks.shape[2]), value=False)
-    return torch.cat([upper, torch.cat([context, blocks], dim=2)], dim=1)[:, None]
+    own = torch.ones(slots, slots, dtype=torch.bool, device=documents.device).tril()  # [L, L]
+    blocks = torch.block_diag(*[own] * starts.shape[1]).expand(batch, -1, -1)  # [B, C L, C L]
+    context = context_mask(documents, starts).repeat_interleave(slots, dim=1)  # [B, C L, T]
+    upper = torch.nn.functional.pad(tokens, (0, blocks.shape[2]), value=False)  # [B, T, T + C L]
+    return torch.cat([upper, torch.cat([context, blocks], dim=2)], dim=1)[:, None]  # [B, 1, T + C L, T + C L]
 
 
 def token_mask(documents: Tensor) -> Tensor:
     """Return the causal mask within documents, [B, 1, T, T] bool."""
-    order = torch.arange(documents.shape[1], device=documents.device)
-    same = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0)
+    order = torch.arange(documents.shape[1], device=documents.device)  # [T]
+    same = (documents[:, :, None] == documents[:, None]) & (documents[:, None] > 0)  # [B, T, T]
     return ((order[:, None] >= order) & same)[:, None]
 
 
 def context_mask(documents: Tensor, starts: Tensor) -> Tensor:
     """Return the columns that completions continue: those of the same document before each start, [B, C, T] bool."""
     order = torch.arange(documents.shape[1], device=documents.device)
-    own = documents.gather(1, starts)[..., None]
-    return (order < starts[..., None]) & (documents[:, None] == own) & (own > 0)
+    own = documents.gather(1, starts)[..., None]  # [B, C, 1]
+    return (order < starts[..., None]) & (documents[:, None] == own) & (own > 0)  # [B, C, T]
 
 
 def stepwise_mask(documents: Tensor, starts: Tensor, step: int) -> Tensor:
@@ -94,7 +94,7 @@ def stepwise_mask(documents: Tensor, starts: Tensor, step: int) -> Tensor:
     Returns:
         [B, 1, C, T + (k + 1) C] bool.
     """
-    own = torch.eye(starts.shape[1], dtype=torch.bool, device=starts.device).repeat(1, step + 1)
+    own = torch.eye(starts.shape[1], dtype=torch.bool, device=starts.device).repeat(1, step + 1)  # [C, (k + 1) C]
     own = own.expand(len(starts), -1, -1)
     return torch.cat([context_mask(documents, starts), own], dim=2)[:, None]
 
@@ -121,8 +121,8 @@ def packed_positions(
         [B, T + C L] int64.
     """
     own = token_positions(documents) if own is None else own
-    order = torch.arange(slots, device=documents.device) + offset
-    after = (own.gather(1, starts)[..., None] + order).flatten(1)
+    order = torch.arange(slots, device=documents.device) + offset  # [L], or [B, 1, L]
+    after = (own.gather(1, starts)[..., None] + order).flatten(1)  # [B, C L]
     return torch.cat([own, after], dim=1).clamp(min=0)
 
 

@@ -18,6 +18,7 @@ from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import additive_mask, selected_positions
 from ...generation.tensors.tensor_files import check_index
 from ...generation.tensors.wrapped_models import (
+    Kwargs,
     PicklableMixin,
     WrapperMixin,
     checkpointing_paused,
@@ -182,7 +183,7 @@ class PTPForCausalLM(
             module.requires_grad_(True)
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return nothing: adapters within layers of the backbone draft, which have float32 whatever its dtype."""
+        """Return nothing: adapters within layers of the backbone draft, and have float32 for every dtype of it."""
         return {}
 
     def slot_parts(self) -> list[nn.Module]:
@@ -306,7 +307,7 @@ class PTPForCausalLM(
     def with_slots(self, embeds: Tensor, uniforms: Tensor | None, masks: Tensor | None) -> Tensor:
         """Return embeddings [B, T, D] of tokens and, after them, of slots: [B, T + A, D]."""
         slots = self._embedded(uniforms, masks)
-        return torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)
+        return torch.cat([embeds, slots.to(embeds.dtype).expand(len(embeds), -1, -1)], dim=1)  # [B, T + A, D]
 
     def attach(
         self, backbone: PreTrainedModel, default: bool = False, vocab_size: int | None = None
@@ -354,27 +355,25 @@ class PTPForCausalLM(
         targets = check_targets(targets.contiguous(), size)
         return self.loss_function(logits, None, size, num_items_in_batch, shift_labels=targets)
 
-    def prepare_inputs_for_generation(
-        self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Kwargs:
         """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
         return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def _positions(self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
         past = 0 if cache is None else cache.get_seq_length()
-        order = torch.arange(embeds.shape[1], device=embeds.device)
+        order = torch.arange(embeds.shape[1], device=embeds.device)  # [T + A]
         if self.config.variant == "one_hot":  # slot 0 shares the position of the last token
             order = order - (order >= tokens).long()
         if attention_mask is None or attention_mask.dim() != 2:
             return (order + past)[None]
         real = attention_mask.long()
-        begun = real[:, :past].sum(1)[:, None]
-        own = begun + real[:, past : past + tokens].cumsum(1) - 1
-        after = own[:, -1:] + 1 + order[None, tokens:] - tokens
-        return torch.cat([own, after], dim=1).clamp(min=0)
+        begun = real[:, :past].sum(1)[:, None]  # [B, 1]
+        own = begun + real[:, past : past + tokens].cumsum(1) - 1  # [B, T]
+        after = own[:, -1:] + 1 + order[None, tokens:] - tokens  # [B, A]
+        return torch.cat([own, after], dim=1).clamp(min=0)  # [B, T + A]
 
 
-def _recommended(options: dict[str, Any]) -> dict[str, Any]:
+def _recommended(options: Kwargs) -> Kwargs:
     """Return the options of a new student with their defaults; alpha defaults to the rank."""
     chosen = _RECOMMENDED | options
     if options["variant"] != "mask":

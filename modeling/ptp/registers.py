@@ -56,7 +56,7 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
         self.backbone = backbone
         self._no_split_modules = plain._no_split_modules
         table = plain.get_input_embeddings().weight.detach()
-        mean = table.to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)
+        mean = table.to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)  # [1, H]
         self.register = nn.Parameter(mean)
 
     def forward(
@@ -75,10 +75,10 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
             [B, T + R, V].
         """
         embeds = self.get_input_embeddings()(input_ids)
-        registers = self.register.to(embeds.dtype).expand(*starts.shape, -1)
-        positions = packed_positions(attention_mask, starts, 1, offsets[:, None, None] - 2, position_ids)
+        registers = self.register.to(embeds.dtype).expand(*starts.shape, -1)  # [B, R, H]
+        positions = packed_positions(attention_mask, starts, 1, offsets[:, None, None] - 2, position_ids)  # [B, T + R]
         outputs = self.backbone(
-            inputs_embeds=torch.cat([embeds, registers], dim=1),
+            inputs_embeds=torch.cat([embeds, registers], dim=1),  # [B, T + R, H]
             attention_mask=additive_mask(packed_mask(attention_mask, starts, 1), embeds.dtype),
             position_ids=positions,
             use_cache=False,

@@ -2,7 +2,7 @@
 
 One forward reads [b | drafts | groups of slots]. Group d follows b and the first d drafts, for the case that exactly
 those are accepted; it has its own slots, one uniform each. Best-of-M has several branches of drafts after b, each with
-groups of its own, and in every group several vectors of uniforms, which share the group's first slot: that one reads
+its own groups, and in every group several vectors of uniforms, which share the group's first slot: that one reads
 the uniform of the target's pick. Knows no model.
 """
 
@@ -61,20 +61,20 @@ class SlotLayout:
 @lru_cache(maxsize=64)
 def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors: int) -> SlotLayout:
     """See `SlotLayout.of`; lengths repeat from cycle to cycle."""
-    grid = torch.cartesian_prod(*map(torch.arange, (branches, len(sizes), vectors, max(sizes))))
+    grid = torch.cartesian_prod(*map(torch.arange, (branches, len(sizes), vectors, max(sizes))))  # [N, 4]
     _, group, vector, step = grid.unbind(1)
-    exists = (step < torch.tensor(sizes)[group]) & ((step > 0) | (vector == 0))
+    exists = (step < torch.tensor(sizes)[group]) & ((step > 0) | (vector == 0))  # slot 0 once for all vectors
     index = (exists.cumsum(0) - 1).clamp(min=0).view(branches, len(sizes), vectors, -1)
-    index[..., 0] = index[:, :, :1, 0].clone()
+    index[..., 0] = index[:, :, :1, 0].clone()  # all vectors have slot 0
     slots = branch, group, vector, step = grid[exists].unbind(1)
-    drafts = torch.cartesian_prod(torch.arange(branches), torch.arange(1, len(sizes)))
-    read_branch, read_order = torch.cat([drafts.new_zeros(1, 2), drafts]).unbind(1)
-    after = torch.cat([read_branch, branch]), torch.cat([read_order, group])
-    tokens = (after[0][:, None] == read_branch) & (after[1][:, None] >= read_order) | (read_order == 0)
-    same = (branch[:, None] == branch) & (group[:, None] == group) & (step[:, None] >= step)
+    drafts = torch.cartesian_prod(torch.arange(branches), torch.arange(1, len(sizes)))  # [branches m, 2]
+    read_branch, read_order = torch.cat([drafts.new_zeros(1, 2), drafts]).unbind(1)  # [F] each
+    after = torch.cat([read_branch, branch]), torch.cat([read_order, group])  # [F + A] each
+    tokens = (after[0][:, None] == read_branch) & (after[1][:, None] >= read_order) | (read_order == 0)  # [F + A, F]
+    same = (branch[:, None] == branch) & (group[:, None] == group) & (step[:, None] >= step)  # [A, A]
     same &= (vector[:, None] == vector) | (step == 0)
     new = torch.cat([tokens, torch.nn.functional.pad(same, (0, 0, len(read_order), 0), value=False)], dim=1)
-    order = torch.cat([read_order, group + step])
+    order = torch.cat([read_order, group + step])  # [F + A]
     return SlotLayout(sizes, *_moved((*slots, order, new, index, torch.tensor(sizes)), device))
 
 

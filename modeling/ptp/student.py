@@ -14,7 +14,7 @@ from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.drafter import DRAFTERS
-from ...generation.tensors.wrapped_models import adapter_marks, unwrap
+from ...generation.tensors.wrapped_models import Kwargs, adapter_marks, unwrap
 from ..common.loading import StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
@@ -96,7 +96,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @property
     def whole(self) -> PTPForCausalLM:
-        """The attached backbone and this student as one model; made anew where the backbone's tensors were replaced.
+        """The attached backbone and this student as one model, made again where the backbone's tensors were replaced.
 
         Raises:
             RuntimeError: The student is not attached.
@@ -132,7 +132,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         model.train_only("drafter")
         return model.train(self.training)
 
-    def sampling_defaults(self, sources: tuple[object, ...]) -> dict[str, Any]:
+    def sampling_defaults(self, sources: tuple[object, ...]) -> Kwargs:
         """transformers' own: an assistant does not change the distribution of its target."""
         return {}
 
@@ -142,7 +142,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         self.check_sizes(backbone, **{name: field(made, name) for name in _SAME})
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's device; its own parts have float32 at least, whatever the backbone's dtype."""
+        """Follow the backbone's device; its own parts have float32 at least."""
         self.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
         adopt_special_ids(self.config, backbone)
         self._models = [_state_of(backbone), self._joined(backbone)]
@@ -155,7 +155,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         """`PTPForCausalLM.forward` of the attached backbone with this student."""
         return self.whole(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy or a pickle, without the backbone and the model made of it."""
         return super().__getstate__() | {"_models": [], "_hooked": []}
 

@@ -76,7 +76,7 @@ def test_parallel_prediction_says_what_its_slots_were_learned_for(variant, draft
         f"`{variant}`: {'masked' if variant == 'mask' else 'parallel token'} prediction"
     )
     assert ("| Sampler head |" in card.text) == (variant == "mask")
-    assert table_row(card, "Slots") == [f"3: {drafted} drafted beside the next token"]
+    assert table_row(card, "Slots") == [f"3: {drafted} drafted besides the next token"]
     assert table_row(card, "Learned for") == ["temperature 1.0, top_k 0, top_p 0.9"]
     assert table_row(card, "Width") == ["16"]  # the backbone's
     assert table_row(card, "greedy")[-1] == "yes"

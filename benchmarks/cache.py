@@ -13,19 +13,16 @@ memory of a cache is that of its layers and of the largest copy that is made of 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import by_turns, llama, show
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Cache, CompileConfig, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, CompileConfig, DynamicCache
 
 from tokenahead import NgramDrafter
 from tokenahead.configuration.cache_names import CACHE
@@ -80,18 +77,12 @@ class _Nothing(DraftSession):
         return DraftTree.chain(tokens.ids[:, :0])
 
 
-def llama(width: int = 256, layers: int = 4) -> LlamaForCausalLM:
-    """The backbone."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=width, intermediate_size=688 * width // 256, num_hidden_layers=layers,
-        num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=16384,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+def backbone(width: int = 256, layers: int = 4) -> Any:
+    """A Llama with grouped heads."""
+    return llama(width, layers, 512, num_key_value_heads=width // 64, max_position_embeddings=16384)
 
 
-def target(kind: type[DynamicCacheBackbone], model: LlamaForCausalLM, context: int, batch: int) -> DynamicCacheBackbone:
+def target(kind: type[DynamicCacheBackbone], model: Any, context: int, batch: int) -> DynamicCacheBackbone:
     """A target with a prompt in its cache."""
     cache, ids = DynamicCache(config=model.config), torch.randint(1, 512, (batch, context))
     model(ids, **{CACHE: cache}, logits_to_keep=1)
@@ -106,7 +97,7 @@ def cycle(made: DynamicCacheBackbone, batch: int) -> None:
     made.keep(NewTokens(torch.randint(1, BLOCK + 1, (batch,)).tolist(), block.device))
 
 
-def plain(model: LlamaForCausalLM, context: int, batch: int) -> Callable[[], None]:
+def plain(model: Any, context: int, batch: int) -> Callable[[], None]:
     """A step of transformers' own decoding."""
     cache, ids = DynamicCache(config=model.config), torch.randint(1, 512, (batch, context))
     model(ids, **{CACHE: cache}, logits_to_keep=1)
@@ -115,18 +106,6 @@ def plain(model: LlamaForCausalLM, context: int, batch: int) -> Callable[[], Non
         model(ids[:, :1], **{CACHE: cache})
 
     return step
-
-
-def by_turns(ways: dict[str, Callable[[], Any]], rounds: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each way."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, run in ways.items():
-            started = time.process_time()
-            for _ in range(repeats):
-                run()
-            times[name].append((time.process_time() - started) * 1000 / repeats)
-    return {name: statistics.median(own[1:]) for name, own in times.items()}
 
 
 def memory(run: Callable[[], Any], cache: Cache) -> tuple[float, float]:
@@ -154,71 +133,62 @@ def draw(path: str, rows: dict[tuple[int, int], dict[str, float]]) -> None:
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
-def compare_cycles(shapes: list[tuple[int, int]], picture: str | None) -> Table:
+def compare_cycles(shapes: list[tuple[int, int]], picture: str | None) -> None:
     """Cycles on both caches, and plain steps."""
-    model, rows = llama(), {}
-    table = Table("context x batch", "plain step", *KINDS, "ratio")
-    for name in KINDS:
-        table.add_column(f"MB moved, {name}")
-        table.add_column(f"MB of memory, {name}")
+    model, figures, rows = backbone(), {}, []
     for context, batch in shapes:
         both = {name: target(kind, model, context, batch) for name, kind in KINDS.items()}
         ways = {name: partial(cycle, made, batch) for name, made in both.items()}
         found = by_turns({"plain step": plain(model, context, batch)} | ways, ROUNDS, CYCLES)
-        rows[context, batch] = found
+        figures[context, batch] = found = {name: 1000 * seconds for name, seconds in found.items()}
         megabytes = [f"{part:.1f}" for name, run in ways.items() for part in memory(run, both[name].cache)]
-        times = [f"{own:.1f}" for own in found.values()]
-        table.add_row(f"{context}x{batch}", *times, f"{found['repacked'] / found['never moves']:.2f}", *megabytes)
+        ratio = found["repacked"] / found["never moves"]
+        rows.append([f"{context}x{batch}", *(f"{own:.1f}" for own in found.values()), f"{ratio:.2f}", *megabytes])
+    columns = [f"MB {what}, {name}" for name in KINDS for what in ("moved", "of memory")]
+    show(("context x batch", "plain step", *KINDS, "ratio", *columns), rows)
     if picture:
-        draw(picture, rows)
-    return table
+        draw(picture, figures)
 
 
-def compare_loops(shapes: list[tuple[int, int]]) -> Table:
+def compare_loops(shapes: list[tuple[int, int]]) -> None:
     """Plain decoding by transformers' loop and by ours, which drafts nothing."""
-    model, table = llama(), Table("context x batch", "transformers, ms per token", "our loop", "ratio")
-    drafter, new = Nothing().attach(model), 64
+    model, rows, new = backbone(), [], 64
+    drafters = {"theirs": None, "ours": Nothing().attach(model)}
     for context, batch in shapes:
         ids = torch.randint(1, 512, (batch, context))
         common = dict(attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-        ways = {
-            name: partial(model.generate, ids, assistant_model=own, **common)
-            for name, own in (("theirs", None), ("ours", drafter))
-        }
-        theirs, ours = (own / new for own in by_turns(ways, ROUNDS, 1).values())
-        table.add_row(f"{context}x{batch}", f"{theirs:.2f}", f"{ours:.2f}", f"{ours / theirs:.3f}")
-    return table
+        ways = {name: partial(model.generate, ids, assistant_model=own, **common) for name, own in drafters.items()}
+        theirs, ours = (1000 * own / new for own in by_turns(ways, ROUNDS).values())
+        rows.append([f"{context}x{batch}", f"{theirs:.2f}", f"{ours:.2f}", f"{ours / theirs:.3f}"])
+    show(("context x batch", "transformers, ms per token", "our loop", "ratio"), rows)
 
 
-def compare_compiled(width: int, layers: int, new: int, rounds: int, backend: str) -> Table:
+def compare_compiled(size: tuple[int, int], new: int, rounds: int, backend: str) -> None:
     """Drafts and plain decoding of one text, on caches that grow and on compiled static ones."""
-    model, ids = llama(width, layers), torch.randint(1, 512, (1, 64))
-    drafter = NgramDrafter(num_tokens=4).attach(model)
-    config = CompileConfig(mode=None, backend=backend)
+    model, ids = backbone(*size), torch.randint(1, 512, (1, 64))
+    drafts = {"assistant_model": NgramDrafter(num_tokens=4).attach(model)}
+    config: Any = CompileConfig(mode=None, backend=backend)
     config._compile_all_devices = True
     static = dict(cache_implementation="static", compile_config=config)
-    options = {
-        "plain": {}, "drafts": {"assistant_model": drafter},
-        "plain, compiled": static, "drafts, compiled": {"assistant_model": drafter} | static,
-    }  # fmt: skip
-    common = dict(
-        attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, return_dict_in_generate=True
-    )
-    ways = {name: partial(model.generate, ids, **common, **own) for name, own in options.items()}
-    outputs, graphs = {}, {}
+    options = {"plain": {}, "drafts": drafts, "plain, compiled": static, "drafts, compiled": drafts | static}
+    common = dict(max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+    ways = {
+        name: partial(model.generate, ids, attention_mask=torch.ones_like(ids), **common, **own)
+        for name, own in options.items()
+    }
+    outputs, graphs, rows = {}, {}, []
     for name, run in ways.items():
         run()
         before = counters["stats"]["unique_graphs"]
         outputs[name] = run()
         graphs[name] = counters["stats"]["unique_graphs"] - before
-    title = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {backend}"
-    table = Table("decoding", "tokens/s", "tokens per call", "same text", "graphs of a second call", title=title)
-    for name, milliseconds in by_turns(ways, rounds, 1).items():
+    for name, seconds in by_turns(ways, rounds).items():
         out = outputs[name]
         per_call = out.speculation.tokens_per_call if "drafts" in name else 1.0
         same = torch.equal(out.sequences, outputs["plain"].sequences)
-        table.add_row(name, f"{new * 1000 / milliseconds:.1f}", f"{per_call:.2f}", str(same), str(graphs[name]))
-    return table
+        rows.append([name, f"{new / seconds:.1f}", f"{per_call:.2f}", same, graphs[name]])
+    title = f"{model.num_parameters() / 1e6:.0f}M parameters, {backend}"
+    show(("decoding", "tokens/s", "tokens per call", "same text", "graphs of a second call"), rows, title)
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -243,12 +213,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with torch.no_grad():
         if arguments.compiled:
-            table = compare_compiled(*arguments.size, arguments.new_tokens, arguments.rounds, arguments.backend)
+            compare_compiled(arguments.size, arguments.new_tokens, arguments.rounds, arguments.backend)
         elif arguments.loop:
-            table = compare_loops(arguments.shapes)
+            compare_loops(arguments.shapes)
         else:
-            table = compare_cycles(arguments.shapes, arguments.picture)
-    Console(width=140).print(table)
+            compare_cycles(arguments.shapes, arguments.picture)
 
 
 if __name__ == "__main__":

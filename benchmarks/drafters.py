@@ -7,7 +7,7 @@
 Heads and EAGLE heads learn from features of the frozen backbone that are kept on disk; modules, PTP and the small model
 run whole models. Time of training is the processor's. Tokens per call are those of verifications, of greedy and of
 sampled text (T = 1); they and the speed-ups are measured as by `tokenahead bench`.
-Kernels, syncs and copies per cycle are counted on the processor (`counting.py`). Drafts are chains as long as the
+Kernels, syncs and copies per cycle are counted on the processor (`cycles.py`). Drafts are chains as long as the
 window of heads (`--draft`).
 """
 
@@ -27,7 +27,7 @@ import torch
 from byte_llama import CONFIG
 from byte_llama import train as train_model
 from corpus import ByteWindows, Corpus, load_corpus
-from counting import per_cycle
+from cycles import per_cycle
 from strategies import LENGTH, ROWS, beginnings, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 

@@ -5,7 +5,7 @@
 
 Epochs go by turns in one process, and the least processor time of each kind counts: from the beginning of the epoch to
 its end, without what `Trainer.train` does once (a collection of garbage above all). The losses of both are the same
-(asserted). Memory is the resident peak of an epoch above what there was before it, each in a process of its own.
+(asserted). Memory is the resident peak of an epoch above the memory before it, each in a separate process.
 """
 
 from __future__ import annotations
@@ -13,39 +13,44 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from peak_memory import RESET, Memory, in_own_process, mebibytes
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
+from measuring import llama, markdown
+from memory import Memory, in_own_process, mebibytes, peak_above
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from tokenahead import MTPHeads
 from tokenahead.training.features import FeatureDataset, cache_features
 from tokenahead.training.trainer import MTPTrainer
 
 LENGTH, BATCH = 128, 4
-HEADS = {"ff": dict(window=4), "cp": dict(window=8, head_type="cp", rank=8), "layer": dict(window=4, head_type="layer")}
+HEADS: dict[str, dict[str, Any]] = {
+    "ff": {"window": 4},
+    "cp": {"window": 8, "head_type": "cp", "rank": 8},
+    "layer": {"window": 4, "head_type": "layer"},
+}
+PEAKS = ("peak with the backbone, MiB", "peak kept, MiB")
+COLUMNS = ("heads", "with the backbone, s", "kept, s", "ratio", "MB on disk", *PEAKS)
 
 
 class Clock(TrainerCallback):
     """Processor seconds of an epoch."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         self.started = time.process_time()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Reads it."""
+        """Read it."""
         self.seconds = time.process_time() - self.started
 
 
 def heads_of(kind: str, hidden: int, layers: int, vocab: int) -> MTPHeads:
     """New heads on a random backbone."""
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, vocab_size=vocab)
-    backbone = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=hidden // 64)).eval()
-    return MTPHeads.from_backbone(backbone, **HEADS[kind])
+    return MTPHeads.from_backbone(llama(hidden, layers, vocab, num_attention_heads=hidden // 64), **HEADS[kind])
 
 
 def rows_of(count: int, vocab: int) -> list[dict[str, torch.Tensor]]:
@@ -70,15 +75,30 @@ def epoch(heads: MTPHeads, data: Any) -> tuple[float, float]:
         return clock.seconds, loss
 
 
-def peak(kept: bool, folder: str, kind: str, hidden: int, layers: int, vocab: int, count: int) -> Memory:
+def peak(kept: bool, folder: str, count: int, *sizes: Any) -> Memory:
     """The resident peak of an epoch."""
-    heads = heads_of(kind, hidden, layers, vocab)
-    data = FeatureDataset(folder) if kept else rows_of(count, vocab)
+    heads = heads_of(*sizes)
+    data = FeatureDataset(folder) if kept else rows_of(count, sizes[-1])
     epoch(heads, data)
-    RESET.write_text("5")
     before = mebibytes("VmRSS")
-    epoch(heads, data)
-    return Memory(sum(p.numel() for p in heads.parameters()), before, mebibytes("VmHWM") - before)
+    return Memory(sum(p.numel() for p in heads.parameters()), before, peak_above(before, partial(epoch, heads, data)))
+
+
+def row(kind: str, arguments: argparse.Namespace) -> list[str]:
+    """The figures of a kind of heads."""
+    sizes = kind, arguments.hidden, arguments.layers, arguments.vocab
+    rows = rows_of(arguments.rows, arguments.vocab)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = cache_features(heads_of(*sizes), rows, folder)
+        turns = [[epoch(heads_of(*sizes), data) for data in (rows, kept)] for _ in range(arguments.rounds)]
+        assert all(abs(plain[1] - fast[1]) < 1e-4 * plain[1] for plain, fast in turns)
+        plain, fast = (min(seconds for seconds, _ in way) for way in zip(*turns))
+        size = sum(path.stat().st_size for path in Path(folder).iterdir()) / 1e6
+        peaks = ["-", "-"]
+        if not arguments.no_memory:
+            found = [in_own_process(peak, way, folder, arguments.rows, *sizes) for way in (False, True)]
+            peaks = [f"{memory.above:.0f}" for memory in found]
+    return [kind, f"{plain:.2f}", f"{fast:.2f}", f"{plain / fast:.1f}", f"{size:.1f}", *peaks]
 
 
 def main() -> None:
@@ -92,29 +112,7 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        "| heads | with the backbone, s | kept, s | ratio | MB on disk | peak with the backbone, MiB | peak kept, MiB |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for kind in arguments.heads:
-        sizes = kind, arguments.hidden, arguments.layers, arguments.vocab
-        rows = rows_of(arguments.rows, arguments.vocab)
-        with tempfile.TemporaryDirectory() as folder:
-            kept = cache_features(heads_of(*sizes), rows, folder)
-            times: dict[bool, list[float]] = {False: [], True: []}
-            for _ in range(arguments.rounds):
-                found = [(way, epoch(heads_of(*sizes), kept if way else rows)) for way in times]
-                for way, (seconds, _) in found:
-                    times[way].append(seconds)
-                assert abs(found[0][1][1] - found[1][1][1]) < 1e-4 * found[0][1][1]
-            plain, fast = min(times[False]), min(times[True])
-            size = sum(path.stat().st_size for path in Path(folder).iterdir()) / 1e6
-            memory = [
-                0.0 if arguments.no_memory else in_own_process(peak, way, folder, *sizes, arguments.rows).above
-                for way in (False, True)
-            ]
-        figures = f"{plain:.2f} | {fast:.2f} | {plain / fast:.1f} | {size:.1f}"
-        print(f"| {kind} | {figures} | {memory[0]:.0f} | {memory[1]:.0f} |")
+    print(markdown(COLUMNS, [row(kind, arguments) for kind in arguments.heads]), end="")
 
 
 if __name__ == "__main__":

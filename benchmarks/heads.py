@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from counting import counted
-from decoding import SIZES, load, seconds_of
+from cycles import counted
+from decoding import SIZES, evabyte
+from measuring import seconds_of
 from rich.console import Console
 from rich.table import Table
 from transformers import TemperatureLogitsWarper
@@ -140,7 +141,7 @@ def main() -> None:
         frontier_figure(MeasuredResults.from_json(arguments.out)).savefig(arguments.figure, dpi=120)
         return
     torch.set_num_threads(arguments.threads)
-    model = load(arguments)
+    model = evabyte(arguments.model, arguments.size)
     prompt = torch.randint(64, 320, (1, 100))
     rows = json.loads(arguments.lexicon.read_text()) if arguments.lexicon else []
     results = []

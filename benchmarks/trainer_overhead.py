@@ -20,14 +20,8 @@ import time
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from measuring import llama
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from tokenahead import MTPHeads
 from tokenahead.training import MTPTrainer
@@ -102,11 +96,10 @@ def pairs(kinds: list[type[Trainer]], heads: MTPHeads, rows: list[Any], steps: i
 
 def model_and_rows(arguments: argparse.Namespace) -> tuple[MTPHeads, list[dict[str, torch.Tensor]]]:
     """Heads on a random backbone, and random text."""
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=arguments.width, intermediate_size=3 * arguments.width, num_attention_heads=8)
-    config = LlamaConfig(**sizes, num_hidden_layers=arguments.layers, vocab_size=arguments.vocab)
+    sizes = {"intermediate_size": 3 * arguments.width, "num_attention_heads": 8}
+    backbone = llama(arguments.width, arguments.layers, arguments.vocab, **sizes)
     ids = torch.randint(0, arguments.vocab, (arguments.rows, arguments.length))
-    heads = MTPHeads.from_backbone(LlamaForCausalLM(config), window=4)
+    heads = MTPHeads.from_backbone(backbone, window=4)
     return heads, [{"input_ids": row, "labels": row} for row in ids]
 
 

@@ -14,7 +14,6 @@ from tokenahead import EagleHead, EvaByteTokenizer
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = {
     "analyze": "--help",
-    "batches": "--batch 2 --prompt-length 16 --new-tokens 6 --rounds 1 --processors history",
     "box_heads": "--help",
     "byte_llama": "--minutes 0.001 --width 16 --layers 1",
     "cache": "--shapes 20x2",
@@ -22,6 +21,7 @@ SCRIPTS = {
     "constraints": "--model llama --new-tokens 4 --prompts 1",
     "cycles": "--only n-gram --batch 1",
     "decoding": "--new-tokens 6 --rounds 1",
+    "decoding, batches": "--batch 2 --prompt-length 16 --new-tokens 6 --rounds 1 --processors history --drafter ngram",
     "drafters": "llama --seconds 0.1 --rows 4 --only hydra --prompts 1 --new-tokens 6",
     "families_table": "--check",
     "features": "--hidden 64 --layers 1 --vocab 32 --rows 8 --rounds 1 --no-memory",
@@ -30,13 +30,12 @@ SCRIPTS = {
     "heads": "--window 4 --rank 2 --counts",
     "lexicon": "--help",
     "marginal": "llama --depth 2 --rows 2 --branches 2",
+    "cache, loops": "--loop --shapes 20x1",
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
-    "modules": "--minutes 0.001 --calls 1 --new-tokens 4",
     "online": "--model llama --head eagle1 --answers answers.jsonl --steps 2 --batch 1 --tokens 4 --rows 2",
     "ptp_chain": "--steps 2 --layers 1 --width 16 --prompts 1 --new-tokens 4 --backbone-steps 2",
     "ptp_tables": "--minutes 0.001 --tables best_of --rows one_hot --slots 2 --contexts 16",
     "ptp_text": "--backbone llama --minutes 0 0.001 --slots 2 --texts 4 --prompts 1 --new-tokens 8 --kinds one_hot",
-    "retrofit": "--steps 1 --module-steps 2 --bytes 30000",
     "rollout_time": "--model llama --head eagle1 --prompts prompts.jsonl --count 2 --group 2 --tokens 4",
     "serving": "--help",
     "serving_images": "--help",
@@ -47,13 +46,12 @@ SCRIPTS = {
     "trainer_overhead": "--steps 2 --width 16 --layers 1 --vocab 32 --length 8 --rows 4",
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
 }
-"""Scripts, and the words of their smallest run in a directory with the models of `work`."""
+"""Scripts (behind a comma, another way to run one), and the words of their smallest run in the directory of `work`."""
 PARTS = {
     "analysis",
     "corpus",
-    "counting",
+    "measuring",
     "markov",
-    "peak_memory",
     "planned",
     "serving_cases",
     "serving_engine",
@@ -85,16 +83,16 @@ def work(tmp_path_factory):
 
 
 def test_every_file_is_listed():
-    assert {path.stem for path in FOLDER.glob("*.py")} == SCRIPTS.keys() | PARTS
+    assert {path.stem for path in FOLDER.glob("*.py")} == {name.split(",")[0] for name in SCRIPTS} | PARTS
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_starts(name, work, monkeypatch, capsys):
-    threads = torch.get_num_threads()
+    threads, file = torch.get_num_threads(), f"{name.split(',')[0]}.py"
     monkeypatch.chdir(work)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *SCRIPTS[name].split()])
+    monkeypatch.setattr(sys, "argv", [file, *SCRIPTS[name].split()])
     try:
-        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        runpy.run_path(str(FOLDER / file), run_name="__main__")
     except SystemExit as end:
         assert not end.code
     finally:

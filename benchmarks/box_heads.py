@@ -1,4 +1,4 @@
-"""The paper's tables on the model in the box: heads trained anew on its own text, for the same processor time.
+"""The paper's tables on the model in the box: heads trained again on its own text, for the same processor time.
 
     python benchmarks/box_heads.py --table rank families start losses layers --seconds 90 --out box.json
     python benchmarks/box_heads.py --table families losses --out box.json --decode       # on an idle machine
@@ -28,15 +28,12 @@ from typing import Any
 
 import torch
 from corpus import ByteWindows, load_corpus
-from rich.console import Console
-from rich.table import Table
-from strategies import BEGUN, LENGTH, ROWS, drawn_texts, held_out_rows, train
+from measuring import show
+from studies import BEGUN, LENGTH, drawn_texts, held_out_rows, measured, train
 
 from tokenahead import EvaByteForMTPC
 from tokenahead.training import TrainingStrategy, regenerate
 from tokenahead.training.box import load_box
-from tokenahead.training.evaluation import DraftMeasures
-from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.utils import replace_file
 
 TABLES = ("rank", "families", "start", "losses", "layers", "released")
@@ -102,10 +99,11 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
     strategy = TrainingStrategy(loss=loss)
     begun = time.process_time()
     steps = arguments.steps if "draft_layers" in cell else None
-    done = train(model, strategy, data, arguments.seconds, RATE, arguments.seed, steps, arguments.bfloat16)
+    how = {"seed": arguments.seed, "steps": steps, "bfloat16": arguments.bfloat16}
+    done = train(model, strategy, data, arguments.seconds, RATE, **how)
     figures = {"seconds": round(time.process_time() - begun), "steps": done.state.global_step}
     model.save_pretrained(folder := folder_of(arguments, cell), remote_code=None)
-    stage = f"head-{cell['head_type']}, {cell.get('loss', 'likelihood')} loss on text of the box's own"
+    stage = f"head-{cell['head_type']}, {cell.get('loss', 'likelihood')} loss on the box's own text"
     line = {"stage": stage, "step": figures["steps"], "seconds": figures["seconds"], "recipe": cell}
     (folder / "log.jsonl").write_text(json.dumps(line) + "\n")
     return figures | expected(model, arguments.drawn)
@@ -113,9 +111,7 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
 
 def expected(model: EvaByteForMTPC, texts: torch.Tensor) -> dict[str, float]:
     """Loss per window, and expected tokens per call of both rules, along texts that the backbone has drawn."""
-    measures = DraftMeasures()
-    for part in texts.split(ROWS):
-        measures.add(model, text_of(part[:, :BEGUN], part[:, BEGUN:]))
+    measures = measured(model, texts)
     rules = {rule: round(found.tokens_per_call, 4) for rule, found in measures.calls.items()}
     return {"nll": round(sum(measures.means()["loss"]), 4)} | rules
 
@@ -146,17 +142,17 @@ def folder_of(arguments: argparse.Namespace, cell: dict[str, Any]) -> Path:
     return arguments.scratch / f"{name}-{arguments.seed}"
 
 
-def show(table: str, rows: list[dict[str, Any]], console: Console) -> None:
+def print_table(table: str, rows: list[dict[str, Any]]) -> None:
     """Print a table: means over seeds."""
     options = list(dict.fromkeys(name for cell in cells(table) for name in cell))
-    shown = Table(*(name.replace("_", " ") for name in (*options, "seeds", *FIGURES)), title=table)
+    shown = []
     for cell in cells(table):
         own = [row for row in rows if row["cell"] == cell]
         if own:
             found = ([row[name] for row in own if name in row] for name in FIGURES)
             figures = (f"{statistics.mean(values):.3g}" if values else "" for values in found)
-            shown.add_row(*(str(cell.get(name, "")) for name in options), str(len(own)), *figures)
-    console.print(shown)
+            shown.append([*(cell.get(name, "") for name in options), len(own), *figures])
+    show((name.replace("_", " ") for name in (*options, "seeds", *FIGURES)), shown, table)
 
 
 def main() -> None:
@@ -174,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.scratch = arguments.out.with_suffix("")
-    arguments.drawn = drawn_texts(load_box("ff")[0], held_out_rows(load_corpus(seed=0).held_out, 64))
+    arguments.drawn = drawn_texts(load_box("ff")[0], held_out_rows(load_corpus(seed=0), 64))
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     data = [] if arguments.decode else own_text(arguments.scratch / "text", arguments.rows)
     for table in arguments.table:
@@ -186,7 +182,7 @@ def main() -> None:
             wanted = list(cells(table))
             decode([row for row in rows if row["cell"] in wanted and row["seed"] == arguments.seed], arguments)
             replace_file(arguments.out, json.dumps(rows, indent=0))
-        show(table, rows, Console(width=140))
+        print_table(table, rows)
 
 
 if __name__ == "__main__":

@@ -14,26 +14,24 @@ text counts behind its first token: (new tokens - 1) / verifications. Greedy tex
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import ByteWindows, load_corpus
-from strategies import LENGTH, train
-from transformers import LlamaForCausalLM, PreTrainedModel
+from corpus import load_corpus
+from measuring import markdown, resumed
+from studies import features_of, held_out_rows, train
+from transformers import LlamaForCausalLM
 
 from tokenahead import EagleHead
 from tokenahead.training.box import Box, excerpt_windows
-from tokenahead.training.evaluation import DraftMeasures, ExpectedCalls
+from tokenahead.training.evaluation import DraftMeasures
 from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.evaluation.expected import ratio_of_sums
-from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
-from tokenahead.training.utils import replace_file
 
-Drafters = dict[str, tuple[PreTrainedModel, Any]]
+Drafters = dict[str, tuple[Any, Any]]
 """By name: the model that generates, and the drafter if it is another one."""
 
 
@@ -50,19 +48,15 @@ def eagle(arguments: argparse.Namespace) -> tuple[Drafters, torch.Tensor]:
         head = EagleHead.from_pretrained(arguments.eagle).attach(backbone)
     else:
         torch.manual_seed(0)
-        head, windows = EagleHead.from_backbone(backbone, version=1), ByteWindows(corpus.train, LENGTH)
-        chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[:600].tolist()
-        rows = [windows[index] for index in chosen]
-        kept = cache_features(head, rows, arguments.eagle.with_suffix(".features"))
+        head = EagleHead.from_backbone(backbone, version=1)
+        kept = features_of(head, corpus, 600, arguments.eagle.with_suffix(".features"))
         train(head, TrainingStrategy(), kept, arguments.seconds, 2e-3)
         head.save_pretrained(arguments.eagle)
-    held_out = ByteWindows(corpus.held_out, LENGTH)
-    chosen = torch.linspace(0, len(held_out) - 1, arguments.texts).long().tolist()
-    return {"EAGLE-1": (backbone, head.eval())}, torch.stack([held_out[index]["input_ids"] for index in chosen])
+    return {"EAGLE-1": (backbone, head.eval())}, held_out_rows(corpus, arguments.texts)
 
 
 def written(
-    model: PreTrainedModel, prompts: torch.Tensor, temperature: float, arguments: argparse.Namespace, **options: Any
+    model: Any, prompts: torch.Tensor, temperature: float, arguments: argparse.Namespace, **options: Any
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Texts of the backbone after prompts [N, P], a batch at a time, and what speculation did."""
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
@@ -74,56 +68,36 @@ def written(
         yield out.sequences[:, part.shape[1] :], getattr(out, "speculation", None)
 
 
-def compare(
-    name: str,
-    drafters: Drafters,
-    texts: torch.Tensor,
-    prompts: torch.Tensor,
-    temperature: float,
-    seed: int,
-    arguments: Any,
-) -> tuple[ExpectedCalls, torch.Tensor]:
-    """Calls that are expected along plain texts [N, T + 1], and verifications [N] that others take with drafts."""
+def measure(name: str, temperature: float, drafters: Drafters, text: torch.Tensor, arguments: Any) -> dict[str, Any]:
+    """What a drafter is expected to do along plain texts, and what it does with drafts, at one temperature."""
     model, drafter = drafters[name]
-    model.generation_config.eos_token_id = None
-    measures = DraftMeasures(temperature, arguments.draft)
-    for prompt, new in zip(prompts.split(8), texts.split(8)):
-        measures.add(drafter or model, text_of(prompt, new))
-    torch.manual_seed(seed + 1)
-    options = {"num_assistant_tokens": arguments.draft} | ({} if drafter is None else {"assistant_model": drafter})
-    runs = written(model, prompts, temperature, arguments, **options)
-    calls = [len(row) for _, speculation in runs for row in speculation.rows_accepted]
-    return measures.calls["block" if temperature else "greedy"], torch.tensor(calls, dtype=torch.float64)
-
-
-def measure(
-    temperature: float, drafters: Drafters, text: torch.Tensor, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """The figures of all drafters at one temperature."""
-    names = [name for name in drafters if not arguments.only or name in arguments.only]
-    prompts, backbone = text[: arguments.texts, : arguments.prefix], next(iter(drafters.values()))[0]
-    backbone.generation_config.eos_token_id = None
-    plain = {} if arguments.backbone else {"use_mtp": False}
-    found: dict[str, list[Any]] = {name: [] for name in names}
+    first = next(iter(drafters.values()))[0]
+    for each in (model, first):
+        each.generation_config.eos_token_id = None
+    prompts = text[: arguments.texts, : arguments.prefix]
+    drafts = {"num_assistant_tokens": arguments.draft} | ({} if drafter is None else {"assistant_model": drafter})
+    measures, calls = DraftMeasures(temperature, arguments.draft), []
     for number in range(arguments.rounds):
         seed = 100 * number + round(10 * temperature)
-        torch.manual_seed(seed)
-        texts = torch.cat([new for new, _ in written(backbone, prompts, temperature, arguments, **plain)])
-        for name in names:
-            found[name].append(compare(name, drafters, texts, prompts, temperature, seed, arguments))
-    results = {}
-    for name, rounds in found.items():
-        expected, calls = (
-            sum((ahead for ahead, _ in rounds[1:]), rounds[0][0]),
-            torch.cat([calls for _, calls in rounds]),
-        )
-        results[f"{name}, T = {temperature:g}"] = {
-            "expected": (expected.tokens_per_call, expected.standard_error),
-            "decoded": ratio_of_sums(torch.full_like(calls, arguments.new_tokens - 1), calls),
-            "texts": len(calls),
-            "equal": None if temperature else int((calls - expected.calls).abs().lt(1e-6).sum()),
-        }
-    return results
+        if seed not in arguments.plain:  # the same for all drafters
+            torch.manual_seed(seed)
+            plain = {} if arguments.backbone else {"use_mtp": False}
+            runs = written(first, prompts, temperature, arguments, **plain)
+            arguments.plain[seed] = torch.cat([new for new, _ in runs])
+        texts = arguments.plain[seed]
+        for prompt, new in zip(prompts.split(8), texts.split(8)):
+            measures.add(drafter or model, text_of(prompt, new))
+        torch.manual_seed(seed + 1)
+        runs = written(model, prompts, temperature, arguments, **drafts)
+        calls += [len(row) for _, stats in runs for row in stats.rows_accepted]
+    expected = measures.calls["block" if temperature else "greedy"]
+    counted = torch.tensor(calls, dtype=torch.float64)
+    return {
+        "expected": (expected.tokens_per_call, expected.standard_error),
+        "decoded": ratio_of_sums(torch.full_like(counted, arguments.new_tokens - 1), counted),
+        "texts": len(calls),
+        "equal": None if temperature else int((counted - expected.calls).abs().lt(1e-6).sum()),
+    }
 
 
 def main() -> None:
@@ -141,23 +115,23 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--output", type=Path, default=Path("calls.json"))
     arguments = parser.parse_args()
+    arguments.plain = {}
     torch.set_num_threads(1)
     drafters, text = eagle(arguments) if arguments.backbone else drafters_of_box()
-    results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    for temperature in arguments.temperatures:
-        results |= measure(temperature, drafters, text, arguments)
-        replace_file(arguments.output, json.dumps(results, indent=1))
-    table(results)
+    names = [name for name in drafters if not arguments.only or name in arguments.only]
+    asked = {f"{name}, T = {heat:g}": (name, heat) for heat in arguments.temperatures for name in names}
+    table(resumed(arguments.output, asked, lambda row: measure(*asked[row], drafters, text, arguments)))
 
 
 def table(results: dict[str, Any]) -> None:
     """The figures as a table in Markdown."""
-    print("| drafter, temperature | expected | decoded | apart, in standard errors | texts |\n|---|---|---|---|---|")
+    rows = []
     for name, row in results.items():
         (ahead, error), (found, spread) = row["expected"], row["decoded"]
         apart = f"{abs(ahead - found) / max((error**2 + spread**2) ** 0.5, 1e-12):.1f}"
         equal = apart if row["equal"] is None else f"equal in {row['equal']} texts"
-        print(f"| {name} | {ahead:.3f} ± {error:.3f} | {found:.3f} ± {spread:.3f} | {equal} | {row['texts']} |")
+        rows.append([name, f"{ahead:.3f} ± {error:.3f}", f"{found:.3f} ± {spread:.3f}", equal, f"{row['texts']}"])
+    print(markdown(("drafter, temperature", "expected", "decoded", "apart, in standard errors", "texts"), rows), end="")
 
 
 if __name__ == "__main__":

@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from byte_llama import CONFIG
-from byte_llama import train as train_model
+from byte_llama import config_of, fit
 from corpus import ByteWindows, Corpus, load_corpus
 from cycles import per_cycle
-from strategies import LENGTH, ROWS, beginnings, train
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from measuring import markdown, resumed
+from studies import LENGTH, beginnings, benched, features_of, train
+from transformers import LlamaForCausalLM
 
 from tokenahead import (
     AssistantDrafter,
@@ -41,16 +40,13 @@ from tokenahead import (
     PTPForCausalLM,
 )
 from tokenahead.training.evaluation import GREEDY, sampled
-from tokenahead.training.evaluation.bench import Bench, Protocol
-from tokenahead.training.evaluation.methods import drafting_method, plain_method
-from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder
 from tokenahead.training.evaluation.summary import results_of
-from tokenahead.training.features import cache_features
+from tokenahead.training.ptp.losses import PTPOptions
+from tokenahead.training.ptp.trainer import PTPTrainer
 from tokenahead.training.strategy import TrainingStrategy
-from tokenahead.training.utils import replace_file
 
 
-def heads(kind: str, **options: Any) -> Callable[[PreTrainedModel, argparse.Namespace], Any]:
+def heads(kind: str, **options: Any) -> Callable[[Any, argparse.Namespace], Any]:
     """New heads of a family."""
     return lambda backbone, arguments: MTPHeads.from_backbone(
         backbone, window=arguments.draft + 1, head_type=kind, **options
@@ -60,7 +56,7 @@ def heads(kind: str, **options: Any) -> Callable[[PreTrainedModel, argparse.Name
 def eagle(version: int, objective: str | None = None, **options: Any) -> Callable[..., Any]:
     """A new EAGLE head."""
 
-    def make(backbone: PreTrainedModel, arguments: argparse.Namespace) -> EagleHead:
+    def make(backbone: Any, arguments: argparse.Namespace) -> EagleHead:
         layers = backbone.config.num_hidden_layers
         given = {"aux_layers": [1, layers // 2, layers - 1]} if version == 3 else {}
         head = EagleHead.from_backbone(backbone, version=version, **given)
@@ -72,14 +68,14 @@ def eagle(version: int, objective: str | None = None, **options: Any) -> Callabl
     return make
 
 
-def modules(backbone: PreTrainedModel, arguments: argparse.Namespace) -> DeepSeekMTP:
+def modules(backbone: Any, arguments: argparse.Namespace) -> DeepSeekMTP:
     """One module, trained on its own output as longer drafts use it."""
     model = DeepSeekMTP.from_backbone(copy.deepcopy(backbone), num_modules=1)
     model.loss_options.unroll_steps = min(3, arguments.draft)
     return model
 
 
-def slots(backbone: PreTrainedModel, arguments: argparse.Namespace) -> PTPForCausalLM:
+def slots(backbone: Any, arguments: argparse.Namespace) -> PTPForCausalLM:
     """A student that draws its drafts from distributions (C-PTP)."""
     return PTPForCausalLM.from_backbone(
         copy.deepcopy(backbone), "categorical", num_slots=arguments.draft, features="arithmetic", projection="mlp",
@@ -105,25 +101,18 @@ UNTRAINED = ("n-gram", "small model")
 ALWAYS = {"pad_token_id": 0, "return_dict_in_generate": True}
 
 
-def measure(
-    backbone: PreTrainedModel, options: dict[str, Any], prompts: list[str], new_tokens: int
-) -> dict[str, float]:
+def measure(backbone: Any, options: dict[str, Any], prompts: list[str], new_tokens: int) -> dict[str, float]:
     """Greedy and sampled text of prompts, with drafts and without, by turns."""
     figures: dict[str, float] = {}
     model = options.pop("model", backbone)
     drafter = options.pop("assistant_model", None)
-    method = drafting_method("drafts", model, drafter, **options)
-    writer, protocol = (
-        PromptEncoder(EvaByteTokenizer(), chats=False),
-        Protocol((GREEDY, sampled(1.0)), new_tokens=new_tokens),
-    )
-    bench = Bench([plain_method(model), method], writer, protocol, control=False)
-    bench.run([Prompt(str(number), (text,)) for number, text in enumerate(prompts)])
-    inputs = writer.batch([Prompt("0", (prompts[0],))], [[]], model.device)
+    bench = benched(model, drafter, prompts, (GREEDY, sampled(1.0)), new_tokens, **options)
+    plain, method = bench.methods[:2]
+    inputs = EvaByteTokenizer()(prompts[:1], return_tensors="pt")
     for row in (row for row in results_of(bench) if row.method == "drafts"):
         mode = "sampled" if row.do_sample else "greedy"
         how = {"do_sample": True, "top_k": 0} if row.do_sample else {"do_sample": False}
-        ways = {"plain": bench.methods[0].options, "drafts": method.options}
+        ways = {"plain": plain.options, "drafts": method.options}
         counts = {kind: _counts(model, {**inputs, **how, **ALWAYS, **extra}) for kind, extra in ways.items()}
         figures[f"tokens per call, {mode}"] = row.tokens_per_verification or row.tokens_per_call
         figures[f"expected, {mode}"] = row.expected_tokens_per_call or math.nan
@@ -134,7 +123,7 @@ def measure(
     return figures
 
 
-def _counts(model: PreTrainedModel, options: dict[str, Any]) -> dict[str, float]:
+def _counts(model: Any, options: dict[str, Any]) -> dict[str, float]:
     """Kernels, syncs and copies per cycle."""
 
     def decode(new_tokens: int) -> Any:
@@ -144,75 +133,34 @@ def _counts(model: PreTrainedModel, options: dict[str, Any]) -> dict[str, float]
     return per_cycle(decode)
 
 
-def trained(
-    name: str, backbone: PreTrainedModel, arguments: argparse.Namespace, text: dict[str, Any]
-) -> dict[str, Any]:
+def trained(name: str, backbone: Any, arguments: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     """A drafter after its time, as options of `generate`, and what its training was."""
     torch.manual_seed(0)
     if name == "n-gram":
         return {"assistant_model": NgramDrafter().attach(backbone), "facts": {"parameters": 0}}
     if name == "small model":
-        sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2}
-        small = LlamaForCausalLM(LlamaConfig(**CONFIG | sizes))
-        steps = train_model(small, text["corpus"].train, arguments.seconds)
+        small = LlamaForCausalLM(config_of(64, 1))
+        steps = fit(small, corpus.train, arguments.seconds)
         small.generation_config.eos_token_id = None
         facts = {"parameters": small.num_parameters(), "steps": steps}
         return {"assistant_model": AssistantDrafter(small).attach(backbone), "facts": facts}
     make, rate = MAKERS[name]
     drafter = make(backbone, arguments)
-    started = time.process_time()
-    if isinstance(drafter, PTPForCausalLM):
-        trainer = distil(drafter, text["train"], arguments.seconds, rate)
-    elif isinstance(drafter, DeepSeekMTP):
-        trainer = train(drafter, TrainingStrategy(), text["train"], arguments.seconds, rate)
-    else:
-        kept = cache_features(drafter, text["part"], arguments.scratch / f"features-{len(drafter.learning_layers)}-"
-                              f"{drafter.learning_layers[0]}")  # fmt: skip
-        trainer = train(drafter, TrainingStrategy(), kept, arguments.seconds, rate)
     owns = isinstance(drafter, (PTPForCausalLM, DeepSeekMTP))
+    how: Any = TrainingStrategy()
+    if isinstance(drafter, PTPForCausalLM):
+        how = partial(PTPTrainer, options=PTPOptions(loss="kl", completions=64))
+    started = time.process_time()
+    if owns:
+        data = ByteWindows(corpus.train, LENGTH)
+    else:
+        layers = drafter.learning_layers
+        folder = arguments.output.with_suffix("") / f"features-{len(layers)}-{layers[0]}"
+        data = features_of(drafter, corpus, arguments.rows, folder)
+    trainer = train(drafter, how, data, arguments.seconds, rate)
     learned = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     facts = {"parameters": learned, "steps": trainer.state.global_step, "seconds": time.process_time() - started}
     return ({"model": drafter.eval()} if owns else {"assistant_model": drafter}) | {"facts": facts}
-
-
-def distil(model: PTPForCausalLM, data: Any, seconds: float, rate: float) -> Any:
-    """Trains a student by its own trainer, for so many seconds of processor time."""
-    import tempfile
-
-    from time_budget import TimeBudget, TimeBudgetCallback
-    from torch.optim.lr_scheduler import LambdaLR
-    from transformers import PrinterCallback, TrainingArguments
-
-    from tokenahead.training.ptp.losses import PTPOptions
-    from tokenahead.training.ptp.trainer import PTPTrainer
-
-    budget = TimeBudget(seconds, clock=time.process_time)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = TrainingArguments(
-            scratch, max_steps=10**6, per_device_train_batch_size=ROWS, use_cpu=True, report_to="none",
-            save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=20,
-        )  # fmt: skip
-        trainer = PTPTrainer(
-            model, arguments, train_dataset=data, options=PTPOptions(loss="kl", completions=64),
-            optimizers=(optimizer, LambdaLR(optimizer, lambda step: budget.rate())),
-            callbacks=[TimeBudgetCallback(budget)],
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return trainer
-
-
-def texts(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What drafters learn from, and prompts of held-out text."""
-    windows = ByteWindows(corpus.train, LENGTH)
-    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[: arguments.rows].tolist()
-    return {
-        "corpus": corpus,
-        "train": windows,
-        "part": [windows[index] for index in chosen],
-        "prompts": beginnings(corpus, arguments),
-    }
 
 
 def main() -> None:
@@ -226,32 +174,29 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("drafters.json"))
     arguments = parser.parse_args()
-    arguments.scratch = arguments.output.with_suffix("")
     torch.set_num_threads(1)
-    text = texts(load_corpus(seed=0), arguments)
-    results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    for name in arguments.only:
-        if name in results:
-            continue
+    corpus = load_corpus(seed=0)
+
+    def run(name: str) -> dict[str, Any]:
         backbone = LlamaForCausalLM.from_pretrained(arguments.backbone).eval()
         backbone.generation_config.eos_token_id = None
-        options = trained(name, backbone, arguments, text)
+        options = trained(name, backbone, arguments, corpus)
         facts = options.pop("facts")
+        prompts = beginnings(corpus, arguments.prompts, arguments.new_tokens)
         options |= {"num_assistant_tokens": arguments.draft}
-        results[name] = facts | measure(backbone, options, text["prompts"], arguments.new_tokens)
-        replace_file(arguments.output, json.dumps(results, indent=1))
-        print(name, json.dumps(results[name]), file=sys.stderr, flush=True)
-    table(results)
+        return facts | measure(backbone, options, prompts, arguments.new_tokens)
+
+    table(resumed(arguments.output, arguments.only, run))
 
 
 def table(results: dict[str, Any]) -> None:
     """The figures as a table in Markdown, the best first."""
-    columns = "drafter", "tokens per call, greedy / T = 1", "speed-up", "kernels over plain", "syncs", "copies"
-    print("| " + " | ".join((*columns, "parameters", "steps")) + " |")
-    print("|---" * (len(columns) + 2) + "|")
+    columns = ("drafter", "tokens per call, greedy / T = 1", "speed-up", "kernels over plain", "syncs", "copies")
+    rows = []
     for name, row in sorted(results.items(), key=lambda item: -item[1]["tokens per call, greedy"]):
         cells = [_pair(row, what, digits) for what, digits in _SHOWN.items()]
-        print("| " + " | ".join((name, *cells, f"{row['parameters'] / 1e6:.2f} M", f"{row.get('steps', 0)}")) + " |")
+        rows.append([name, *cells, f"{row['parameters'] / 1e6:.2f} M", str(row.get("steps", 0))])
+    print(markdown((*columns, "parameters", "steps"), rows), end="")
 
 
 _SHOWN = {"tokens per call": 2, "speed-up": 2, "kernels per cycle over plain": 0, "syncs per cycle": 2,

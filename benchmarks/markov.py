@@ -15,13 +15,15 @@ from tokenahead.generation.tensors.sampling import pick
 
 
 class MarkovChain(nn.Module):
-    """Q[a, b], rows drawn from Dirichlet(alpha); a module, so that it can be the teacher of `PTPTrainer`.
+    """Q[a, b] = `rows`, drawn from Dirichlet(alpha); a module, so that it can be the teacher of `PTPTrainer`.
 
     Args:
         states: V.
         alpha: Small values give peaked rows.
         seed: Of the rows.
     """
+
+    rows: torch.Tensor
 
     def __init__(self, states: int, alpha: float, seed: int) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ def _chained(start: torch.Tensor, steps: list[torch.Tensor]) -> float:
 
 
 def _best_own(start: torch.Tensor, steps: list[torch.Tensor], picks: torch.Tensor, widths: torch.Tensor) -> float:
-    """Chooses every draft anew, given the others, until nothing is gained."""
+    """Choose every draft again, given the others, until nothing is gained."""
     steps, best, ones = list(steps), 0.0, torch.ones_like(start)
     while True:
         behind = [ones]

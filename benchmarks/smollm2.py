@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from smollm2_kinds import KINDS, drafter_of, heads
-from strategies import train as fit
+from studies import train as fit
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -114,8 +114,8 @@ def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
         data = cache_features(learner.drafter, data, arguments.folder / learner.features)
     folder, seconds = arguments.folder / (arguments.name or arguments.kind), 60 * arguments.minutes
     saves = SavesOnTheWay(learner.drafter, seconds, folder)
-    how = {"seconds": seconds, "rate": arguments.rate, "seed": arguments.seed}
-    fit(learner.module, learner.trainer, data, **how, bfloat16=model.dtype == torch.bfloat16, callbacks=[saves])
+    how = {"rate": arguments.rate, "seed": arguments.seed, "bfloat16": model.dtype == torch.bfloat16}
+    fit(learner.module, learner.trainer, data, seconds, **how, prints=True, callbacks=[saves])
     learner.finish().save_pretrained(folder / "final")
 
 

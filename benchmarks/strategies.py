@@ -18,41 +18,29 @@ are those on held-out text. Speed-ups are ratios of processor time to plain deco
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import ByteWindows, Corpus, SourceText, load_corpus
-from time_budget import TimeBudget, TimeBudgetCallback
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaForCausalLM, PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from corpus import ByteWindows, load_corpus
+from measuring import markdown, resumed
+from studies import LENGTH, beginnings, drawn_texts, features_of, held_out_rows, measured, train
+from transformers import LlamaForCausalLM
 
 from tokenahead import EvaByteTokenizer, MTPHeads
-from tokenahead.training.box import code_prompts
-from tokenahead.training.evaluation import DraftMeasures
-from tokenahead.training.evaluation.drafts import text_of
-from tokenahead.training.features import FeatureDataset, cache_features
 from tokenahead.training.strategy import TrainingStrategy
-from tokenahead.training.trainer import MTPTrainer
-from tokenahead.training.utils import replace_file
 
-LENGTH, ROWS = 256, 4
-BEGUN = 32
-"""Bytes of the beginnings that the backbone goes on with."""
+TAUGHT = dict(loss_target="teacher")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "nll": dict(kept=True),
-    "kl": dict(kept=True, loss=dict(target="teacher", divergence="kl")),
-    "kl + nll": dict(kept=True, loss=dict(target="teacher", divergence="kl", label_weight=0.5)),
-    "reverse kl": dict(kept=True, loss=dict(target="teacher", divergence="reverse_kl")),
-    "tv": dict(kept=True, loss=dict(target="teacher", divergence="tv")),
-    "lk": dict(kept=True, loss=dict(target="teacher", divergence="lk")),
+    "kl": dict(kept=True, loss_divergence="kl", **TAUGHT),
+    "kl + nll": dict(kept=True, loss_divergence="kl", loss_label_weight=0.5, **TAUGHT),
+    "reverse kl": dict(kept=True, loss_divergence="reverse_kl", **TAUGHT),
+    "tv": dict(kept=True, loss_divergence="tv", **TAUGHT),
+    "lk": dict(kept=True, loss_divergence="lk", **TAUGHT),
     "heads only": dict(),
     "joint": dict(train="all", drafter_lr_multiplier=4.0),
     "joint with lora": dict(train="lora", drafter_lr_multiplier=4.0),
@@ -70,45 +58,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 """With heads that are decoder layers, for depths 2 and 3."""
 
 
-def train(
-    model: torch.nn.Module,
-    strategy: TrainingStrategy | Callable[..., Trainer],
-    data: Any,
-    seconds: float,
-    rate: float,
-    seed: int = 0,
-    steps: int | None = None,
-    bfloat16: bool = False,
-    callbacks: Sequence[TrainerCallback] = (),
-) -> Trainer:
-    """Trains for so many seconds of processor time, or so many steps, with a rate that falls to 0; what is logged is
-    printed where callbacks are given. In place of a strategy: what makes a trainer of model, arguments and data."""
-    budget = TimeBudget(seconds, clock=time.process_time)
-    if steps is not None:
-        budget = TimeBudget(steps, clock=lambda: trainer.state.global_step)
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = TrainingArguments(
-            scratch, max_steps=10**6, per_device_train_batch_size=ROWS, report_to="none", seed=seed,
-            use_cpu=not torch.cuda.is_available(),
-            save_strategy="no", disable_tqdm=True, dataloader_drop_last=True, logging_steps=20, max_grad_norm=1.0,
-            learning_rate=rate, weight_decay=0.0, bf16=bfloat16,
-        )  # fmt: skip
-        make = partial(MTPTrainer, strategy=strategy) if isinstance(strategy, TrainingStrategy) else strategy
-        trainer = make(model, arguments, train_dataset=data)
-        if isinstance(data, FeatureDataset):
-            trainer.data_collator = data.collate
-        optimizer = trainer.create_optimizer()
-        trainer.lr_scheduler = LambdaLR(optimizer, lambda step: budget.rate())
-        for callback in (TimeBudgetCallback(budget), *callbacks):
-            trainer.add_callback(callback)
-        if not callbacks:
-            trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    model.eval()
-    return trainer
-
-
-def decode(backbone: PreTrainedModel, heads: MTPHeads, prompts: list[Any], new_tokens: int) -> dict[str, float]:
+def decode(backbone: Any, heads: MTPHeads, prompts: list[Any], new_tokens: int) -> dict[str, float]:
     """Tokens per call and processor time against plain decoding, prompt by prompt in turns."""
     figures = {}
     for name, how in {"sampled": dict(do_sample=True, top_k=0), "greedy": dict(do_sample=False)}.items():
@@ -132,44 +82,9 @@ def decode(backbone: PreTrainedModel, heads: MTPHeads, prompts: list[Any], new_t
 
 
 @torch.no_grad()
-def bits(backbone: PreTrainedModel, ids: torch.Tensor) -> float:
+def bits(backbone: Any, ids: torch.Tensor) -> float:
     """Bits per byte of the backbone's own distribution."""
     return float(backbone(ids, labels=ids).loss) / 0.693147
-
-
-def acceptance(heads: MTPHeads, ids: torch.Tensor) -> dict[str, Any]:
-    """Expected calls at T = 1 under block verification, along texts that the backbone has drawn."""
-    measures = DraftMeasures()
-    for part in ids.split(ROWS):
-        measures.add(heads, text_of(part[:, :BEGUN], part[:, BEGUN:]))
-    found = measures.calls["block"]
-    return {
-        "accepted": found.by_position,
-        "expected tokens per call": found.tokens_per_call,
-        "standard error": found.standard_error,
-    }
-
-
-def accuracies(heads: MTPHeads, ids: torch.Tensor) -> list[float]:
-    """How often the likeliest token is the text's, at depths 2, 3, ..."""
-    measures = DraftMeasures()
-    for part in ids.split(ROWS):
-        measures.add(heads, text_of(part[:, :BEGUN], part[:, BEGUN:]))
-    return measures.means()["top_1"]
-
-
-def drawn_texts(backbone: PreTrainedModel, held_out: torch.Tensor) -> torch.Tensor:
-    """Held-out beginnings that the backbone has gone on with, at T = 1."""
-    torch.manual_seed(0)
-    begun = held_out[:, :BEGUN]
-    ones = torch.ones_like(begun)
-    options = dict(attention_mask=ones, do_sample=True, top_k=0, pad_token_id=0)
-    return backbone.generate(begun, **options, max_new_tokens=LENGTH - begun.shape[1])
-
-
-def beginnings(corpus: Corpus, arguments: argparse.Namespace) -> list[str]:
-    """Held-out code to complete, so short that new tokens stay at positions that the backbone has been trained at."""
-    return code_prompts(corpus.held_out.contents(), arguments.prompts, length=LENGTH - arguments.new_tokens)
 
 
 def folder_of(arguments: argparse.Namespace, name: str, seed: int) -> Path:
@@ -177,7 +92,7 @@ def folder_of(arguments: argparse.Namespace, name: str, seed: int) -> Path:
     return arguments.scratch / f"{name.replace(' ', '-')}-{seed}"
 
 
-def new_heads(backbone: PreTrainedModel, name: str, arguments: argparse.Namespace, **options: Any) -> MTPHeads:
+def new_heads(backbone: Any, name: str, arguments: argparse.Namespace, **options: Any) -> MTPHeads:
     """Heads as a strategy begins with them."""
     if name in LAYERS:
         return MTPHeads.from_backbone(backbone, 3, head_type="layer", **options)
@@ -197,7 +112,7 @@ def run(arguments: argparse.Namespace, name: str, seed: int, text: dict[str, Any
         heads = MTPHeads.from_pretrained(folder_of(arguments, first, seed)).attach(backbone)
     strategy, data = TrainingStrategy(**fields), text["train"]
     if kept:
-        data = cache_features(heads, text["part"], arguments.features)
+        data = features_of(heads, text["corpus"], arguments.rows, arguments.scratch / "features")
     joint = strategy.train != "drafter"
     started = time.process_time()
     trainer = train(heads, strategy, data, arguments.seconds, 2e-3 / (4 if joint else 1), seed)
@@ -207,16 +122,11 @@ def run(arguments: argparse.Namespace, name: str, seed: int, text: dict[str, Any
     steps = trainer.state.global_step
     figures = {"steps": steps, "seconds": spent, "ms per step": 1000 * spent / steps}
     drawn = drawn_texts(backbone, text["held_out"]) if joint else text["drawn"]
-    figures |= acceptance(heads, drawn) | {"right": accuracies(heads, text["held_out"])}
+    calls = measured(heads, drawn).calls["block"]
+    figures |= {"accepted": calls.by_position, "expected tokens per call": calls.tokens_per_call}
+    figures |= {"standard error": calls.standard_error, "right": measured(heads, text["held_out"]).means()["top_1"]}
     figures["bits per byte of the backbone"] = bits(backbone, text["held_out"])
     return figures | decode(backbone, heads, text["prompts"], arguments.new_tokens)
-
-
-def held_out_rows(text: SourceText, count: int = 32) -> torch.Tensor:
-    """Windows from all over held-out text."""
-    windows = ByteWindows(text, LENGTH)
-    every = max(1, len(windows) // count)
-    return torch.stack([windows[index]["input_ids"] for index in range(0, len(windows), every)][:count])
 
 
 def main() -> None:
@@ -234,31 +144,23 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("strategies.json"))
     arguments = parser.parse_args()
     arguments.scratch = arguments.output.with_suffix("")
-    arguments.features = arguments.scratch / "features"
     torch.set_num_threads(1)
     corpus, tokenizer = load_corpus(seed=0), EvaByteTokenizer()
-    windows, held_out = ByteWindows(corpus.train, LENGTH), held_out_rows(corpus.held_out)
-    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[: arguments.rows].tolist()
+    held_out = held_out_rows(corpus)
+    prompts = beginnings(corpus, arguments.prompts, arguments.new_tokens)
     text = {
-        "train": windows,
-        "part": [windows[index] for index in chosen],
+        "corpus": corpus,
+        "train": ByteWindows(corpus.train, LENGTH),
         "held_out": held_out,
         "drawn": drawn_texts(LlamaForCausalLM.from_pretrained(arguments.backbone).eval(), held_out),
-        "prompts": [tokenizer(prompt, return_tensors="pt") for prompt in beginnings(corpus, arguments)],
+        "prompts": [tokenizer(prompt, return_tensors="pt") for prompt in prompts],
     }
-    results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    for seed, name in product(arguments.seed, arguments.only):
-        found = results.setdefault(name, {})
-        if str(seed) in found:
-            continue
-        found[str(seed)] = run(arguments, name, seed, text)
-        replace_file(arguments.output, json.dumps(results, indent=1))
-        print(name, seed, json.dumps(found[str(seed)]), file=sys.stderr, flush=True)
-    table(results, print)
+    asked = {f"{name}, seed {seed}": (name, seed) for seed, name in product(arguments.seed, arguments.only)}
+    table(resumed(arguments.output, asked, lambda row: run(arguments, *asked[row], text)))
 
 
-def table(results: dict[str, Any], say: Callable[[str], None]) -> None:
-    """The figures as a table in Markdown: means over seeds, and behind them the largest less the smallest."""
+def table(results: dict[str, Any]) -> None:
+    """The figures as a table in Markdown: means over seeds, and the largest less the smallest in brackets."""
     columns = {
         "steps": lambda row: (row["steps"],),
         "accepted 1, 3, 5": lambda row: row["accepted"][::2],
@@ -268,11 +170,12 @@ def table(results: dict[str, Any], say: Callable[[str], None]) -> None:
         "speed-up, T = 1 / greedy": lambda row: (row["speed-up, sampled"], row["speed-up, greedy"]),
         "bits per byte": lambda row: (row["bits per byte of the backbone"],),
     }
-    say("| " + " | ".join(("strategy", "seeds", *columns)) + " |")
-    say("|---" * (len(columns) + 2) + "|")
-    for name, by_seed in results.items():
-        cells = (mean_and_spread(map(read, by_seed.values())) for read in columns.values())
-        say(f"| {name} | {len(by_seed)} | " + " | ".join(cells) + " |")
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for name, row in results.items():
+        by_name.setdefault(name.rsplit(", seed ", 1)[0], []).append(row)
+    cells = [[name, str(len(rows)), *(mean_and_spread(map(read, rows)) for read in columns.values())]
+             for name, rows in by_name.items()]  # fmt: skip
+    print(markdown(("strategy", "seeds", *columns), cells), end="")
 
 
 def mean_and_spread(rows: Iterable[Iterable[float]]) -> str:

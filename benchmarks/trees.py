@@ -6,13 +6,14 @@
     python benchmarks/trees.py demo-llama --head demo-eagle3 --expected --temperatures 0.6 1     # far less noise
     python benchmarks/trees.py box --depth 5 --temperatures 0 1                 # the heads of the EvaByte in the box
 
-The official rule of EAGLE-2 and 3 at a temperature drafts the likeliest tokens and verifies them as certain ones
+The official rule of EAGLE-2 and 3 at a temperature drafts the most likely tokens and verifies them as deterministic
 (q = 1); a drawn tree of the same budget holds draws from the head's warped distributions, verified by recursive
 rejection or by traversal. Tokens per call are counted over the cycles of all rows, with their standard error. Traversal
-and recursion are besides compared on the very same drawn trees, by the exact expectation of what each would keep: no
+and recursion are also compared on the very same drawn trees, by the exact expectation of what each would keep: no
 noise of draws. With `--expected`, all drafts are: behind 512 texts that the backbone wrote, the same for all, two
 drafts of each kind are drawn, and what both rules keep of them on average is calculated. None of these figures depends
-on the machine. Of the box, every prompt is a call of its own, and the bytes per second, which do, are printed, too.
+on the machine. Of the box, every prompt is a separate call, and bytes per second, which do depend on it, are printed,
+too.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import ByteWindows, Corpus, load_corpus
-from strategies import LENGTH, beginnings, train
-from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteriaList
+from corpus import Corpus, load_corpus
+from measuring import accepted_of, markdown
+from studies import beginnings, features_of, train
+from transformers import LlamaForCausalLM, StoppingCriteriaList
 
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.verification import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
 from tokenahead.training.box import box_directory, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
-from tokenahead.training.features import cache_features
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.utils import replace_file
 
@@ -80,8 +81,8 @@ class Paired(SampledVerifier):
 
 
 @contextmanager
-def certain(head: EagleHead) -> Iterator[None]:
-    """Lets the head draft its likeliest tokens where text is sampled, as the official code does."""
+def deterministic(head: EagleHead) -> Iterator[None]:
+    """Lets the head draft its most likely tokens where text is sampled, as the official code does."""
     make = type(head).start
     head.start = lambda options: make(head, replace(options, do_sample=False))
     try:
@@ -90,7 +91,7 @@ def certain(head: EagleHead) -> Iterator[None]:
         del head.start
 
 
-def trained(backbone: PreTrainedModel, corpus: Corpus, arguments: argparse.Namespace) -> EagleHead:
+def trained(backbone: Any, corpus: Corpus, arguments: argparse.Namespace) -> EagleHead:
     """The head in its directory, or a new one after its time."""
     if (arguments.head / "config.json").exists():
         return EagleHead.from_pretrained(arguments.head).attach(backbone).eval()
@@ -98,16 +99,14 @@ def trained(backbone: PreTrainedModel, corpus: Corpus, arguments: argparse.Names
     layers = backbone.config.num_hidden_layers
     head = EagleHead.from_backbone(backbone, version=3, aux_layers=[1, layers // 2, layers - 1])
     head.loss_options.steps = 4
-    windows = ByteWindows(corpus.train, LENGTH)
-    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(1))[: arguments.rows].tolist()
-    kept = cache_features(head, [windows[index] for index in chosen], arguments.head.with_name("features"))
+    kept = features_of(head, corpus, arguments.rows, arguments.head.with_name("features"))
     train(head, TrainingStrategy(), kept, arguments.seconds, 2e-3)
     head.save_pretrained(arguments.head)
     return head
 
 
 def counted(
-    backbone: PreTrainedModel,
+    backbone: Any,
     prompts: dict[str, torch.Tensor],
     new: int,
     notes: dict[str, list[torch.Tensor]] | None = None,
@@ -117,7 +116,7 @@ def counted(
     torch.manual_seed(0)
     begun = time.perf_counter()
     out = backbone.generate(**prompts, max_new_tokens=new, pad_token_id=0, return_dict_in_generate=True, **options)
-    kept = torch.tensor([count + 1.0 for row in out.speculation.rows_accepted for count in row])
+    kept = torch.tensor(accepted_of(out)) + 1.0
     figures = {
         "tokens per call": float(kept.mean()),
         "error": float(kept.std() / len(kept) ** 0.5),
@@ -176,8 +175,8 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
     for heat in arguments.temperatures:
         how = dict(do_sample=False) if heat == 0 else dict(do_sample=True, temperature=heat, top_k=0)
         rows = {name: counted(backbone, prompts, new, **options, **common, **how) for name, options in chains.items()}
-        with certain(head):
-            rows["likeliest tokens (official, q = 1)"] = counted(
+        with deterministic(head):
+            rows["most likely tokens (official, q = 1)"] = counted(
                 backbone, prompts, new, draft_tree=tree, **common, **how
             )
         if heat:
@@ -219,12 +218,13 @@ def measure_box(arguments: argparse.Namespace) -> dict[str, Any]:
 def table(figures: dict[str, Any]) -> None:
     """The figures in Markdown."""
     names = list(dict.fromkeys(name for rows in figures.values() for name in rows))
-    print("| drafts | " + " | ".join(figures) + " |")
-    print("|---|" + "---|" * len(figures))
+    shown = []
     for name in names:
-        cells = (rows.get(name) for rows in figures.values())
-        shown = ("-" if cell is None else f"{cell['tokens per call']:.3f} ± {cell['error']:.3f}" for cell in cells)
-        print(f"| {name} | " + " | ".join(shown) + " |")
+        cells = [rows.get(name) for rows in figures.values()]
+        shown.append(
+            [name, *("-" if each is None else f"{each['tokens per call']:.3f} ± {each['error']:.3f}" for each in cells)]
+        )
+    print(markdown(("drafts", *figures), shown), end="")
 
 
 def main() -> None:
@@ -261,7 +261,7 @@ def main() -> None:
         ]
         expectations(head, torch.stack([text[-64:] for text in texts if len(text) >= 64][:128]), arguments)
         return
-    prompts = tokenizer(beginnings(corpus, arguments), return_tensors="pt", padding=True)
+    prompts = tokenizer(beginnings(corpus, arguments.prompts, arguments.new_tokens), return_tensors="pt", padding=True)
     figures = measure(head, prompts, arguments)
     replace_file(arguments.output, json.dumps(figures, indent=1))
     table(figures)

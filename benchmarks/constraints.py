@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import accepted_of, show
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -83,7 +82,7 @@ def object_of(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(model: PreTrainedModel, prompts: list[dict[str, Any]], ways: list[dict[str, Any]], **options: Any) -> str:
-    """Return tokens per call and tokens per second of one call per prompt and way of its own."""
+    """Return tokens per call and tokens per second of calls, each with its prompt and its options."""
     verified, calls, tokens, seconds = 0, 0, 0, 0.0
     for number, (prompt, way) in enumerate(zip(prompts, ways)):
         torch.manual_seed(number)
@@ -92,8 +91,8 @@ def run(model: PreTrainedModel, prompts: list[dict[str, Any]], ways: list[dict[s
         seconds += time.perf_counter() - begun
         tokens += out.sequences.shape[1] - prompt["input_ids"].shape[1]
         if "assistant_model" in options:
-            verified += sum(1 + count for row in out.speculation.rows_accepted for count in row)
-            calls += sum(map(len, out.speculation.rows_accepted))
+            accepted = accepted_of(out)
+            verified, calls = verified + sum(accepted) + len(accepted), calls + len(accepted)
     return f"{verified / calls if calls else 1:.2f} ({tokens / seconds:.0f}/s)"
 
 
@@ -143,19 +142,17 @@ def main() -> None:
             for grammar, prompt in zip(grammars, asked)
         ],
     }
-    console = Console(width=120)
     for title, prompts, columns in (("one distribution", plain, ways), ("JSON schemas", asked, schemas)):
-        table = Table("drafter", *columns, title=f"{title}: tokens per call (tokens per second)")
+        rows = []
         for name in (None, *arguments.drafters):
-            drafter = None
+            own = {}
             if name is not None:
-                drafter = NgramDrafter() if name == "ngrams" else AutoModel.from_pretrained(name)
-                drafter.attach(model)
-            own = {} if drafter is None else {"assistant_model": drafter}
-            table.add_row(name or "none", *(run(model, prompts, way, **common, **own) for way in columns.values()))
-            if drafter is not None:
+                own["assistant_model"] = NgramDrafter() if name == "ngrams" else AutoModel.from_pretrained(name)
+                own["assistant_model"].attach(model)
+            rows.append([name or "none", *(run(model, prompts, way, **common, **own) for way in columns.values())])
+            for drafter in own.values():
                 drafter.detach()
-        console.print(table)
+        show(("drafter", *columns), rows, f"{title}: tokens per call (tokens per second)")
 
 
 if __name__ == "__main__":

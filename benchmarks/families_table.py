@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from measuring import markdown  # noqa: E402
 from serving_table import RESULTS  # noqa: E402
 
 from tests.families import BACKBONES, NAMES, RETROFITS  # noqa: E402
@@ -50,13 +50,6 @@ FLAGS = {
     "scales_nothing": "attention without the main model's scaling",
 }
 BODIES = {"stack": "a pair of layers", "latent": "one latent attention and a dense MLP"}
-
-
-def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table."""
-    columns = list(columns)
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
 
 
 def modules(family: MTPFamily) -> str:

@@ -3,7 +3,7 @@
     python benchmarks/grpo.py --model HuggingFaceTB/SmolLM2-135M-Instruct --head model_cards/smollm2/eagle3 \\
         --prompts gsm8k_train.jsonl --folder grpo
 
-Every drafter has a run of its own of the same policy (bfloat16, adapters of peft) on the same prompts, a group of 8
+Every drafter has a separate run of the same policy (bfloat16, adapters of peft) on the same prompts, a group of 8
 answers per step, sampled at temperature 1. The reward is the share of an answer's words that are short, each counted
 once: it differs within almost every group from the start. Drafters take turns of some steps, and a run that is stopped
 goes on from its last checkpoints. Times are those of the processor, in which other processes do not count.
@@ -27,6 +27,7 @@ from typing import Any, cast
 
 import torch
 from datasets import Dataset
+from measuring import accepted_of
 from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -95,8 +96,7 @@ class Notes(TrainerCallback):
         def noting(**kwargs: object) -> torch.Tensor:
             started = time.process_time()
             out = generate(**kwargs, return_dict_in_generate=True)
-            found = vars(out).get("speculation")
-            accepted = [] if found is None else [count for row in found.rows_accepted for count in row]
+            accepted = accepted_of(out)
             prompt = cast(torch.Tensor, kwargs["input_ids"])
             self.rollout = {
                 "tokens_per_call": 1 + sum(accepted) / max(1, len(accepted)),
@@ -181,7 +181,7 @@ def train(name: str, steps: int, arguments: argparse.Namespace) -> list[dict[str
     return notes.steps
 
 
-def accepted_of(drafter: SuffixDrafter, text: list[int], begun: int) -> list[int]:
+def accepted_along(drafter: SuffixDrafter, text: list[int], begun: int) -> list[int]:
     """Return the accepted drafts of each verification while a text is written whose first `begun` tokens are there."""
     reader, accepted = Reader(), list[int]()
     given = drafter.num_tokens, drafter.num_tokens, 1, drafter.factor, drafter.least
@@ -209,7 +209,7 @@ def by_finished(steps: list[dict[str, Any]], keeps: bool, end: int) -> list[floa
         texts = [answer[: answer.index(end) + 1] if end in answer else answer for answer in step["answers"]]
         drafter = kept if keeps else SuffixDrafter()
         for accepted, text in zip(found, texts):  # the first token is the prompt's forward's
-            accepted += accepted_of(drafter, step["prompt"] + text, len(step["prompt"]) + 1)
+            accepted += accepted_along(drafter, step["prompt"] + text, len(step["prompt"]) + 1)
     return [1 + statistics.mean(accepted) for accepted in found]
 
 

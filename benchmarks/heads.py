@@ -1,4 +1,4 @@
-"""What a head costs in a cycle, by family: its own matrix product apart from drafting and verification.
+"""What a head costs in a cycle, by family: its matrix product apart from drafting and verification.
 
     python benchmarks/heads.py                            # demo size, n = 16, r = 32
     python benchmarks/heads.py --size 85m --rank 8 16 32
@@ -7,12 +7,12 @@
 One table per window and rank, medians in milliseconds of the same run: `forward` is the backbone on n tokens behind a
 prompt, `head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from
 it to a sampled draft with its distributions, `warped` the same with each conditional warped, `verify` block rule.
-`share` is (head + draft + verify) / (forward + head + draft + verify). `weights` are the head's beside the backbone's,
+`share` is (head + draft + verify) / (forward + head + draft + verify). `weights` are the head's and the backbone's,
 and `products` its multiply-adds of a cycle as a share of the backbone's on n tokens. `kernels` are the operators of
 head and draft, greedy / sampled: what an accelerator would launch. `--counts` prints these three alone, which depend on
 no machine. Random weights: costs do not depend on what was learned.
 
-With `--lexicon`, the rows of `lexicon.py`, tokens per call as decoded there stand beside these costs: `kept/s` is what
+With `--lexicon`, the rows of `lexicon.py`, tokens per call as decoded there are added to these costs: `kept/s` is what
 both make of a second, `most/s` the tokens per second if every draft was kept (MtPC's "max"). `--figure` draws tokens
 per call against milliseconds per call with lines of equal speed.
 """
@@ -29,14 +29,11 @@ from typing import Any
 
 import torch
 from cycles import counted
-from decoding import SIZES, evabyte
-from measuring import seconds_of
-from rich.console import Console
-from rich.table import Table
+from decoding import SIZES, evabyte, forward
+from measuring import seconds_of, show
 from transformers import TemperatureLogitsWarper
 
 from tokenahead import EvaByteForMTPC
-from tokenahead.configuration.cache_names import CACHE, cache_of
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.tensors.sampling import draw
 from tokenahead.generation.verification import verify
@@ -51,13 +48,6 @@ HEADS = ("ff", "cp", "hmm", "btree")
 def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
     """Median milliseconds of the parts of a sampled cycle."""
     window = model.window
-    cache = cache_of(model(prompt))
-    block = prompt[:, :window]
-
-    def forward() -> None:
-        model(block, **{CACHE: cache}, use_cache=True)
-        cache.crop(-window)
-
     hidden, last, length = torch.randn(1, model.config.hidden_size), torch.tensor([100]), window - 1
     distribution, processing = (
         model.distribution_after(hidden, last, length),
@@ -71,19 +61,17 @@ def cycle(model: EvaByteForMTPC, prompt: torch.Tensor) -> dict[str, float]:
     tokens, q = distribution.sample_with_probs(length)
     p = torch.randn(1, window, model.config.vocab_size).softmax(-1)
     calls = {
-        "forward": forward,
+        "forward": forward(model, {"input_ids": prompt}, window),
         "head": lambda: model.distribution_after(hidden, last, length),
         "draft": lambda: distribution.sample_with_probs(length),
         "warped": lambda: distribution.draft(warped, length),
         "verify": lambda: verify(tokens, q, p),
     }
-    for call in calls.values():
-        seconds_of(call, 5)
-    return {name: 1e3 * seconds_of(call, REPEATS) for name, call in calls.items()}
+    return {name: 1e3 * seconds_of(call, REPEATS, warm_up=5) for name, call in calls.items()}
 
 
 def counts(model: EvaByteForMTPC, window: int) -> tuple[str, str]:
-    """The head's weights beside the backbone's, and its multiply-adds relative to those of the backbone on n tokens."""
+    """The head's weights and the backbone's, and its multiply-adds relative to those of the backbone on n tokens."""
     size, backbone = (sum(p.numel() for p in part.parameters()) for part in (model.head, model.model))
     return f"{size / 1e6:.1f} M / {backbone / 1e6:.1f} M", f"{size / (window * backbone):.1%}"
 
@@ -111,18 +99,38 @@ def accepted(rows: list[dict[str, Any]], cell: dict[str, Any]) -> float | None:
 def result(method: str, tokens: float, ms: float, plain_ms: float, drafts: int | None = None) -> DecodingResult:
     """A point of the figure."""
     return DecodingResult(
-        name=method,
-        method=method,
-        decoding="T = 1",
-        do_sample=True,
-        backbone_calls=1000,
-        new_tokens=round(1000 * tokens),
-        seconds=ms,
-        plain_seconds=tokens * plain_ms,
-        draft_length=drafts,
-        tokens_per_verification=tokens,
-        call_ms=ms,
-    )
+        name=method, method=method, decoding="T = 1", do_sample=True, backbone_calls=1000,
+        new_tokens=round(1000 * tokens), seconds=ms, plain_seconds=tokens * plain_ms, draft_length=drafts,
+        tokens_per_verification=tokens, call_ms=ms,
+    )  # fmt: skip
+
+
+def compare(model: EvaByteForMTPC, window: int, rank: int, learned: list[dict[str, Any]], arguments: Any) -> list[Any]:
+    """Print the table of a window and a rank; returns name, tokens per call, milliseconds and drafts of each head."""
+    prompt, found, points, shown = torch.randint(64, 320, (1, 100)), [], [], []
+    cells = [{"head_type": kind, "window": window, "rank": 1 if kind == "ff" else rank} for kind in HEADS]
+    for cell in cells:
+        model.set_head(**cell)
+        facts = [cell["head_type"], *counts(model, window), kernels(model)]
+        found.append((cell, facts, {} if arguments.counts else cycle(model, prompt)))
+    # the forward is the same for all: what rows differ in is noise
+    forward = 0.0 if arguments.counts else statistics.median(cost["forward"] for _, _, cost in found)
+    for cell, facts, cost in found:
+        if cost:
+            cost["forward"] = forward
+            rest = cost["head"] + cost["draft"] + cost["verify"]
+            total = forward + rest
+            facts += [*(f"{value:.2f}" for value in cost.values()), f"{total:.2f}", f"{rest / total:.1%}"]
+            tokens = accepted(learned, cell)
+            if tokens is not None:
+                facts += [f"{tokens:.2f}", f"{1e3 * tokens / total:.0f}", f"{1e3 * window / total:.0f}"]
+                points.append((f"{cell['head_type']}, drafts of {window - 1}", tokens, total, window - 1))
+        shown.append(facts)
+    timed = () if arguments.counts else ("forward", "head", "draft", "warped", "verify", "cycle", "share")
+    rates = ("tokens/call", "kept/s", "most/s") if learned else ()
+    title = f"{arguments.size}, n = {window}, r = {rank}, {arguments.threads} thread(s); ms"
+    show(("head type", "weights", "products", "kernels", *timed, *rates), shown, title, 160)
+    return points
 
 
 def main() -> None:
@@ -142,37 +150,11 @@ def main() -> None:
         return
     torch.set_num_threads(arguments.threads)
     model = evabyte(arguments.model, arguments.size)
-    prompt = torch.randint(64, 320, (1, 100))
-    rows = json.loads(arguments.lexicon.read_text()) if arguments.lexicon else []
-    results = []
+    learned, results = json.loads(arguments.lexicon.read_text()) if arguments.lexicon else [], []
     for window, rank in product(arguments.window, arguments.rank):
-        table = Table(title=f"{arguments.size}, n = {window}, r = {rank}, {arguments.threads} thread(s); ms")
-        timed = () if arguments.counts else ("forward", "head", "draft", "warped", "verify", "cycle", "share")
-        learned = ("tokens/call", "kept/s", "most/s") if rows else ()
-        for column in ("head type", "weights", "products", "kernels", *timed, *learned):
-            table.add_column(column, justify="right")
-        cells = [{"head_type": kind, "window": window, "rank": 1 if kind == "ff" else rank} for kind in HEADS]
-        found = []
-        for cell in cells:
-            model.set_head(**cell)
-            told = [cell["head_type"], *counts(model, window), kernels(model)]
-            found.append((cell, told, {} if arguments.counts else cycle(model, prompt)))
-        # the forward is the same for all: what rows differ in is noise
-        forward = 0.0 if arguments.counts else statistics.median(cost["forward"] for _, _, cost in found)
-        for cell, shown, cost in found:
-            if cost:
-                cost["forward"] = forward
-                rest = cost["head"] + cost["draft"] + cost["verify"]
-                total = cost["forward"] + rest
-                shown += [*(f"{cost[name]:.2f}" for name in cost), f"{total:.2f}", f"{rest / total:.1%}"]
-                tokens = accepted(rows, cell)
-                if tokens is not None:
-                    shown += [f"{tokens:.2f}", f"{1e3 * tokens / total:.0f}", f"{1e3 * window / total:.0f}"]
-                    results.append((f"{cell['head_type']}, drafts of {window - 1}", tokens, total, window - 1))
-            table.add_row(*shown)
-        Console(width=160).print(table)
+        results += compare(model, window, rank, learned, arguments)
     if results:
-        plain = 1e3 * bare(model, prompt)
+        plain = 1e3 * seconds_of(forward(model, {"input_ids": torch.randint(64, 320, (1, 100))}, 1), REPEATS, warm_up=5)
         points = [result(name, tokens, ms, plain, drafts) for name, tokens, ms, drafts in results]
         measured = MeasuredResults(
             results=[result("plain", 1.0, plain, plain), *points],
@@ -187,19 +169,6 @@ def main() -> None:
             measured.to_json(arguments.out)
         if arguments.figure:
             frontier_figure(measured).savefig(arguments.figure, dpi=120)
-
-
-@torch.no_grad()
-def bare(model: EvaByteForMTPC, prompt: torch.Tensor) -> float:
-    """Median seconds of a forward of one token behind the prompt."""
-    cache = cache_of(model(prompt))
-
-    def call() -> None:
-        model(prompt[:, :1], **{CACHE: cache}, use_cache=True)
-        cache.crop(-1)
-
-    seconds_of(call, 5)
-    return seconds_of(call, REPEATS)
 
 
 if __name__ == "__main__":

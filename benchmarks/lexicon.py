@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import show
 
 from tokenahead import MTPHeadConfig
 from tokenahead.generation.verification import token_acceptance, verify
@@ -40,9 +39,9 @@ from tokenahead.modeling.heads.window_distribution import WindowDistribution
 from tokenahead.training.evaluation.expected import SAMPLED, ExpectedCalls, acceptance_along
 
 BLANK, SYMBOLS = 0, 27
-STEPS, WINDOWS_PER_STATE, PEAK_RATE = 500, 5, 0.2
-TEXTS, LENGTH = 200, 200
-"""Texts of the source that are read, and their symbols."""
+WINDOWS_PER_STATE, PEAK_RATE = 5, 0.2
+LENGTH = 200
+"""Symbols of a text that is read."""
 CYCLES, BURN_IN = 60, 10
 """Cycles that are decoded per text, and those before the first that counts."""
 
@@ -158,16 +157,16 @@ def fit(source: Lexicon, config: MTPHeadConfig, steps: int, seed: int, kind: str
 
 
 @torch.no_grad()
-def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig) -> dict[str, float]:
+def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig, texts: int) -> dict[str, float]:
     """Window NLL in nats, and tokens per call: expected along texts of the source, and decoded."""
     torch.manual_seed(1234)
-    begun = source.stationary(TEXTS)
+    begun = source.stationary(texts)
     symbols, after = source.sample(begun, LENGTH)
     before = torch.cat([begun[:, None], after[:, :-1]], 1)
     n, width = config.window, len(source.distribution)
     windows = torch.nn.functional.pad(symbols, (0, n - 1)).unfold(1, n, 1)
     states = torch.nn.functional.pad(before, (0, n - 1)).unfold(1, n, 1)
-    places = torch.ones(TEXTS, LENGTH - 1, dtype=torch.bool)
+    places = torch.ones(texts, LENGTH - 1, dtype=torch.bool)
     parts: dict[str, list[ExpectedCalls]] = {rule: [] for rule in SAMPLED}
     nll = []
     for row, state in enumerate(states):
@@ -180,13 +179,14 @@ def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig) -> d
             found.append(ExpectedCalls.along(accepted[None], places[row, None]))
     rules = {rule: sum(found[1:], found[0]).tokens_per_call for rule, found in parts.items()}
     first = window_distribution(head, config, torch.nn.functional.one_hot(begun, width).float())
+    counted = decoded(source, head, config, texts)
     biased = algorithm_2(source, first, begun)
-    return {"nll": float(torch.stack(nll).mean()), **rules, "decoded": decoded(source, head, config), "biased": biased}
+    return {"nll": float(torch.stack(nll).mean()), **rules, "decoded": counted, "biased": biased}
 
 
-def decoded(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig) -> float:
+def decoded(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig, texts: int) -> float:
     """Tokens per call of block verification with drafts of n - 1, counted over the cycles of texts."""
-    before, width, length = source.stationary(TEXTS), len(source.distribution), config.window - 1
+    before, width, length = source.stationary(texts), len(source.distribution), config.window - 1
     last = source.sample(before, 1)[0][:, 0]
     kept = 0
     for cycle in range(CYCLES):
@@ -194,12 +194,12 @@ def decoded(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig) -> fl
         draft, q = distribution_after(head, config, hidden, last, length).sample_with_probs(length)
         state = source.following[before, last]
         accepted, added, _ = verify(draft, q.double(), source.along(state, draft))
-        kept += int(accepted.sum() + TEXTS) if cycle >= BURN_IN else 0
+        kept += int(accepted.sum() + texts) if cycle >= BURN_IN else 0
         passed = [state]  # where a draft is kept, its state exists; what comes behind is not looked at
         for symbol in draft.unbind(1):
             passed.append(source.following[passed[-1], symbol].clamp(min=0))
         before, last = torch.stack(passed, 1).gather(1, accepted[:, None])[:, 0], added
-    return kept / (TEXTS * (CYCLES - BURN_IN))
+    return kept / (texts * (CYCLES - BURN_IN))
 
 
 def algorithm_2(source: Lexicon, distribution: WindowDistribution, state: torch.Tensor) -> float:
@@ -226,49 +226,51 @@ def cells(table: str) -> Iterator[dict[str, Any]]:
             yield {"head_type": kind, "window": 8, "rank": 1 if kind == "ff" else 4, "loss": loss}
 
 
-def run(source: Lexicon, cell: dict[str, Any], seed: int) -> dict[str, float]:
+def run(source: Lexicon, cell: dict[str, Any], seed: int, steps: int, texts: int) -> dict[str, float]:
     """Figures of one cell of one training seed."""
     options = dict(cell)
     loss = options.pop("loss", "likelihood")
     config = MTPHeadConfig(**options)
     started = time.process_time()
-    head = fit(source, config, STEPS, seed, loss)
+    head = fit(source, config, steps, seed, loss)
     seconds = time.process_time() - started
-    return {"seconds": round(seconds, 1)} | {name: round(x, 4) for name, x in evaluate(source, head, config).items()}
+    figures = evaluate(source, head, config, texts)
+    return {"seconds": round(seconds, 1)} | {name: round(value, 4) for name, value in figures.items()}
 
 
-def show(table: str, rows: list[dict[str, Any]], console: Console) -> None:
+def print_table(table: str, rows: list[dict[str, Any]]) -> None:
     """Print a table: means over seeds, least and most."""
-    shown = Table(title=f"{table}: mean over training seeds (least .. most)")
-    options = list(dict.fromkeys(name for cell in cells(table) for name in cell))
-    for column in (*options, "drafts", "seeds", *FIGURES):
-        shown.add_column(column.replace("_", " "), justify="right")
+    options, shown = list(dict.fromkeys(name for cell in cells(table) for name in cell)), []
     for cell in cells(table):
         own = [row for row in rows if row["cell"] == cell]
         if own:
             figures = (_spread([row[name] for row in own]) for name in FIGURES)
-            named = (str(cell.get(name, "")) for name in options)
-            shown.add_row(*named, str(cell["window"] - 1), str(len(own)), *figures)
-    console.print(shown)
+            shown.append([*(cell.get(name, "") for name in options), cell["window"] - 1, len(own), *figures])
+    columns = (column.replace("_", " ") for column in (*options, "drafts", "seeds", *FIGURES))
+    show(columns, shown, f"{table}: mean over training seeds (least .. most)", 160)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", nargs="+", default=list(TABLES), choices=TABLES)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=500, help="of a training")
+    parser.add_argument("--texts", type=int, default=200, help="of the source that are read")
+    parser.add_argument("--heads", nargs="+", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--out", type=Path, default=Path("lexicon.json"), help="rows, which later calls add to")
     arguments = parser.parse_args()
-    source, console = Lexicon(), Console(width=160)
+    source = Lexicon()
     bits = source.entropy()
-    console.print(f"{len(source.distribution)} states, {bits:.2f} bits per symbol; {bits * math.log(2):.3f} nats")
+    print(f"{len(source.distribution)} states, {bits:.2f} bits per symbol; {bits * math.log(2):.3f} nats")
     rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     for seed, table in product(range(arguments.seeds), arguments.table):
-        for cell in cells(table):
+        for cell in (cell for cell in cells(table) if cell["head_type"] in arguments.heads):
             if not any(row["cell"] == cell and row["seed"] == seed for row in rows):
-                rows.append({"cell": cell, "seed": seed, **run(source, cell, seed)})
+                figures = run(source, cell, seed, arguments.steps, arguments.texts)
+                rows.append({"cell": cell, "seed": seed, **figures})
                 arguments.out.write_text(json.dumps(rows, indent=0))
     for table in arguments.table:
-        show(table, rows, console)
+        print_table(table, rows)
 
 
 def _spread(values: list[float]) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import accepted_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -130,7 +131,7 @@ class Control:
             **inputs, max_new_tokens=self.arguments.tokens, do_sample=True, top_k=0, assistant_model=drafter,
             return_dict_in_generate=True,
         )  # fmt: skip
-        accepted = [count for row in out.speculation.rows_accepted for count in row]
+        accepted = accepted_of(out)
         return 1 + sum(accepted) / max(1, len(accepted))
 
     def _save(self) -> None:

@@ -4,9 +4,9 @@
         --prompts gsm8k_train.jsonl
 
 Plain decoding and all drafters answer every prompt by turns, in one process and in an order that changes, each with the
-same number of tokens. `SuffixDrafter` reads on from prompt to prompt, as it does from step to step of a training. Of
-each drafter the median over prompts of plain seconds by its own is printed, with the quartiles; and, as the spread of
-the machine itself, the same for a second plain run of every prompt.
+same number of tokens. `SuffixDrafter` reads on from prompt to prompt, as it does from step to step of a training.
+Printed for each drafter: the median over prompts of the ratio of plain seconds to its seconds, with quartiles; a second
+plain run of every prompt shows the spread of the machine itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import accepted_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tokenahead import DrafterCascade, EagleHead, SuffixDrafter
@@ -73,8 +74,7 @@ def main() -> None:
             out.sequences[0, -1].item()
             if number:  # the first prompt warms up
                 seconds[name].append(time.perf_counter() - started)
-                found = vars(out).get("speculation")
-                accepted[name] += [] if found is None else [count for row in found.rows_accepted for count in row]
+                accepted[name] += accepted_of(out)
     print(json.dumps({"threads": torch.get_num_threads(), "device": device, "prompts": len(turns) - 1}))
     for name, own in seconds.items():
         ratios = sorted(plain / mine for plain, mine in zip(seconds["plain"], own))

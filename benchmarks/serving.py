@@ -1,6 +1,6 @@
 """Exported directories in vLLM: is the text plain decoding's, are drafts those of this library, how many are accepted?
 
-    bash benchmarks/serving_environment.sh vllm-env                # once: 3.4 GB, an environment of its own
+    bash benchmarks/serving_environment.sh vllm-env                # once: 3.4 GB, a separate environment
     python benchmarks/serving.py --vllm vllm-env/bin/python        # 40 minutes on two cores, no GPU
     python benchmarks/serving.py --vllm vllm-env/bin/python --only hy_v3 "heads through the proposer" --ways engine
     python benchmarks/serving.py --vllm vllm-env/bin/python --keep run --json benchmarks/serving.json
@@ -33,18 +33,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from serving_cases import Builder, Case, cases
+from serving_server import SETTINGS as SERVER
 from serving_table import COLUMNS, cells, write
 
 HERE = Path(__file__).resolve().parent
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+SETTINGS = SERVER | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 WAYS = ("engine", "server")
 
 

@@ -1,10 +1,10 @@
-"""Speed in vLLM beside that of this library, plain and with an EAGLE head's drafts; needs a quiet machine.
+"""Speed in vLLM and in this library, plain and with an EAGLE head's drafts; needs a quiet machine.
 
     python benchmarks/serving_speed.py --vllm vllm-env/bin/python --backbone HuggingFaceTB/SmolLM2-135M-Instruct \\
         --head model_cards/smollm2/eagle3 --prompts question.jsonl --json speed.json
 
 Four engines answer the same prompts greedily, so many new tokens each, by turns: vLLM plain and drafting (each in a
-process of its own, model runner V1), and `generate` here, plain and drafting. The first turn warms up. Printed, and
+separate process, model runner V1), and `generate` here, plain and drafting. The first turn warms up. Printed, and
 written as JSON, of every batch size: medians of tokens per second, quartiles of the speed-up by turns, accepted drafts
 by position of all drafts, and how many texts of each engine equal those of vLLM's plain decoding in the same turn (in
 bfloat16 not all do: kernels and batch shapes that round otherwise decide near-ties otherwise; see `--dtype float32`).
@@ -24,20 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+from serving_server import SETTINGS
+
 Answer = tuple[float, list[list[int]], list[int], int]
 """Seconds, new tokens of every prompt, accepted drafts by position, drafts."""
 
 
 class Engine:
-    """vLLM in a process of its own, which waits between its turns.
+    """vLLM in a separate process, which waits between its turns.
 
     Args:
         interpreter: Python of the environment that has vLLM.
@@ -47,7 +41,8 @@ class Engine:
     """
 
     def __init__(self, interpreter: str, options: dict[str, Any], threads: int, log: Path) -> None:
-        environment = os.environ | SETTINGS | {"OMP_NUM_THREADS": str(threads)}
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": str(threads)}
+        environment = os.environ | SETTINGS | own
         environment.pop("PYTHONPATH", None)
         command = [interpreter, __file__, "--engine", json.dumps(options)]
         with log.open("w") as errors:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from measuring import markdown
+
 RESULTS = Path(__file__).with_name("serving.json")
 COLUMNS = (
     "equal outputs, alone and as a batch",
@@ -30,13 +32,11 @@ def write(path: Path, machine: dict[str, Any], rows: list[dict[str, Any]]) -> No
     path.write_text(f'{{\n "machine": {json.dumps(machine)},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
-def markdown(results: dict[str, Any]) -> str:
+def table_of(results: dict[str, Any]) -> str:
     """Return the table, headed by what it was run on."""
     machine = results["machine"]
     head = f"directory, in vLLM {machine['vllm']} on a CPU ({machine['cpu']}), {machine['dtype']}"
-    columns = (head, *COLUMNS)
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return "\n".join(lines + [f"| {' | '.join(cells(row))} |" for row in results["rows"]]) + "\n"
+    return markdown((head, *COLUMNS), map(cells, results["rows"]))
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -58,4 +58,4 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(json.loads(Path(*sys.argv[1:2] or [RESULTS]).read_text())), end="")
+    print(table_of(json.loads(Path(*sys.argv[1:2] or [RESULTS]).read_text())), end="")

@@ -142,7 +142,7 @@ def test_the_tables_of_families_are_those_of_the_registry_the_tests_and_the_last
 
 def test_the_table_of_engines_is_that_of_the_last_run():
     results = json.loads(serving_table.RESULTS.read_text())
-    assert serving_table.markdown(results) in (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert serving_table.table_of(results) in (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     ran = [row for row in results["rows"] if "error" not in row]
     assert len(ran) > 30 and all(row["alone"] == row["together"] == row["prompts"] for row in ran)
     assert all(row["rejected"] for row in ran)

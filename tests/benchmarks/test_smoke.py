@@ -12,6 +12,7 @@ from tests.benchmark_modules import ROOT
 from tokenahead import EagleHead, EvaByteTokenizer
 
 FOLDER = ROOT / "benchmarks"
+GROUPS = "--steps 2 --turn 2 --group 2 --tokens 4"
 SCRIPTS = {
     "analyze": "--help",
     "box_heads": "--help",
@@ -26,9 +27,10 @@ SCRIPTS = {
     "families_table": "--check",
     "features": "--hidden 64 --layers 1 --vocab 32 --rows 8 --rounds 1 --no-memory",
     "gpu": "--smoke --drafts none --seconds 0",
-    "grpo": "--help",
+    "grpo": "--model llama --head eagle1 --prompts prompts.jsonl --drafters none suffix --cpu " + GROUPS,
     "heads": "--window 4 --rank 2 --counts",
-    "lexicon": "--help",
+    "heads, timed": "--window 4 --rank 2",
+    "lexicon": "--table families --seeds 1 --steps 3 --texts 2 --heads ff",
     "marginal": "llama --depth 2 --rows 2 --branches 2",
     "cache, loops": "--loop --shapes 20x1",
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
@@ -41,7 +43,8 @@ SCRIPTS = {
     "serving_images": "--help",
     "serving_speed": "--help",
     "serving_table": "",
-    "smollm2": "--help",
+    "smollm2": "train hydra --model llama --folder . --minutes 0.001 --dtype float32 --draft-tokens 100",
+    "smollm2, measured": "measure --model llama --folder . --questions prompts.jsonl --per-category 1 --dtype float32",
     "strategies": "llama --seconds 0.1 --only nll --seed 0 --rows 4 --prompts 1 --new-tokens 4",
     "trainer_overhead": "--steps 2 --width 16 --layers 1 --vocab 32 --length 8 --rows 4",
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
@@ -70,6 +73,8 @@ def work(tmp_path_factory):
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ids = tokenizer("q<|im_start|>assistant\nHello there, you.<|im_end|>")["input_ids"]
     (folder / "answers.jsonl").write_text((json.dumps({"ids": ids}) + "\n") * 2)
+    (folder / "answers").mkdir()
+    (folder / "answers" / "text.jsonl").write_text((json.dumps({"ids": ids, "prompt": 12}) + "\n") * 6)
     return folder
 
 

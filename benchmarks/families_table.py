@@ -40,11 +40,11 @@ READ["qwen3_5_moe"] = "vLLM read"
 READ |= dict.fromkeys(("glm5_next", "minimax_m3_vl", "qwen4_exp", "qwen4_exp_text"), "no: vLLM's code is for GPUs")
 """Engines whose loader was compared with what is saved, and not run."""
 FLAGS = {
-    "own_heads": "a norm and a head of their own each, and states from before that norm",
+    "own_heads": "a separate norm and head each, and states from before that norm",
     "unnormed": "states from before a module's norm",
     "streams": "several streams of hidden states",
-    "own_embeddings": "embeddings of its own",
-    "one_stream": "one stream, beside hyper-connections of the main model",
+    "own_embeddings": "separate embeddings",
+    "one_stream": "one stream, though the main model has hyper-connections",
     "rotates": "always with rotary positions",
     "shares_norm": "one norm for all",
     "scales_nothing": "attention without the main model's scaling",
@@ -87,14 +87,14 @@ def families(results: list[dict[str, Any]]) -> str:
             continue  # has a row with its tower
         family = FAMILIES.get(text, FAMILIES.get(key, RETROFIT))
         held = "yes" if key in NAMES or key in TOWERS else "-"
-        layout = modules(family) + ("; beside a tower for images" if key in TOWERS else "")
+        layout = modules(family) + ("; with a tower for images" if key in TOWERS else "")
         label = f"{key} ({MODELS[key]})" if key in MODELS else key
         load = "new" if family.retrofit and held == "yes" else held
         rows.append([label, layout, load, held, held, held, served(key, results)])
     made = [name for name in RETROFITS if name not in FAMILIES]
     copies = "copies of the last layer"
     rows += [[name, copies, "new", "yes", "yes", "yes", served(name, results)] for name in made]
-    others = ", ".join(sorted(BACKBONES)) + ", and whatever passes the probe"
+    others = ", ".join(sorted(BACKBONES)) + ", and all others that pass the probe"
     rows.append([others, copies, "new", "yes", "yes", "yes", "the backbone alone, or with heads"])
     return markdown(("`model_type`", "modules", "load", "speculate", "train", "save", "serve"), rows)
 
@@ -111,7 +111,7 @@ def refused() -> str:
 
 
 def rewritten(page: str) -> str:
-    """Return the page with new tables in the place of those between its marks."""
+    """Return the page with new tables instead of those between its marks."""
     tables = {"families": families(json.loads(RESULTS.read_text())["rows"]), "refused": refused()}
     for name, table in tables.items():
         mark, end = f"<!-- python benchmarks/families_table.py: {name} -->\n\n", "\n<!-- end -->"

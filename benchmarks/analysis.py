@@ -64,7 +64,7 @@ def marginal_log_probs(
         attention_mask: [B, T], 0 for padding.
         positions: Columns whose next k tokens are predicted; None: the last one before padding.
         mass: In (0, 1]; 1 enumerates everything.
-        max_branches: Continuations to follow per step, at most; the likeliest are taken.
+        max_branches: Continuations to follow per step, at most; the most likely are taken.
         batch_size: Continuations per model call.
 
     Raises:
@@ -125,7 +125,7 @@ def _of_prefix(
 def _children(
     paths: torch.Tensor, weights: torch.Tensor, distribution: torch.Tensor, mass: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the likeliest continuations of paths [N, j] by a token: paths [M, j + 1] and their weights [M]."""
+    """Return the most likely continuations of paths [N, j] by a token: paths [M, j + 1] and their weights [M]."""
     probs, tokens = distribution.sort(-1, descending=True)
     before = probs.cumsum(-1) - probs
     node, rank = ((before < mass) if mass < 1 else torch.ones_like(before, dtype=torch.bool)).nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""What a backbone already knows of tokens further ahead, beside what its drafter has learned.
+"""What a backbone already knows of tokens further ahead, and what its drafter has learned.
 
     python benchmarks/analyze.py --depth 4 -- --model_name_or_path MODEL --dataset_name DATA --drafter heads
     python benchmarks/analyze.py -- CONFIG.yaml --drafter_name_or_path HEADS      # the file of a training
@@ -127,7 +127,7 @@ def _position(row: dict[str, Any], depth: int, device: torch.device) -> _Positio
 
 @torch.no_grad()
 def _depths(trainee: Trainee, positions: list[_Position], asked: argparse.Namespace) -> list[dict[str, float]]:
-    """Return the mean of every figure by depth; a depth of which a drafter says nothing lacks it."""
+    """Return the mean of every figure by depth; figures that a drafter lacks at a depth are left out."""
     found = [_at_position(trainee, position, asked) for position in positions]
     means = {name: torch.stack([each[name] for each in found]).double().mean(0).tolist() for name in found[0]}
     rows = []

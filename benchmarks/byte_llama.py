@@ -44,7 +44,7 @@ def optimizer_of(model: Any, matrix_rate: float = 0.03, rate: float = 1e-2) -> t
     ends = {id(p) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() == 2 and id(p) not in ends]
-    others = [p for p in trained if p.dim() != 2 or id(p) in ends]  # none where a student's embeddings are frozen
+    others = [p for p in trained if p.dim() != 2 or id(p) in ends]  # empty if a student's embeddings are frozen
     adam = torch.optim.AdamW([{"params": others}], lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     return JointOptimizer(torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=0.0), adam)
 

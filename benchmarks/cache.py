@@ -5,7 +5,7 @@
     python benchmarks/cache.py --loop                       # plain decoding through our loop and through transformers'
     python benchmarks/cache.py --compiled --size 768x12     # static caches: drafts and plain decoding, compiled or not
 
-A Llama of 4 layers, width 256, with grouped heads; blocks of 6 tokens, of which every sequence keeps a random number.
+A Llama of 4 layers, width 256, with grouped heads; blocks of 6 tokens; every sequence keeps a random number of them.
 Processor time of one thread by turns, in milliseconds, medians; bytes are those that copying operators write. The
 memory of a cache is that of its layers and of the largest copy that is made of one.
 """

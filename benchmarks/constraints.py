@@ -51,7 +51,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 class Hidden(LogitsProcessor):
-    """Another processor, of which drafts see nothing."""
+    """Another processor, hidden from the drafts."""
 
     def __init__(self, processor: Callable[..., Any]) -> None:
         self.processor = processor
@@ -62,7 +62,7 @@ class Hidden(LogitsProcessor):
 
 
 class HiddenGrammar(LogitsProcessor):
-    """A grammar, of which drafts see nothing; one sequence, whose prompt ends at a length."""
+    """A grammar, hidden from the drafts; one sequence, whose prompt ends at a length."""
 
     def __init__(self, grammar: GrammarConstraint, prompt_length: int) -> None:
         self.grammar, self.start = grammar, prompt_length

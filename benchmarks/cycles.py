@@ -1,4 +1,4 @@
-"""Kernels, syncs and copies per cycle of every way of drafting, beside plain decoding of the same model.
+"""Kernels, syncs and copies per cycle of every way of drafting, compared with plain decoding of the same model.
 
     python benchmarks/cycles.py
     python benchmarks/cycles.py --only trees n-gram

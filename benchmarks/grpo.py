@@ -123,7 +123,7 @@ class Notes(TrainerCallback):
             self.online.seconds = 0.0
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the steps so far, and the counts, beside the checkpoint."""
+        """Write the steps so far, and the counts, into the checkpoint."""
         folder = Path(str(args.output_dir), f"checkpoint-{state.global_step}")
         if self.suffixes is not None:
             self.suffixes.save_pretrained(folder / "suffixes")
@@ -188,7 +188,7 @@ def accepted_along(drafter: SuffixDrafter, text: list[int], begun: int) -> list[
     drafter.counts.read(reader, text[:begun])
     while begun < len(text):
         draft = [token for token, _ in drafter.counts.draft(reader.tail, *given)[0]][: len(text) - begun]
-        wrong = (place for place, token in enumerate(draft) if token != text[begun + place])
+        wrong = (index for index, token in enumerate(draft) if token != text[begun + index])
         accepted.append(next(wrong, len(draft)))
         drafter.counts.read(reader, text[begun : begun + accepted[-1] + 1])
         begun += accepted[-1] + 1

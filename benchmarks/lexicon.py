@@ -166,7 +166,7 @@ def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig, text
     n, width = config.window, len(source.distribution)
     windows = torch.nn.functional.pad(symbols, (0, n - 1)).unfold(1, n, 1)
     states = torch.nn.functional.pad(before, (0, n - 1)).unfold(1, n, 1)
-    places = torch.ones(texts, LENGTH - 1, dtype=torch.bool)
+    positions = torch.ones(texts, LENGTH - 1, dtype=torch.bool)
     parts: dict[str, list[ExpectedCalls]] = {rule: [] for rule in SAMPLED}
     nll = []
     for row, state in enumerate(states):
@@ -176,7 +176,7 @@ def evaluate(source: Lexicon, head: torch.nn.Module, config: MTPHeadConfig, text
         q, p = distribution.conditional_log_probs(windows[row])[:-1, 1:], source.distribution[state[:-1, 1:]].log()
         for rule, found in parts.items():
             accepted = acceptance_along(q, p, windows[row, :-1, 1:], 1.0, rule)
-            found.append(ExpectedCalls.along(accepted[None], places[row, None]))
+            found.append(ExpectedCalls.along(accepted[None], positions[row, None]))
     rules = {rule: sum(found[1:], found[0]).tokens_per_call for rule, found in parts.items()}
     first = window_distribution(head, config, torch.nn.functional.one_hot(begun, width).float())
     counted = decoded(source, head, config, texts)

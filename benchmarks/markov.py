@@ -86,8 +86,8 @@ def _agreement(draft: torch.Tensor, picks: torch.Tensor, widths: torch.Tensor) -
     states = picks.shape[1]
     hit = picks == draft[:, None]
     rows = torch.zeros(states, states, dtype=torch.float64)
-    place = torch.arange(states).expand(len(draft), -1)[hit], draft[:, None].expand(-1, states)[hit]
-    return rows.index_put_(place, widths[:, None].expand(-1, states)[hit], accumulate=True)
+    index = torch.arange(states).expand(len(draft), -1)[hit], draft[:, None].expand(-1, states)[hit]
+    return rows.index_put_(index, widths[:, None].expand(-1, states)[hit], accumulate=True)
 
 
 def _chained(start: torch.Tensor, steps: list[torch.Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""A drafter that learns beside a policy that moves for certain, against the same drafter left as it is.
+"""A drafter that learns while a policy moves for certain, against the same drafter left as it is.
 
     python benchmarks/online.py --model HuggingFaceTB/SmolLM2-135M-Instruct --head model_cards/smollm2/eagle3 \\
         --answers smollm2/answers --folder online

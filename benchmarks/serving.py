@@ -10,8 +10,8 @@
 Tiny models are trained, exported by this library, and served by vLLM in its own interpreter: 6 prompts of 2 to 64
 tokens, 48 new tokens, greedy, float32. In the engine every prompt is asked alone and all as one batch; of a server
 (`vllm serve`, one after the other, on the loopback) one by one and all at once. `drafts` counts whole drafts that equal
-ours at the places in the text where both drafted, and how many of them the backbone rejects, at least in part (drafters
-are unsettled on purpose); `accepted` is what vLLM reports of the prompts alone.
+ours at the positions of the text where both drafted, and how many of them the backbone rejects, at least in part
+(drafters are unsettled on purpose); `accepted` is what vLLM reports of the prompts alone.
 A run that was interrupted goes on in its directory (`--keep`). Exits with 1 where a text differs.
 """
 
@@ -42,7 +42,7 @@ WAYS = ("engine", "server")
 
 
 def serve(interpreter: str, built: Sequence[Case], folder: Path, way: str = "engine") -> dict[str, dict[str, Any]]:
-    """Lets vLLM serve the cases, in its own process; the library is found beside this file.
+    """Lets vLLM serve the cases, in its own process; the library is found from the directory of this file.
 
     Args:
         interpreter: Python of the environment that has vLLM.
@@ -82,7 +82,7 @@ def compare(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     """What of a case came out as here.
 
     Returns:
-        `alone`, `together`: texts that are equal; `equal`, `places`: drafts that are equal, and places where both
+        `alone`, `together`: texts that are equal; `equal`, `places`: drafts that are equal, and positions where both
         drafted as many tokens; `rejected`: of the equal ones, those that the text does not follow to their end;
         `counts`: vLLM's own.
     """

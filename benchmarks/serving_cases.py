@@ -35,7 +35,7 @@ latent attention for CPUs with AMX, which it prefers there, takes no float32; th
 _RECURRENT = {"dtype": "bfloat16", "enable_prefix_caching": False}
 """Its kernel for recurrent layers on CPUs takes no float32, and with cached prefixes it has none."""
 _TEXT: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
-"""Beside a tower for images, of which none are asked."""
+"""Of models with a tower for images; no images are sent."""
 _SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v3": _NATIVE,
     "exaone4_5": _TEXT,
@@ -119,7 +119,7 @@ class Builder:
         return model
 
     def official(self, family: str, label: str = "", copies: bool | None = None) -> Iterator[Callable[[int], Case]]:
-        """A family with modules of its own."""
+        """A family with official modules."""
         model, folder = self.modules(family), self.folder / f"{family}{label}"
         special = _SPECIAL.get(family, {})
         model = model.to(torch.bfloat16) if special.get("dtype") == "bfloat16" else model
@@ -145,7 +145,7 @@ class Builder:
         return case
 
     def heads(self, family: str, label: str, custom: bool, is_slow: bool = False, **options: Any) -> Case:
-        """Heads beside a backbone: in Medusa's layout, or in our own for `HeadProposer`.
+        """Heads apart from their backbone: in Medusa's layout, or in our own for `HeadProposer`.
 
         Independent heads that share the backbone's unembedding learn slowly, and are wrong often enough without noise.
         """

@@ -25,7 +25,7 @@ _LENGTHS: dict[str, int] = {}
 def declare_images() -> None:
     """Puts torchvision in reach, which vLLM's files of some families import and no text needs.
 
-    PyPI has builds for CUDA alone, whose operators cannot be loaded beside PyTorch for CPUs: two of them, which
+    PyPI has builds for CUDA alone, whose operators cannot be loaded with PyTorch for CPUs: two of them, which
     torchvision asks for when it is imported, are declared here and do nothing.
     """
     import torch
@@ -57,7 +57,7 @@ def route_in_pytorch() -> None:
 
 
 def look_at_classes_here() -> None:
-    """vLLM looks at a class in a process of its own, so that CUDA stays as it is: ten seconds for each one."""
+    """Let vLLM inspect classes in this process; to leave CUDA alone it starts one for each, which takes ten seconds."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()

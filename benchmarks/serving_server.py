@@ -80,7 +80,7 @@ class Server:
         self.process: Process | None = None
 
     def start(self) -> Process:
-        """Start the command in a session of its own: its engine's processes are ended with it."""
+        """Start the command in a new session: its engine's processes are ended with it."""
         plugin = write_plugin(self.log.absolute().parent)
         environment = os.environ | SETTINGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(plugin)])}
         with self.log.open("w") as log:

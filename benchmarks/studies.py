@@ -76,7 +76,7 @@ def train(
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Trainer:
     """Train for so many seconds of processor time, or so many steps, with a rate that falls to 0; `prints` what is
-    logged. In place of a strategy: what makes a trainer of model, arguments and data."""
+    logged. Instead of a strategy: what makes a trainer of model, arguments and data."""
     trainer: Any = None
     budget = TimeBudget(seconds, first)
     if steps is not None:

@@ -1,9 +1,9 @@
-"""What MTPTrainer costs per step beside a plain Trainer, on the same model and rows, step by step in turns.
+"""What MTPTrainer costs per step compared with a plain Trainer, on the same model and rows, step by step in turns.
 
     python benchmarks/trainer_overhead.py                      # a step of a quarter of a second
     python benchmarks/trainer_overhead.py --width 32 --layers 1 --vocab 64    # next to no model: the trainers alone
 
-Both train in one process, each in a thread of its own, and hand over after every step, so that a load that comes and
+Both train in one process, each in its own thread, and hand over after every step, so that a load that comes and
 goes meets both. Of every pair of steps the processor time of their threads is compared, and the median of the ratios
 counts; the first of a pair is each of them as often. The spread is that of halves of the pairs. Freed memory stays with
 the process, because the system's share of a step would be the larger part of what differs.
@@ -27,7 +27,7 @@ from tokenahead import MTPHeads
 from tokenahead.training import MTPTrainer
 
 WARM_UP = 3  # steps that set things up
-MALLOPT = {-8: 1, -3: 2**25, -1: 2**31 - 1}  # one arena, no memory of its own below 32 MiB, nothing given back
+MALLOPT = {-8: 1, -3: 2**25, -1: 2**31 - 1}  # one arena, no separate mapping below 32 MiB, nothing given back
 
 
 class Baton:

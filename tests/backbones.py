@@ -74,7 +74,7 @@ def backbone(name: str = "llama", vocabulary: int = 48, seed: int = 1) -> PreTra
 
 
 def word_tokenizer(vocabulary: int = 48) -> PreTrainedTokenizerFast:
-    """Every id is a word of its own."""
+    """Every id is a separate word."""
     names = {f"w{i}.": i for i in range(vocabulary - 1)} | {"abcdef": vocabulary - 1}  # `StopStringCriteria` wants it
     words = Tokenizer(models.WordLevel(names, unk_token="w0."))
     words.pre_tokenizer, words.decoder = pre_tokenizers.WhitespaceSplit(), decoders.Fuse()

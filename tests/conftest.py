@@ -27,7 +27,7 @@ hypothesis.settings.register_profile("explores", deadline=None, database=None, p
 
 
 def explores(config):
-    """Whether slow tests are asked for: then property tests run beside them, on examples that nobody has seen."""
+    """Whether slow tests are asked for: then property tests run as well, on examples that nobody has seen."""
     return "slow" in config.option.markexpr.replace("not slow", "")
 
 

@@ -230,11 +230,11 @@ CHUNKED = dict(
     num_key_value_heads=2, head_dim=8, num_local_experts=2, no_rope_layers=[1, 0], attention_chunk_size=6,
     layer_types=["chunked_attention", "full_attention"], pad_token_id=None, bos_token_id=None,
 )  # fmt: skip
-"""Of Llama 4's text, which has chunks in the place of windows."""
+"""Of Llama 4's text, which has chunks instead of windows."""
 NAMES = list(_FAMILIES)
 """Families that are held in every way."""
 BACKBONES = list(_BACKBONES)
-"""Further backbones, of which modules can be made."""
+"""Further backbones that modules can be made for."""
 RETROFITS = [name for name in NAMES if FAMILIES.get(name, RETROFIT) is RETROFIT]
 RECURRENT = ["bailing_hybrid", "kimi_linear", "nemotron_h"]
 RECURRENT += ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"]

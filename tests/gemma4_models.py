@@ -58,7 +58,7 @@ def read(
 ) -> torch.Tensor:
     """Logits [B, steps, V] of drafts behind `text[:, : place + 1]`, by transformers' own forward of the assistant.
 
-    Only what is before the last of these tokens is lent. A guided draft is that of the text, another one the likeliest.
+    Only what is before the last of these tokens is lent. A guided draft is the text's, another one the most likely.
     """
     with torch.no_grad():
         out = backbone(text[:, :place], past_key_values=DynamicCache(config=backbone.config), output_hidden_states=True)

@@ -390,5 +390,5 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
-        raise AttributeError(f"tests.internals has no name {name!r}: add it beside the module that defines it")
+        raise AttributeError(f"tests.internals has no name {name!r}: add it to the module that defines it")
     return getattr(importlib.import_module(_HOMES[name]), _RENAMED.get(name, name))

@@ -151,7 +151,7 @@ class LoopbackHub:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def run(self, client: Path, folder: Path, *arguments: str, home: str = "home", **environment: Any) -> str:
-        """Runs a script in a process of its own, with a directory as its first argument and its place.
+        """Runs a script in a separate process, with a directory as its first argument and working directory.
 
         Args:
             client: The script.

@@ -27,7 +27,7 @@ USED_WITHOUT_INHERITING = (
     transformers.PrefixConstrainedLogitsProcessor,
     LoraConfig,
 )
-"""Library classes whose objects we touch, beside those that our classes inherit from."""
+"""Library classes whose objects we touch, in addition to those that our classes inherit from."""
 OF_METACLASSES = {"_abc_impl", "_backward_cls"}
 """Attributes that Python and PyTorch give to every class of a kind."""
 
@@ -59,7 +59,7 @@ def modules() -> tuple[ModuleType, ...]:
     names = [".".join(("tokenahead", *path.relative_to(ROOT).with_suffix("").parts)) for path in files()]
     found = []
     for name in names:
-        with suppress(MissingExtraError):  # the extra `eval` is large, and its module has a test of its own
+        with suppress(MissingExtraError):  # the extra `eval` is large, and its module has a separate test
             found.append(importlib.import_module(name.removesuffix(".__init__")))
     return tuple(found)
 

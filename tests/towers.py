@@ -122,7 +122,7 @@ TOWERS = {
 FLAT = ("exaone4_5", "glm5_next", "inkling_mm_model", "minimax_m3_vl", "step3p7")
 """Those whose positions are the text's, images or not."""
 EVEN = ("minimax_m3_vl",)
-"""Those that transformers decodes otherwise beside padding: what attention chooses depends on columns."""
+"""Those that transformers decodes otherwise with padding: what attention chooses depends on columns."""
 
 
 def tower_model(name: str, vocab_size: int = 96, seed: int = 0) -> DeepSeekMTP:

@@ -41,7 +41,7 @@ class World:
         self.depth = depth
 
     def along(self, probs: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-        """The distributions after every place of 2 n trees, [2 n, m + 1, V]; the first n belong to the batch's first
+        """The distributions after every node of 2 n trees, [2 n, m + 1, V]; the first n belong to the batch's first
         row."""
         row = torch.arange(2).repeat_interleave(len(tree.tokens) // 2)
         return probs[row[:, None], texts(tree)]
@@ -74,7 +74,7 @@ class World:
 
 
 def texts(tree: DraftTree) -> torch.Tensor:
-    """The number of the text that leads to every place, [n, m + 1]."""
+    """The number of the text that leads to every node, [n, m + 1]."""
     found = torch.zeros_like(torch.nn.functional.pad(tree.tokens, (1, 0)))
     for node in range(tree.tokens.shape[1]):
         parent = found.gather(1, tree.parents[:, node, None] + 1)[:, 0]
@@ -114,7 +114,7 @@ def all_trees(
 
 
 def ends(tree: DraftTree, accept: torch.Tensor, rule: str) -> torch.Tensor:
-    """The probability that the path ends at each place, [n, m + 1], over all outcomes of the tries."""
+    """The probability that the path ends at each node, [n, m + 1], over all outcomes of the tries."""
     distribution = torch.zeros(len(accept), accept.shape[1] + 1, dtype=torch.float64)
     for outcome in itertools.product([False, True], repeat=accept.shape[1]):
         kept = torch.tensor(outcome).expand(accept.shape)

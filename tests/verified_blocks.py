@@ -1,4 +1,4 @@
-"""Blocks of drafts on a cache in which each sequence has an end of its own, compared with tokens one by one."""
+"""Blocks of drafts on a cache in which each sequence has its own end, compared with tokens one by one."""
 
 from collections.abc import Callable
 

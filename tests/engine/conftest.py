@@ -1,4 +1,4 @@
-"""vLLM in an interpreter of its own, where TOKENAHEAD_VLLM_PYTHON names one.
+"""vLLM in a separate interpreter, where TOKENAHEAD_VLLM_PYTHON names one.
 
 bash benchmarks/serving_environment.sh vllm-env
 TOKENAHEAD_VLLM_PYTHON=vllm-env/bin/python pytest tests/engine

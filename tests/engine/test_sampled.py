@@ -91,7 +91,7 @@ def test_sampled_text_has_the_backbones_distribution(answered, base, kind, metho
     assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]
     for index, options in enumerate(ASKED.values()):
         texts = torch.tensor(found["together"][index * TEXTS : (index + 1) * TEXTS])
-        drafted: Counter[tuple[int, ...]] = Counter()  # the places behind the first
+        drafted: Counter[tuple[int, ...]] = Counter()  # the positions behind the first
         for text, probability in continuation_distribution(base, torch.tensor([PROMPT]), 4, **options).items():
             drafted[text[1:]] += probability
         value = continuation_p_value(texts[:, 1:4], drafted)

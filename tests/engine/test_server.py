@@ -1,6 +1,6 @@
 """The printed commands, walked: `vllm serve` is started as the report says, and asked as an OpenAI client would.
 
-A token is a character here, so that texts are compared token for token. Every kind is a server of its own, which takes
+A token is a character here, so that texts are compared token for token. Every kind is a separate server, which takes
 a minute or two to start on two cores.
 """
 
@@ -18,7 +18,7 @@ from tokenahead import EagleHead, MTPHeads
 NEW, STEPS = 24, 120
 GREEDY = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "max_tokens": NEW, "ignore_eos": True}
-SURE = {"temperature": 0.8, "top_k": 1, "max_tokens": NEW, "ignore_eos": True}  # sampled, but only the likeliest token
+SURE = {"temperature": 0.8, "top_k": 1, "max_tokens": NEW, "ignore_eos": True}  # sampled, but only the best token
 KINDS = ("retrofit", "official", "medusa", "circuit", "eagle3")
 
 

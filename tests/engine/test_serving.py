@@ -12,7 +12,7 @@ MOSTLY = 0.9
 
 @pytest.fixture(scope="module")
 def answered(interpreter, benchmarks, tmp_path_factory):
-    """Cases, and what vLLM answered: all engines in one process of its own."""
+    """Cases, and what vLLM answered: all engines in one separate process."""
     from serving import serve
     from serving_cases import Builder, cases
 

@@ -1,4 +1,4 @@
-"""docs/adding_a_method.md: a method with a network of its own, in one folder."""
+"""docs/adding_a_method.md: a method with its own network, in one folder."""
 
 import pytest
 import torch

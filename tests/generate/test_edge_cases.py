@@ -25,7 +25,7 @@ MAKE = {
 
 
 class Speculating:
-    """A model that speculates, whatever makes its drafts; `generate` is called the same way for all."""
+    """A model that speculates with any drafter; `generate` is called the same way for all."""
 
     def __init__(self, kind: str) -> None:
         self.options = {}
@@ -215,7 +215,7 @@ def test_parallel_prediction_takes_embeddings(variant):
 
 
 def rows_that_end_early(model, **options):
-    """Plain decoding of two rows of which the first ends after a few tokens: its output, and an eos id."""
+    """Plain decoding of two rows; the first ends after a few tokens: its output, and an eos id."""
     free = model.generate(PROMPT, **(OPTIONS | options))
     eos = next(int(token) for place, token in enumerate(free[0, 7:]) if place > 1 and token not in free[1])
     options = options | dict(eos_token_id=eos, pad_token_id=0, return_dict_in_generate=True)

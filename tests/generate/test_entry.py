@@ -83,7 +83,7 @@ def test_peers_of_sharded_models_are_found_as_transformers_does(pair, managed, m
 
 
 class OwnGenerate(LlamaForCausalLM):
-    """A class with a `generate` of its own, as thirty of transformers have."""
+    """A class that defines `generate`, as thirty of transformers have."""
 
     def generate(self, inputs=None, *args, scale=1, **kwargs):
         self.calls = [*getattr(self, "calls", []), scale]

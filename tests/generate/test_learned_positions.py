@@ -1,4 +1,4 @@
-"""Drafts end with a backbone's table of positions: a text that plain decoding writes to its last place is written."""
+"""Drafts end with a backbone's table of positions: a text that plain decoding writes to its end is written."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a model takes in every forward beside ids, mask and positions reaches the forwards of drafts, too."""
+"""What a model takes in every forward in addition to ids, mask and positions reaches the forwards of drafts, too."""
 
 import copy
 
@@ -96,7 +96,7 @@ class ByOutputs(Steered):
 
 
 class OfTheCache(Steered):
-    """Looks into the cache, of which only the length is known for a draft."""
+    """Looks into the cache; for a draft only its length is known."""
 
     def prepare_inputs_for_generation(self, input_ids, **kwargs):
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
@@ -238,7 +238,7 @@ def test_a_change_in_the_middle_of_a_text_is_not_drafted_across():
 @pytest.mark.parametrize("answer", ["dict", "cache"])
 @pytest.mark.parametrize("kind", [OfTokens, Known, Grown, Switched])
 def test_a_text_that_ended_long_before_is_whole(kind, answer):
-    """Its last token is fed at the end of the call, with the keywords of its own column."""
+    """Its last token is fed at the end of the call, with the keywords of its column."""
     model, lengths = model_of(kind), torch.tensor([8, 15, 40])
     batch = dict(
         input_ids=torch.stack([prompt[:6] for prompt in prompts(5)[2:]]), attention_mask=torch.ones(3, 6).long()
@@ -259,7 +259,7 @@ def test_a_text_that_ended_long_before_is_whole(kind, answer):
 
 
 class Always(Steered):
-    """Its logits are steered whatever it is given."""
+    """Its logits are steered for any input."""
 
     def forward(self, *args, **kwargs):
         return with_bias(super().forward(*args, **kwargs), self.bias)
@@ -356,7 +356,7 @@ def test_positions_that_a_model_counts_from_one(drafter, shows):
 
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
 def test_virtual_tokens_of_peft_decode_plainly(kind):
-    """peft prepares the inputs of such a call in the model's place."""
+    """peft prepares the inputs of such a call instead of the model."""
     adapted = get_peft_model(model_of(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     drafter = NgramDrafter(longest=1, num_tokens=4).attach(adapted)
     for batch in (left_padded(prompts(4)), dict(input_ids=prompts(4)[3][None])):

@@ -1,4 +1,4 @@
-"""Windows that are compressed once they are full: each sequence has its own, whatever it accepts."""
+"""Windows that are compressed once they are full: each sequence has its own, however many drafts it accepts."""
 
 import copy
 

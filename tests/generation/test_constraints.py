@@ -30,7 +30,7 @@ ALLOWED = [token for token in range(V) if token % 3]
 
 
 class Cycle(AutomatonProcessor):
-    """Tokens of another residue by 3 at every place, on the host."""
+    """Tokens of another residue by 3 at every position, on the host."""
 
     start = 0
 

@@ -1,4 +1,4 @@
-"""Short convolutions and distances between columns: each sequence has its own, whatever it accepts."""
+"""Short convolutions and distances between columns: each sequence has its own, however many drafts it accepts."""
 
 import copy
 

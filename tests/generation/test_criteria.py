@@ -78,7 +78,7 @@ def plainly(criteria: StoppingCriteriaList, prompt: torch.Tensor, texts: torch.T
 
 
 def in_cycles(stopping: Stopping, prompt: torch.Tensor, texts: torch.Tensor, rng: random.Random) -> torch.Tensor:
-    """Our loop over the same texts, of which every row gets a few tokens in every cycle."""
+    """Our loop over the same texts; every row gets a few tokens in every cycle."""
     tokens, done = Sequences(prompt), [False] * len(prompt)
     while not all(done):
         spans = [(n, n + rng.randint(1, 6)) for n in tokens.num_new]

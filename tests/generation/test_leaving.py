@@ -34,7 +34,7 @@ def model_of(name):
 
 
 class EndsAt(StoppingCriteria):
-    """Every sequence has a length of its own."""
+    """Every sequence has its own length."""
 
     def __init__(self, lengths):
         self.lengths = torch.tensor(lengths)
@@ -100,7 +100,7 @@ def test_sampled_texts_are_those_of_a_batch_that_nobody_leaves():
 
 @pytest.mark.parametrize(("columns", "leaves"), [(8, True), (400, False)])
 def test_a_long_context_is_not_copied_for_a_few_tokens(columns, leaves):
-    """The four sequences that are left have at most five more tokens, of which each pays for 64 columns."""
+    """The four sequences that are left have at most five more tokens, and each pays for 64 columns."""
     model = backbone()
     ids = torch.randint(2, 47, (8, columns), generator=torch.Generator().manual_seed(0))
     ends = StoppingCriteriaList([EndsAt([columns + 3 if row < 4 else columns + 9 for row in range(8)])])

@@ -37,7 +37,7 @@ class HeatsWithLength(TemperatureLogitsWarper):
 
 
 def rows_of(growth: list[int], drafts: int = DRAFTS) -> tuple[Sequences, torch.Tensor, torch.Tensor]:
-    """Rows of which each kept `growth[b]` of the tokens of an earlier cycle, with drafts behind; drafts, and logits."""
+    """Rows that each kept `growth[b]` of the tokens of an earlier cycle, with drafts behind; drafts, and logits."""
     tokens = Sequences(torch.randint(3, V, (len(growth), PROMPT)))
     tokens.write(torch.randint(3, V, (len(growth), 5)))
     tokens.keep(NewTokens(growth, tokens.ids.device))
@@ -96,7 +96,7 @@ MAKE = {
     "subclass": lambda prompt, rows: HeatsWithLength(0.2),
     "prefix function": lambda prompt, rows: prefix_function(rows),
 }
-"""Processors for the rows `rows` of a batch, of which `prompt` are the prompts."""
+"""Processors for the rows `rows` of a batch whose prompts are `prompt`."""
 
 
 def processors_of(names: list[str], tokens: Sequences, rows: list[int]) -> LogitsProcessorList:
@@ -199,7 +199,7 @@ def test_the_order_of_the_list_is_kept():
 
 
 class RowRecorder(LogitsProcessor):
-    """Remembers the ids that every row was shown, and adds a bias of its own to every row."""
+    """Remembers the ids that every row was shown, and adds another bias to every row."""
 
     def __init__(self, batch: int) -> None:
         self.seen = [Counter() for _ in range(batch)]
@@ -214,7 +214,7 @@ class RowRecorder(LogitsProcessor):
 @pytest.mark.core_cases("one row")
 @pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
 def test_unknown_processors_see_all_rows_in_their_order(growth):
-    """Before every place its row's true prefix, at its row's index; what is said of other rows is dropped."""
+    """Before every position its row's true prefix, at its row's index; what is said of other rows is dropped."""
     tokens, draft, logits = rows_of(growth)
     recorder = RowRecorder(len(growth))
     got = Processing(LogitsProcessorList([recorder]))(tokens, logits, chain_of(tokens, logits), [False] * len(growth))

@@ -1,6 +1,6 @@
 """Block verification as a race: when it is taken, and what it makes of targets that are no distribution.
 
-That it draws from the distributions of block verification is tested beside `verify` in `test_verification`.
+That it draws from the distributions of block verification is tested with `verify` in `test_verification`.
 """
 
 import pytest

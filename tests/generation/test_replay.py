@@ -166,7 +166,7 @@ def test_a_module_that_takes_no_cache_is_no_mixer():
 
 
 def test_adapters_named_for_every_row_are_those_of_the_row_in_replay():
-    """peft gives each sequence of a batch an adapter of its own, by its place in the batch."""
+    """peft gives each sequence of a batch another adapter, by its index in the batch."""
     model = recurrent_model("qwen3_next")
     targets = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"]
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))

@@ -57,7 +57,7 @@ def test_a_batch_that_rejects_much_is_decoded_plainly_within_a_short_call(seed):
 def work_of_calls(seed):
     """Four calls of 16 rows and 96 tokens, in which drafts do not pay, on a machine half as fast every other 10 cycles.
 
-    Returns what the cycles would have taken at an even pace, beside plain decoding.
+    Returns what the cycles would have taken at an even pace, relative to plain decoding.
     """
     source, schedule, work, cycle = random.Random(seed), AdaptiveSchedule(7), 0.0, 0
     for _ in range(4):
@@ -75,7 +75,7 @@ def work_of_calls(seed):
 
 
 def test_a_machine_of_changing_pace_lures_no_batch_into_drafts_that_do_not_pay():
-    assert sum(work_of_calls(seed) for seed in range(8)) / 8 < 1.13  # 1.20 where times are not seen beside the pace
+    assert sum(work_of_calls(seed) for seed in range(8)) / 8 < 1.13  # 1.20 if times are not seen relative to the pace
 
 
 def test_a_plain_cycle_that_was_slow_by_chance_does_not_decide_for_ever():

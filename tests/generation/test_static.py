@@ -117,7 +117,7 @@ def test_later_calls_of_the_same_sizes_have_the_same_addresses(name, returns):
         gc.enable() if gc_was else None
     for found, wanted in ((kept, plain), (text, plain_other)):
         assert torch.equal(found.sequences if returns else found, wanted)
-    if returns:  # the cache of the first call is the user's, and still that of its own text
+    if returns:  # the cache of the first call is the user's, and still holds its text
         going_on = dict(max_new_tokens=NEW + 8) | {CACHE: getattr(kept, CACHE)}
         mask = torch.nn.functional.pad(batch["attention_mask"], (0, NEW), value=1)
         again = model.generate(plain, attention_mask=mask, **GREEDY | going_on | {"max_new_tokens": 8})

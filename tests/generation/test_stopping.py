@@ -67,7 +67,7 @@ CRITERIA = {
 
 @pytest.mark.parametrize("name", CRITERIA)
 def test_cut_equals_one_token_at_a_time(name):
-    """Random ragged batches, of which some rows have ended before."""
+    """Random ragged batches; some rows have ended before."""
     outcomes = set()
     for seed in range(40):
         torch.manual_seed(seed)

@@ -61,7 +61,7 @@ def tree(seed=0):
 
 
 def paths(draft):
-    """For every row and place, the tokens of the nodes on its way."""
+    """For every row and node, the tokens of the nodes on its path."""
     found = []
     for tokens, parents in zip(draft.tokens.tolist(), draft.parents.tolist()):
         row = [[]]
@@ -94,7 +94,7 @@ def test_every_place_is_scored_as_its_path_alone(model):
 def test_the_kept_path_is_continued_by_row(model, kept):
     """After every rollback the next tree is scored as its paths alone; after `align` plain decoding goes on there."""
     target, last = filled(model)
-    ends = [4, 5]  # places 4 and 5 end paths of 3 and 4 nodes
+    ends = [4, 5]  # nodes 4 and 5 end paths of 3 and 4 nodes
     written = [text.tolist()[:-1] for text in texts()]
     for seed in range(5):
         draft = tree(seed)

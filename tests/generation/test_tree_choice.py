@@ -14,7 +14,7 @@ from tokenahead import EagleHead, MTPHeads, Speculation
 
 
 def stats(tree, seconds, accepted):
-    """Statistics of so many cycles of a tree, each of which took the same time."""
+    """Statistics of so many cycles of a tree; each took the same time."""
     drafts = [[0] * (tree["depth"] + 1)] * len(accepted)
     return Speculation([accepted], [drafts], cycle_seconds=seconds * len(accepted))
 

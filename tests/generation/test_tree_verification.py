@@ -126,7 +126,7 @@ def walked_distribution(world: World, tree: DraftTree) -> torch.Tensor:
 
 
 def ranked(tree: DraftTree) -> DraftTree:
-    """The same tokens under the root, likeliest first: no longer draws in their order."""
+    """The same tokens under the root, the most likely first: no longer draws in their order."""
     order = tree.probs[:, 0].gather(1, tree.tokens).argsort(dim=1, descending=True, stable=True)
     return DraftTree(tree.tokens.gather(1, order), tree.parents, tree.probs, tree.replacement)
 
@@ -192,7 +192,7 @@ def test_traversal_keeps_more_than_recursive_rejection(shape):
 
 
 def traverse(tree: DraftTree, p: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Traversal verification of one tree as its paper has it: (place, probability, distribution of the added token) in
+    """Traversal verification of one tree as its paper has it: (node, probability, distribution of the added token) in
     order."""
     tokens, parents = tree.tokens[0].tolist(), (tree.parents[0] + 1).tolist()
     target, drafter, weight = p[0].clone(), tree.probs[0].clone(), torch.ones(len(tokens) + 1, dtype=p.dtype)
@@ -314,7 +314,7 @@ def test_verify_tree_uses_its_generator_only(rule):
 @pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3, 2.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_excluded_tokens_are_never_emitted_in_float32(rule, noise):
-    """Distributions of which half the tokens are excluded; p and q differ by rounding, a little, or much."""
+    """Distributions with half the tokens excluded; p and q differ by rounding, a little, or much."""
     logits = 4 * torch.randn(5000, 1, 12)
     logits = logits.masked_fill(torch.rand(logits.shape) < 0.5, float("-inf"))
     logits[..., 0] = logits[..., 0].nan_to_num(neginf=0.0)

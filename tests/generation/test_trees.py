@@ -30,7 +30,7 @@ GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choi
 
 
 def ancestors(parents: list[int], place: int) -> list[int]:
-    """The places on the way from b to a place."""
+    """The nodes on the path from the last verified token to a node."""
     return [0] if place == 0 else [*ancestors(parents, parents[place - 1] + 1), place]
 
 
@@ -255,7 +255,7 @@ def test_tokens_that_cannot_be_drawn_have_no_place_where_others_can():
 
 @pytest.mark.parametrize("top_k", [2, 4])
 def test_a_sure_drafter_draws_long_paths(top_k):
-    """Chances of tokens that cannot be drawn stay 0 all along, and the first of equal places goes on."""
+    """Chances of tokens that cannot be drawn stay 0 all along, and the first of equal nodes is expanded."""
     distribution = torch.nn.functional.one_hot(torch.tensor([3]), 9).double()
     tree = drawn_tree(distribution, same_distribution_everywhere(distribution), depth=5, top_k=top_k, total_tokens=7)
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4]] and tree.tokens.unique().tolist() == [3]

@@ -259,7 +259,7 @@ def test_verify_uses_its_generator_only():
 
 
 def close_pair(rows: int, length: int, size: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 distributions p [rows, length + 1, size], of which half the tokens are excluded, and a q that hardly
+    """float32 distributions p [rows, length + 1, size], with half the tokens excluded, and a q that hardly
     differs."""
     logits = 4 * torch.randn(rows, length + 1, size)
     p = logits.masked_fill(torch.rand(logits.shape) < 0.5, float("-inf"))

@@ -1,4 +1,4 @@
-"""Run by test_deepseek_hub.py as a process of its own: pushes backbone and modules, and loads them by name.
+"""Run by test_deepseek_hub.py as a separate process: pushes backbone and modules, and loads them by name.
 
 Usage: python deepseek_hub_client.py FOLDER. Leaves `found.json` in FOLDER.
 """

@@ -49,7 +49,7 @@ def prepared(model, attention):
 
 
 def accepted(model, vocabulary, *ways, **plain):
-    """The accepted counts of all calls, each of which was compared with plain decoding of its prompts.
+    """The accepted counts of all calls; each was compared with plain decoding of its prompts.
 
     Args:
         model: Decodes.

@@ -1,4 +1,4 @@
-"""A student drafts for its backbone as it is now, whatever a user did to it since it was attached."""
+"""A student drafts for its backbone as it is now, after any change that a user made since it was attached."""
 
 import copy
 import threading

@@ -67,7 +67,7 @@ class Hosted(AutomatonProcessor):
 
 
 class Offering(LogitsProcessor):
-    """A processor with a call of its own that offers its mask."""
+    """A processor that overrides the call and offers its mask."""
 
     def __init__(self, constraint):
         self.constraint = constraint
@@ -145,7 +145,7 @@ def target_of(constraint, seed=0):
 
 
 def numbers_of(tree):
-    """The number of the text that leads to every place, [N, m + 1]."""
+    """The number of the text that leads to every node, [N, m + 1]."""
     found = torch.zeros_like(torch.nn.functional.pad(tree.tokens, (1, 0)))
     for node in range(tree.tokens.shape[1]):
         found[:, node + 1] = V * found.gather(1, tree.parents[:, node, None] + 1)[:, 0] + 1 + tree.tokens[:, node]
@@ -161,7 +161,7 @@ def completed(p, begun, length):
 
 
 def check_emitted(p, tree, mass, length):
-    """Compares the distribution of `length` tokens with the target's; mass [N, m + 1, V]: the path ends at a place, and
+    """Compares the distribution of `length` tokens with the target's; mass [N, m + 1, V]: the path ends at a node, and
     a token is added."""
     size = (V ** (length + 1) - 1) // (V - 1)
     added = V * numbers_of(tree)[..., None] + 1 + torch.arange(V)

@@ -78,7 +78,7 @@ def ends_of(rule, drafts, q, p):
 
 
 def shares_of_lengths(q, other, threshold):
-    """How often each draft ends after 1, .., m tokens, [N, m], where another row of the batch drafts beside it."""
+    """How often each draft ends after 1, .., m tokens, [N, m], while another row of the batch drafts, too."""
     options, shares = SimpleNamespace(threshold=threshold), torch.zeros(len(DRAFTS), WINDOW - 1, dtype=q.dtype)
     chances = other.gather(-1, DRAFTS[..., None])[..., 0].prod(1)
     for one, two in itertools.product(range(len(DRAFTS)), repeat=2):

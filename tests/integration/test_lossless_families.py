@@ -1,4 +1,4 @@
-"""Speculation equals plain decoding in every family of DeepSeekMTP, whatever its layers remember."""
+"""Speculation equals plain decoding in every family of DeepSeekMTP, with any state that its layers keep."""
 
 from pathlib import Path
 

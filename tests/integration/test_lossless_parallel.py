@@ -1,4 +1,4 @@
-"""Parallel token prediction writes the text of sequential inverse-CDF decoding, whatever the student drafts."""
+"""Parallel token prediction writes the text of sequential inverse-CDF decoding, with any draft of the student."""
 
 from pathlib import Path
 
@@ -143,7 +143,7 @@ def test_drafts_follow_the_target(variant, rule, many):
     how = {"informative": False} if variant == "independent" else {}
     model, prompt = tiny("one_hot" if how else variant, **how), torch.tensor([[1, 2, 3]])
     outcomes, distribution = prompt, torch.ones(1, dtype=torch.float64)
-    for _ in range(5):  # three tokens are possible at each place: 243 outcomes
+    for _ in range(5):  # three tokens are possible at each position: 243 outcomes
         with torch.no_grad():
             values, ids = model(outcomes).logits[:, -1].topk(3)
         distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()

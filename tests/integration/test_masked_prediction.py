@@ -62,7 +62,7 @@ def test_sampled_text_has_the_distribution_of_the_backbone(rule, budget):
     torch.manual_seed(5)
     model, prompt = masked(), torch.tensor([[1, 2, 3]])
     outcomes, distribution = prompt, torch.ones(1, dtype=torch.float64)
-    for _ in range(5):  # three tokens are possible at each place: 243 outcomes
+    for _ in range(5):  # three tokens are possible at each position: 243 outcomes
         with torch.no_grad():
             values, tokens = model(outcomes).logits[:, -1].topk(3)
         distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()

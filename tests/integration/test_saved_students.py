@@ -1,4 +1,4 @@
-"""A student in a directory of its own, attached to a plain backbone, writes what the whole model writes."""
+"""A student in a separate directory, attached to a plain backbone, writes what the whole model writes."""
 
 import copy
 import pickle

@@ -106,7 +106,7 @@ def test_sampled_text_follows_the_larger_model(variant, rule):
     large, small = pair(variant, 0.1, LlamaForCausalLM(config).eval())
     small.attach(large)
     outcomes, distribution = torch.tensor([[1, 2, 3]]), torch.ones(1, dtype=torch.float64)
-    for _ in range(4):  # three tokens are possible at each place
+    for _ in range(4):  # three tokens are possible at each position
         with torch.no_grad():
             values, tokens = large(outcomes).logits[:, -1].topk(3)
         distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()

@@ -110,7 +110,7 @@ class DecodingConformance:
             assert new_tokens(entry.generate(alone), alone) == [text[row]]
 
     def test_eos(self, entry: Entry) -> None:
-        """Rows end at different places, also inside a draft and along a tree; one list of ids, too."""
+        """Rows end at different positions, also inside a draft and along a tree; one list of ids, too."""
         inputs = entry.inputs(4)
         text = new_tokens(entry.text(4), inputs)
         for ends in (inside_a_draft(entry, inputs), text[1][9], [text[1][2], text[2][6]]):

@@ -1,4 +1,4 @@
-"""What happens to models beside `generate`: copies, directories, dtypes, offload, adapters; then they write."""
+"""What happens to models apart from `generate`: copies, directories, dtypes, offload, adapters; then they write."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def floated(thing: Any) -> Any:
 
 
 class LifeCycleConformance:
-    """What happens to models beside `generate`: copies, directories, dtypes, offload, training; then they write."""
+    """What happens to models apart from `generate`: copies, directories, dtypes, offload, training; then they write."""
 
     def test_deepcopy(self, entry: Entry) -> None:
         """A copy writes and drafts the same."""

@@ -1,4 +1,4 @@
-"""Speculative and plain greedy decoding write one text, whatever is asked of them together."""
+"""Speculative and plain greedy decoding write one text, for any combination of options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prompts(size: int) -> st.SearchStrategy:
 
 
 def targets(size: int) -> st.SearchStrategy:
-    """Options that say what the text is; `ends_at` and `stops_at` are places whose tokens end a row."""
+    """Options that say what the text is; `ends_at` and `stops_at` are positions whose tokens end a row."""
     tokens, places = st.integers(0, size - 1), st.lists(st.integers(0, 19), min_size=1, max_size=2)
     optional = {
         "repetition_penalty": st.sampled_from([0.8, 1.3, 2.0]),

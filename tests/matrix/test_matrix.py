@@ -14,7 +14,7 @@ from tokenahead import DrafterCascade
 
 
 class EvaByteConformance(DrafterConformance):
-    """A model with a cache of its own."""
+    """A model with a special cache."""
 
     def test_static_cache(self, entry):
         """Nothing is drafted there."""

@@ -1,4 +1,4 @@
-"""Run by test_remote_code.py as a process of its own in which neither tokenahead nor anything beside torch and
+"""Run by test_remote_code.py as a separate process in which neither tokenahead nor anything except torch and
 transformers can be imported: loads what the test saved, and does with it what the test did.
 
 Usage: python -I clean_client.py FOLDER. Leaves `found.json` in FOLDER.

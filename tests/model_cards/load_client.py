@@ -1,4 +1,4 @@
-"""Run by test_push.py as a process of its own, without a token: loads what push_client.py pushed.
+"""Run by test_push.py as a separate process, without a token: loads what push_client.py pushed.
 
 First with the code that was pushed, while tokenahead cannot be imported, then with the library.
 

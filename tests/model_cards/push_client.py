@@ -1,4 +1,4 @@
-"""Run by test_push.py as a process of its own, against a loopback Hub: pushes a tiny model in every way tested.
+"""Run by test_push.py as a separate process, against a loopback Hub: pushes a tiny model in every way tested.
 
 Usage: python push_client.py FOLDER [twice]. Leaves `findings.json` and the model's logits in FOLDER; with `twice` it
 only pushes the same thing two times.

@@ -62,7 +62,7 @@ def test_only_imports_differ_from_the_source():
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A package of its own for the bundler: by path, the text."""
+    """A separate package for the bundler: by path, the text."""
     monkeypatch.setattr(module, "_ROOT", tmp_path)
     bundle.cache_clear()
 

@@ -33,7 +33,7 @@ def problems(folder: Path, model: DeepSeekMTP) -> list[str]:
         "architectures": [type(main).__name__],
         family.count: count,
     }
-    if family.layers in config:  # Nemotron-H has a list of layers in its place
+    if family.layers in config:  # Nemotron-H has a list of layers instead
         wanted[family.layers] = layers
     found = [f"{name} is {config.get(name)!r}" for name, value in wanted.items() if config.get(name) != value]
     found += [f"{name} is fused" for name in names if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]

@@ -1,4 +1,4 @@
-"""Drafters know the backbone again that they were saved beside."""
+"""Drafters recognise the backbone that they were saved with."""
 
 import copy
 import logging

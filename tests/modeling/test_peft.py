@@ -108,7 +108,7 @@ def test_virtual_tokens_decode_plainly_or_are_refused_by_name(name):
         for run in (prefixed, prefixed.generate):
             with pytest.raises(ValueError, match=f"{CACHE}.*EvaByteCache|peft"):
                 run(input_ids=ids)
-    elif obstacle_of_peft():  # it passes its cache under the old name beside that of the call
+    elif obstacle_of_peft():  # it passes its cache under the old name in addition to that of the call
         with pytest.raises(ValueError, match="past_key_values.*peft"):
             prefixed.generate(input_ids=ids, **options)
     else:

@@ -1,4 +1,4 @@
-"""peft on every head type: adapters on attention, on all linear maps, and beside a drafter that learns as a whole."""
+"""peft on every head type: adapters on attention, on all linear maps, and with a drafter that is trained in full."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Drafters that learn beside a policy: what they accept, what texts follow, and runs that are stopped and go on."""
+"""Drafters that learn while a policy does: what they accept, what texts follow, and runs that are stopped and go on."""
 
 import copy
 import os

@@ -136,7 +136,7 @@ def test_the_trainers_config_says_how_many_tokens_are_drafted(given, wanted, tmp
 
 
 class Draws(TrainerCallback):
-    """Draws texts in the middle of the training, of the policy as it is then, beside a drafter as it is then."""
+    """Draws texts in the middle of the training, of the policy as it is then, with the drafter as it is then."""
 
     def on_step_end(self, args, state, control, model, **kwargs):
         if state.global_step != 2:

@@ -1,4 +1,4 @@
-"""Drafts of EAGLE heads in the loop: lossless whatever the draft, and made from true features alone."""
+"""Drafts of EAGLE heads in the loop: lossless with any draft, and made from true features alone."""
 
 import itertools
 
@@ -82,7 +82,7 @@ class _Watched(EagleSession):
         ]
         for row, (start, end) in enumerate(zip(self.starts, tokens.lengths)):
             if end == tokens.prompt_length + GREEDY["max_new_tokens"]:
-                continue  # the row has ended, and drafts whatever comes
+                continue  # the row has ended, and its drafts do not matter
             ids = tokens.ids[row : row + 1, start:end]
             states = self.head.backbone(ids[:, :-1], output_hidden_states=True).hidden_states
             fresh = self.head.rows(self.head.fuse(states), ids[:, 1:])[:, -1:]

@@ -1,4 +1,4 @@
-"""Trees of sequential modules: every node has the distribution of its own chain, and the text is the backbone's."""
+"""Trees of sequential modules: every node has the distribution of its chain, and the text is the backbone's."""
 
 import itertools
 from types import SimpleNamespace

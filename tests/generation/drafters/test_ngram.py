@@ -37,7 +37,7 @@ def best_places(text):
 
 
 def continuation(text, place):
-    """What follows a place; at the end of the text it goes on as it did behind the place."""
+    """What follows a position; at the end of the text it continues as it did behind the position."""
     found = list(text)
     for _ in range(LENGTH):
         found.append(found[place + 1 + len(found) - len(text)])

@@ -69,7 +69,7 @@ def test_a_draft_follows_the_likeliest_continuations_of_the_best_run(texts, leng
         assert max(children.values(), default=0) <= width
         if not draft:
             continue
-        # the likeliest next token after one of the runs that end the text comes first
+        # the most likely next token after one of the runs that end the text comes first
         ends = [tuple(text[-n:]) for n in range(1, min(len(text), DEPTH - 1) + 1)]
         nexts = [{run[-1]: n for run, n in known.items() if run[:-1] == end} for end in ends]
         assert any(found and found.get(draft[0][0]) == max(found.values()) for found in nexts)

@@ -48,7 +48,7 @@ def test_greedy_alone_and_in_ragged_batches(name, size, kind, translate):
 @pytest.mark.parametrize("translate", WAYS)
 @pytest.mark.parametrize("name, size, kind", ASSISTANTS)
 def test_what_was_read_is_what_a_whole_forward_reads(name, size, kind, translate, monkeypatch):
-    """After texts that were tokenised anew, and rejected drafts, too."""
+    """After texts that were tokenised again, and rejected drafts, too."""
     model, drafter = pair(name, size, kind, translate)
     feed, again = TranslatedSession._feed, []
 
@@ -86,7 +86,7 @@ def test_texts_grow_as_they_are(size, kind, step):
 
 @pytest.mark.parametrize("first, second", [(with_bytes(), tokenizer(46)), (tokenizer(46), with_bytes())])
 def test_letters_of_several_bytes_come_once(first, second):
-    """Single bytes of two letters in a row, of which decoders show none before both are whole."""
+    """Single bytes of two letters in a row; decoders show neither before both are whole."""
     translation, text = Translation(first, second, 400, 400), TEXT[:240]
     ids = first(text, add_special_tokens=False)["input_ids"]
     script = translation.open([ids[:3]])[0]
@@ -169,7 +169,7 @@ def test_sampled_distribution_of_ragged_rows(translate, rule, processors):
 
 
 def test_the_call_of_transformers():
-    """The assistant itself, and both tokenizers beside it; before that the two share ids as far as anyone knows."""
+    """The assistant itself, and both tokenizers; before that the two share ids as far as anyone knows."""
     model, ids = speaker("llama", SIZE), prompts(2, SIZE)[1][None]
     small, options = speaker("llama", SIZE, "words", 40), dict(max_new_tokens=20, do_sample=False)
     drafter = AssistantDrafter(small, DRAFT).attach(model)

@@ -26,7 +26,7 @@ OFFICIAL = (
 
 
 def composed(model, files, hidden, embeds, real, has_norm):
-    """Logits of every module from h^0 and embeddings [B, L, H], of which `real` [B, L] are of tokens."""
+    """Logits of every module from h^0 and embeddings [B, L, H]; `real` [B, L] marks those of tokens."""
     text = model.config.get_text_config()
 
     def norm(name, states):
@@ -96,7 +96,7 @@ def test_modules_beside_a_tower_have_official_names(tmp_path):
 
 @torch.no_grad()
 def test_drafts_behind_sound():
-    """Modules read, in the place of a placeholder, the features of a frame."""
+    """Modules read the features of a frame instead of a placeholder."""
     model, ids = tower_model("inkling_mm_model", 5, seed=4), torch.tensor([[1, 3, 3, 3, 0, 2], [0, 1, 3, 3, 2, 3]])
     model.config.audio_token_id = 3
     sound = torch.randint(0, 8, (2, 3, 4), generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ def test_drafts_behind_sound():
 
 @torch.no_grad()
 def test_official_fields_are_read(tmp_path):
-    """The fields of modules are beside those of the text, whose widths and kinds of layers have other names."""
+    """The fields of modules are not among those of the text, whose widths and kinds of layers have other names."""
     model, ids = tower_model("inkling_mm_model"), random_ids()
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -164,7 +164,7 @@ def test_one_norm_learns_from_all_modules_and_stays_one():
 
 
 def test_the_text_of_official_files_is_not_loaded_alone(tmp_path):
-    """transformers reads the official names for the whole model, and those of its own for the text alone."""
+    """transformers reads the official names for the whole model, and its own names for the text alone."""
     model = tower_model("inkling_mm_model")
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model\.layers\.0\."):

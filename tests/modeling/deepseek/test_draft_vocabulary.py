@@ -57,7 +57,7 @@ def test_a_whole_vocabulary_drafts_as_none(model):
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_samples_follow_the_target(model, rule):
-    """The likeliest outcomes need tokens that cannot be drafted."""
+    """The most likely outcomes need tokens that cannot be drafted."""
     prompt, warp = torch.arange(30, 42)[None], {"do_sample": True, "temperature": 2.0, "top_k": 3}
     outcomes, distribution = enumerate_outcomes(model, prompt)
     kept = sorted(set(range(128)) - set(outcomes[distribution.argmax()][1:3].tolist()))

@@ -101,7 +101,7 @@ def test_hy_v4(tmp_path):
 
 @torch.no_grad()
 def test_dots3_note(tmp_path):
-    """The module reads embeddings of its own, and has a window; with given embeddings there would be none to read."""
+    """The module has separate embeddings, and a window; with given embeddings there would be none to read."""
     dots = pytest.importorskip("transformers.models.dots3_note.modeling_dots3_note", reason="since transformers 5.23")
     model, ids = family_model("dots3_note_text"), random_ids()
     model.save_pretrained(tmp_path)
@@ -175,7 +175,7 @@ def test_minimax_m3(tmp_path):
 )
 @torch.no_grad()
 def test_behind_an_image(name, of, kind):
-    """Modules read the image's features in the place of embeddings, and rotate as the main model does beside it."""
+    """Modules read the image's features instead of embeddings, and rotate as the main model does."""
     model, batch = tower_model(name), image_batch(name, texts=1)
     body, config, ids = model.main.model, model.config.text_config, batch["input_ids"]
     grid, embeds = batch["image_grid_thw"], body.get_input_embeddings()(ids)
@@ -204,7 +204,7 @@ def test_behind_an_image(name, of, kind):
 
 @torch.no_grad()
 def test_step3p7(tmp_path):
-    """Each module has a norm and a head of its own; the next one reads the state from before that norm."""
+    """Each module has its own norm and head; the next one reads the state from before that norm."""
     model, ids = tower_model("step3p7"), random_ids()
     model.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")

@@ -92,7 +92,7 @@ def test_qwen4_exp(tmp_path):
 
 
 def official(files):
-    """Tensors under the names of DeepSeek's own files, of which transformers writes some otherwise."""
+    """Tensors under the names of DeepSeek's own files; transformers writes some otherwise."""
     names = {"model.hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm.", "model.embed_tokens.": "embed."}
     found = {}
     for name, tensor in files.items():

@@ -165,7 +165,7 @@ def test_noise_is_for_training_alone():
 
 @pytest.mark.parametrize(("version", "options"), OBJECTIVES[1:], ids=["eagle1", "hass"])
 def test_noise_is_as_wide_as_the_text_is_short(version, options, monkeypatch):
-    """Whatever padding stands beside a text, and whatever texts are packed into its row."""
+    """With any padding of a text, and with any other texts packed into its row."""
     monkeypatch.setattr(torch, "rand_like", torch.ones_like)
     head = head_and_batch(version, loss_options={"noise": 0.2} | options).train()
     short, long = IDS[:1, :9], IDS[1:, :11]

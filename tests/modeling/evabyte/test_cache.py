@@ -46,7 +46,7 @@ def test_speculative_blocks_of_the_official_goldens(case):
 )
 @torch.no_grad()
 def test_any_schedule_of_blocks_and_rollbacks_equals_the_full_forward(prefill, steps, recording):
-    """Blocks of wrong tokens, of any length, of which some true prefix is kept."""
+    """Blocks of wrong tokens, of any length, with some true prefix that is kept."""
     truth = TEXT[:1]
     cache = EvaByteCache(MODEL.config)
     if recording:

@@ -1,4 +1,4 @@
-"""MtPC's draft LoRA on EvaByte: the drafter without layers where adapters are 0, exact whatever they are."""
+"""MtPC's draft LoRA on EvaByte: the drafter without layers where adapters are 0, exact for any adapters."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The own head is a module of its own: what asks for output embeddings sees a plain model, and files stay official."""
+"""The own head is a separate module: what asks for output embeddings sees a plain model, and files stay official."""
 
 import copy
 

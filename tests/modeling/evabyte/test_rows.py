@@ -53,7 +53,7 @@ def test_one_row_of_positions_serves_the_batch():
 
 @pytest.mark.parametrize("filler", [0, 1])
 def test_packed_documents_in_a_padded_batch(filler):
-    """Padding on either side belongs to no document, whatever its position ids are."""
+    """Padding on either side belongs to no document, with any position ids."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]).bool()
     positions = torch.full((2, 6), filler)
     positions[0, 2:], positions[1, :3] = documents(1, 3), documents(2, 1)

@@ -15,7 +15,7 @@ from tokenahead import MTPHeadConfig
 
 
 def head_and_batch(kind: str = "ff"):
-    """A head with a window of 3 over 11 tokens, hidden states [2, 7, 6], and targets of which some are missing."""
+    """A head with a window of 3 over 11 tokens, hidden states [2, 7, 6], and targets, some of them missing."""
     config = MTPHeadConfig(head_type=kind, window=3, rank=1 if kind == "ff" else 2)
     head = FFHead(6, 11, 4) if kind == "ff" else CircuitHead(config, 6, 11)
     for parameter in head.parameters():

@@ -82,7 +82,7 @@ def text():
 
 
 def expected_terms(base, heads, ids, labels, positions):
-    """m_k [B, L, m] with gradients and the places, from the definitions, row by row."""
+    """m_k [B, L, m] with gradients and the positions, from the definitions, row by row."""
     log_p = base(ids, position_ids=positions, use_cache=False).logits.log_softmax(-1)
     windows = torch.nn.functional.pad(ids, (0, 4)).unfold(1, 18, 1)[:, 1:].transpose(1, 2)
     log_q = heads.distribution(ids, position_ids=positions).token_log_probs(windows)

@@ -1,4 +1,4 @@
-"""MtPC's draft LoRA: equal to today's drafter where the adapters are 0, exact whatever they are, one backbone call."""
+"""MtPC's draft LoRA: equal to today's drafter where the adapters are 0, exact for any adapters, one backbone call."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Run by test_hub_backbones.py as a process of its own: heads with trained backbones on a loopback Hub, used by name.
+"""Run by test_hub_backbones.py as a separate process: heads with trained backbones on a loopback Hub, used by name.
 
 Usage: python hub_backbones_client.py FOLDER. FOLDER has a `llama`; `found.json` is left there.
 """

@@ -1,4 +1,4 @@
-"""Run by test_pushing.py as a process of its own, against a loopback Hub: trains tiny heads, and pushes them.
+"""Run by test_pushing.py as a separate process, against a loopback Hub: trains tiny heads, and pushes them.
 
 Usage: python push_run_client.py FOLDER. FOLDER has the models and `config.yaml`; `ended.json` is left there.
 """

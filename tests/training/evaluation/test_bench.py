@@ -1,4 +1,4 @@
-"""`tokenahead bench`: every method beside plain decoding, what is refused, and what an interruption leaves."""
+"""`tokenahead bench`: every method compared with plain decoding, what is refused, and what an interruption leaves."""
 
 import json
 from types import SimpleNamespace
@@ -119,7 +119,7 @@ def test_a_run_goes_on_where_it_ended(folders, tmp_path, monkeypatch, capsys):
     after = file.read_text()
     assert after.startswith(before) and len(after.splitlines()) == 12
     assert run(folders, out, *words) == 0 and file.read_text() == after
-    file.write_text("".join(after.splitlines(keepends=True)[:-1]))  # a unit of which a line is missing
+    file.write_text("".join(after.splitlines(keepends=True)[:-1]))  # one line of a unit is missing
     assert run(folders, out, *words) == 0 and len(file.read_text().splitlines()) == 12
     capsys.readouterr()
     assert run(folders, out, *words, "--seed", "1") == 1

@@ -18,6 +18,7 @@ are those on held-out text. Speed-ups are ratios of processor time to plain deco
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterable
 from itertools import product
@@ -27,10 +28,12 @@ from typing import Any
 import torch
 from corpus import ByteWindows, load_corpus
 from measuring import markdown, resumed
-from studies import LENGTH, beginnings, drawn_texts, features_of, held_out_rows, measured, train
+from studies import LENGTH, beginnings, benched, drawn_texts, features_of, held_out_rows, measured, train
 from transformers import LlamaForCausalLM
 
-from tokenahead import EvaByteTokenizer, MTPHeads
+from tokenahead import MTPHeads
+from tokenahead.training.evaluation import GREEDY, sampled
+from tokenahead.training.evaluation.summary import results_of
 from tokenahead.training.strategy import TrainingStrategy
 
 TAUGHT = dict(loss_target="teacher")
@@ -58,26 +61,14 @@ LAYERS: dict[str, dict[str, Any]] = {
 """With heads that are decoder layers, for depths 2 and 3."""
 
 
-def decode(backbone: Any, heads: MTPHeads, prompts: list[Any], new_tokens: int) -> dict[str, float]:
+def decode(backbone: Any, heads: MTPHeads, prompts: list[str], new_tokens: int) -> dict[str, float]:
     """Tokens per call and processor time against plain decoding, prompt by prompt in turns."""
     figures = {}
-    for name, how in {"sampled": dict(do_sample=True, top_k=0), "greedy": dict(do_sample=False)}.items():
-        calls = tokens = 0
-        seconds = {"plain": 0.0, "drafts": 0.0}
-        for number, prompt in enumerate(prompts):
-            options = dict(**prompt, **how, max_new_tokens=new_tokens, pad_token_id=0)
-            for kind in seconds:
-                torch.manual_seed(number)
-                started = time.process_time()
-                if kind == "plain":
-                    backbone.generate(**options)
-                else:
-                    found = backbone.generate(**options, assistant_model=heads, return_dict_in_generate=True)
-                    tokens += new_tokens
-                    calls += found.speculation.backbone_calls
-                seconds[kind] += time.process_time() - started
-        figures[f"tokens per call, {name}"] = tokens / calls
-        figures[f"speed-up, {name}"] = seconds["plain"] / seconds["drafts"]
+    bench = benched(backbone, heads, prompts, (GREEDY, sampled(1.0)), new_tokens)
+    for row in (row for row in results_of(bench) if row.method == "drafts"):
+        mode = "sampled" if row.do_sample else "greedy"
+        figures[f"tokens per call, {mode}"] = row.tokens_per_call
+        figures[f"speed-up, {mode}"] = row.processor_speed_up or math.nan
     return figures
 
 
@@ -145,15 +136,14 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.scratch = arguments.output.with_suffix("")
     torch.set_num_threads(1)
-    corpus, tokenizer = load_corpus(seed=0), EvaByteTokenizer()
+    corpus = load_corpus(seed=0)
     held_out = held_out_rows(corpus)
-    prompts = beginnings(corpus, arguments.prompts, arguments.new_tokens)
     text = {
         "corpus": corpus,
         "train": ByteWindows(corpus.train, LENGTH),
         "held_out": held_out,
         "drawn": drawn_texts(LlamaForCausalLM.from_pretrained(arguments.backbone).eval(), held_out),
-        "prompts": [tokenizer(prompt, return_tensors="pt") for prompt in prompts],
+        "prompts": beginnings(corpus, arguments.prompts, arguments.new_tokens),
     }
     asked = {f"{name}, seed {seed}": (name, seed) for seed, name in product(arguments.seed, arguments.only)}
     table(resumed(arguments.output, asked, lambda row: run(arguments, *asked[row], text)))

@@ -141,7 +141,7 @@ def measure(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
             for text in texts:
                 measures.add(drafter, text)
             results[name] = measures.calls["block"].fields()
-            print(name, *(round(value, 3) for value in list(results[name].values())[:2]), flush=True)
+            print(name, json.dumps(results[name]), flush=True)
             path.write_text(json.dumps(results, indent=1))
 
 

@@ -36,14 +36,13 @@ from tokenahead.training.evaluation import GREEDY, sampled
 from tokenahead.training.evaluation.summary import results_of
 from tokenahead.training.strategy import TrainingStrategy
 
-TAUGHT = dict(loss_target="teacher")
 STRATEGIES: dict[str, dict[str, Any]] = {
     "nll": dict(kept=True),
-    "kl": dict(kept=True, loss_divergence="kl", **TAUGHT),
-    "kl + nll": dict(kept=True, loss_divergence="kl", loss_label_weight=0.5, **TAUGHT),
-    "reverse kl": dict(kept=True, loss_divergence="reverse_kl", **TAUGHT),
-    "tv": dict(kept=True, loss_divergence="tv", **TAUGHT),
-    "lk": dict(kept=True, loss_divergence="lk", **TAUGHT),
+    "kl": dict(kept=True, loss=dict(target="teacher", divergence="kl")),
+    "kl + nll": dict(kept=True, loss=dict(target="teacher", divergence="kl", label_weight=0.5)),
+    "reverse kl": dict(kept=True, loss=dict(target="teacher", divergence="reverse_kl")),
+    "tv": dict(kept=True, loss=dict(target="teacher", divergence="tv")),
+    "lk": dict(kept=True, loss=dict(target="teacher", divergence="lk")),
     "heads only": dict(),
     "joint": dict(train="all", drafter_lr_multiplier=4.0),
     "joint with lora": dict(train="lora", drafter_lr_multiplier=4.0),

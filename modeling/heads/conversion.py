@@ -21,7 +21,7 @@ from ...generation.tensors.tensor_files import (
     warn_of_numbers,
     write_json,
 )
-from ..common.backbone_parts import input_embeddings
+from ...generation.tensors.wrapped_models import input_embeddings
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING
 from .layer import PARAMS, read_backbone

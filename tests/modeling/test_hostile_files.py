@@ -162,7 +162,7 @@ def test_a_count_without_tensors_is_named(kind, name, tmp_path):
 @pytest.mark.parametrize("layout", ["medusa", "hydra"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_numbers_in_names_of_tensors_are_consecutive(layout, place, tmp_path):
-    MTPHeads.from_backbone(llama(), window=4, head_type=layout, unembed="own").export(tmp_path, layout)
+    MTPHeads.from_backbone(llama(), window=4, head_type=layout, unembedding="own").export(tmp_path, layout)
     file = next(tmp_path.glob("*_lm_head.*"))
     tensors = read_tensors([file])
     name = next(name for name in tensors if name.endswith("linear.weight"))

@@ -148,9 +148,7 @@ def measure(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
 def add_training(step: argparse.ArgumentParser) -> None:
     """Add the options of `train`."""
     step.add_argument("kind", help=f"{', '.join(KINDS)}, or a head type of MTPHeads")
-    step.add_argument(
-        "--options", type=json.loads, default={}, help="of a new drafter, as JSON: rank, unembedding, ..."
-    )
+    step.add_argument("--options", type=json.loads, default={}, help="of a new drafter, as JSON: rank, ...")
     step.add_argument("--name", help="of its folder; the kind where it is left out")
     step.add_argument("--minutes", type=float, default=20)
     step.add_argument(

@@ -147,9 +147,8 @@ def chunked_sums(
     parts = [part.only_scored() for part in parts]
     states = [part.hidden_states for part in parts]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    task = ChunkJob(terms, module, parts, _chunk_size(logits_per_position, states[0].device), torch.is_grad_enabled())
-    total, *sums = _ChunkedSums.apply(task, len(states), *states, *parameters)
-    return total, sums
+    task = ChunkJob(terms, module, parts, _chunk_size(logits_per_position, states[0].device))
+    return made_in_forward(task.made, [*states, *parameters])
 
 
 @torch.no_grad()
@@ -166,31 +165,40 @@ def _chunk_size(logits: int, device: torch.device) -> int:
 
 
 @dataclass
-class ChunkJob:
-    """What the chunks of one sum have in common."""
+class Made:
+    """A loss with the gradients that were made together with it.
 
-    terms: TermFunction
-    module: nn.Module
-    parts: Sequence[LossSegment]
-    size: int
-    learns: bool
+    Attributes:
+        value: A scalar.
+        sums: What else is returned, detached.
+        gradients: Those of the inputs divided by `scale`, or None: those of a mean would underflow in half precision.
+        scale: A scalar.
+    """
+
+    value: Tensor
+    sums: list[Tensor]
+    gradients: list[Tensor | None]
+    scale: Tensor
 
 
-class _ChunkedSums(torch.autograd.Function):
+def made_in_forward(make: Callable[[list[bool]], Made], inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a loss whose gradients its forward makes, and its sums; backward, which can run once, scales them.
+
+    Args:
+        make: Computes the loss; it is told which inputs need a gradient, none of them where gradients are off.
+        inputs: The tensors that the loss depends on.
+    """
+    value, *sums = _MadeInForward.apply(make, torch.is_grad_enabled(), *inputs)
+    return value, sums
+
+
+class _MadeInForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, task: ChunkJob, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        wanted = [task.learns and needed for needed in ctx.needs_input_grad[2 : 2 + count]]
-        learning = tensors[count:] if task.learns else ()
-        totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning}
-        device = task.parts[0].weights.device
-        # gradients have the scale of a sum: those of a mean would underflow in half precision
-        ctx.scale = torch.cat([part.weights.to(device) for part in task.parts]).max()
-        passes = [_pass(task, part, totals, ctx.scale, want) for part, want in zip(task.parts, wanted)]
-        into_states, sums = zip(*passes)
-        ctx.gradients = [*into_states, *(total.to(p.dtype) for p, total in totals.items())]
-        ctx.mark_non_differentiable(*sums)
-        weighted = (summed * part.weights.to(summed) for summed, part in zip(sums, task.parts))
-        return reduce(torch.add, [part.sum().to(device) for part in weighted]), *sums
+    def forward(ctx: Any, make: Callable[[list[bool]], Made], learns: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
+        made = make([learns and needed for needed in ctx.needs_input_grad[2:]])
+        ctx.gradients, ctx.scale = made.gradients, made.scale
+        ctx.mark_non_differentiable(*made.sums)
+        return made.value, *made.sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -200,6 +208,28 @@ class _ChunkedSums(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         factor = gradient * ctx.scale
         return None, None, *(None if part is None else part.mul_(factor.to(part)) for part in gradients)
+
+
+@dataclass
+class ChunkJob:
+    """What the chunks of one sum have in common."""
+
+    terms: TermFunction
+    module: nn.Module
+    parts: Sequence[LossSegment]
+    size: int
+
+    def made(self, needed: list[bool]) -> Made:
+        """Return the weighted total, the sums of every part, and the gradients of its states and of parameters."""
+        count, device = len(self.parts), self.parts[0].weights.device
+        learning = [p for p in self.module.parameters() if p.requires_grad] if any(needed) else []
+        totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning}
+        scale = torch.cat([part.weights.to(device) for part in self.parts]).max()
+        passes = [_pass(self, part, totals, scale, want) for part, want in zip(self.parts, needed[:count])]
+        into_states, sums = zip(*passes)
+        weighted = (summed * part.weights.to(summed) for summed, part in zip(sums, self.parts))
+        value = reduce(torch.add, [part.sum().to(device) for part in weighted])
+        return Made(value, list(sums), [*into_states, *(total.to(p.dtype) for p, total in totals.items())], scale)
 
 
 def _pass(

@@ -28,6 +28,7 @@ from ..common.learning import States, counted_positions, run_backbone
 from ..common.loading import check_is_there
 from ..common.outputs import DraftDistributions, EagleOutput, stacked_steps
 from ..heads.losses import IGNORE, check_targets
+from .batch import TrainingBatch
 from .conversion import (
     backbone_config,
     check_kind,
@@ -38,7 +39,7 @@ from .conversion import (
     warn_of_misfit,
 )
 from .export import check_layout, write_layout
-from .losses import TrainingBatch, counts_per_step, eagle_loss, pooled_loss
+from .losses import counts_per_step, eagle_loss, pooled_loss
 from .modules import EagleNetwork
 from .session import EagleSession
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.internals import FeatureDataset, FeatureIndex, eagle_losses, heads_teacher, part_files
+from tests.internals import FeatureDataset, FeatureIndex, eagle_terms, heads_teacher, part_files
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
@@ -62,7 +62,7 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
         if cached:
             trainer.data_collator = data.collate
             drafter.backbone.forward = None  # is not called
-            for module in (heads_teacher, eagle_losses):  # nor the unembedding of all tokens
+            for module in (heads_teacher, eagle_terms):  # nor the unembedding of all tokens
                 monkeypatch.setattr(module, "logit_summaries", None)
         found.append(losses(trainer))
     assert found[0] == pytest.approx(found[1], rel=2e-5)

@@ -6,7 +6,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.eagle_models import CASES, golden_case, tiny_backbone
 from tests.internals import EagleLossOptions
-from tests.internals import eagle_losses as losses
+from tests.internals import eagle_steps as steps
 from tokenahead import EagleHead
 
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(5))
@@ -24,8 +24,8 @@ def training_case(name):
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_the_official_ones(name, block, monkeypatch):
-    monkeypatch.setattr(losses, "_BLOCK", block)
-    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 700)
+    monkeypatch.setattr(steps, "BLOCK", block)
+    monkeypatch.setattr(steps, "LOGITS_PER_CHUNK", 700)
     head, golden, run = training_case(name)
     out = run()
     torch.testing.assert_close(out.step_losses, golden["step_losses"], atol=1e-4, rtol=0)
@@ -119,7 +119,7 @@ def test_a_step_of_training_is_a_step_of_drafting():
     prefix = 8
     with torch.no_grad():
         states = head.backbone(IDS, output_hidden_states=True).hidden_states
-        cache, features = losses.DynamicCache(), head.fuse(states)[:, :prefix]
+        cache, features = steps.DynamicCache(), head.fuse(states)[:, :prefix]
         ids = IDS[:, 1 : prefix + 1]
         for step in range(3):
             features = head.rows(features, ids, past_key_values=cache)[:, -1:]

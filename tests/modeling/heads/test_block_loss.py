@@ -12,7 +12,7 @@ from tests.internals import (
     call_weights,
     cycle_starts,
     drafted_probs,
-    eagle_losses,
+    eagle_steps,
     position_weights,
 )
 from tests.modeling.heads.backbones import backbone
@@ -213,7 +213,7 @@ def answers(model):
 @pytest.mark.parametrize("kind", ["uniform", "expected_calls"])
 @pytest.mark.parametrize("ids", [None, KEPT])
 def test_eagle_steps_learn_it(ids, kind, monkeypatch):
-    monkeypatch.setattr(eagle_losses, "_BLOCK", 5)
+    monkeypatch.setattr(eagle_steps, "BLOCK", 5)
     options = {"divergence": "block", "position_weighting": kind, "steps": 3}
     head = EagleHead.from_backbone(tiny_backbone(), draft_ids=None if ids is None else torch.tensor(ids))
     head.loss_options.update(**options)

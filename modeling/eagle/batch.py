@@ -1,0 +1,90 @@
+"""A batch as an EAGLE head trains on it: which rows have a target in a step, and what they see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..heads.losses import IGNORE
+
+
+@dataclass
+class TrainingBatch:
+    """A batch of sequences and the backbone's last hidden states.
+
+    Attributes:
+        input_ids: [B, L] int64.
+        labels: [B, L] int64, -100 where a token is not a target.
+        positions: [B, L] int64.
+        documents: [B, L] int64, the number of each token's document; -1 for padding.
+        states: [B, L, D], the backbone's last hidden states.
+        is_whole: Every sequence is one document without padding.
+        summaries: [B, L, 2], the `logit_summaries` of the states, where they are known already.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor
+    states: Tensor
+    is_whole: bool
+    summaries: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Tensor,
+        labels: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        states: Tensor,
+        summaries: Tensor | None = None,
+    ) -> TrainingBatch:
+        """Return a batch from the arguments of a model's forward."""
+        real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+        is_whole, documents = mask is None and positions is None, torch.zeros_like(input_ids)
+        if positions is None:
+            positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        else:
+            positions = positions.expand(input_ids.shape)
+            documents = nn.functional.pad(positions[:, 1:] <= positions[:, :-1], (1, 0)).long().cumsum(1)
+        documents = documents.masked_fill(~real, -1)
+        return cls(input_ids, labels, positions, documents, states, is_whole, summaries)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of step 0; the last two tokens have none, because no token follows their pair."""
+        return max(self.input_ids.shape[1] - 2, 0)
+
+    @property
+    def following(self) -> Tensor:
+        """The label of the token after each state, [B, L]; -100 where there is none."""
+        return nn.functional.pad(self.labels[:, 1:], (0, 1), value=IGNORE)
+
+    def ahead(self, values: Tensor, start: int, stop: int, by: int) -> Tensor:
+        """Return `values` [B, L, ..] `by` tokens after rows start .. stop - 1; the last one repeats beyond the end."""
+        last = values.shape[1] - 1
+        return values[:, torch.arange(start + by, stop + by, device=values.device).clamp(max=last)]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of every token's document, [B, L]; of padding any number above 0."""
+        numbers = self.documents.clamp(min=0)
+        sizes = torch.zeros_like(numbers).scatter_add(1, numbers, (self.documents >= 0).long())
+        return sizes.gather(1, numbers).clamp(min=1)
+
+    def counted(self, step: int) -> Tensor:
+        """Return which rows of a step have a target, [B, num_rows] bool."""
+        rows = self.num_rows
+        document = self.documents[:, :rows]
+        reach = nn.functional.pad(self.documents, (0, step), value=-1)[:, 2 + step : 2 + step + rows]
+        label = nn.functional.pad(self.labels, (0, step), value=IGNORE)[:, 2 + step : 2 + step + rows]
+        return (document >= 0) & (document == reach) & (label != IGNORE)
+
+    def visible(self, start: int, stop: int) -> Tensor:
+        """Return which columns 0 .. stop - 1 of step 0 rows start .. stop - 1 see, [B, 1, rows, stop] bool."""
+        columns = torch.arange(stop, device=self.documents.device)
+        same = self.documents[:, start:stop, None] == self.documents[:, None, :stop]
+        return (same & (columns <= columns[start:, None]))[:, None]

@@ -24,6 +24,7 @@ from ...generation.tensors.wrapped_models import gather
 from ..common.chunks import LOGITS_PER_CHUNK, Made, made_in_forward
 from .batch import TrainingBatch
 from .modules import EagleNetwork
+from .products import TeacherProbs, has_products, product_terms
 from .terms import TeacherRows, draft_summaries, row_terms
 
 BLOCK = 128
@@ -109,6 +110,7 @@ class _SummedSteps:
         shares = self.weights / self.scale.clamp(min=torch.finfo(weights.dtype).tiny)
         again = shares.flip(0).cumsum(0).flip(0) - shares if steps.is_hass else torch.zeros_like(shares)
         self.shares = torch.stack([shares, again], 1)  # [S, 2]: of every row, and besides of first rows
+        self.has_products = has_products(steps.head, steps.options)
         self.totals: dict[Tensor, Tensor] = {}
         self.learns = False
 
@@ -161,7 +163,7 @@ class _SummedSteps:
         if totals[0] is not None and into_outputs is not None:
             totals[0][:, start:stop] += into_outputs
 
-    def _teacher(self, start: int, stop: int) -> tuple[TeacherRows, Tensor]:
+    def _teacher(self, start: int, stop: int) -> tuple[TeacherRows | TeacherProbs, Tensor]:
         """Return what all steps of a block learn, and where step i of row t finds it: at [b, t - start + i]."""
         steps, batch = self.steps, self.batch
         counted = steps.counted_on_host[:, :, start:stop]
@@ -177,10 +179,11 @@ class _SummedSteps:
 
         states, summaries = read(batch.states), read(steps.summaries)
         parts = zip(states.split(steps.size), summaries.split(steps.size))
-        return TeacherRows.joined([TeacherRows.of(steps.head, *part) for part in parts]), where
+        teacher = TeacherRows.joined([TeacherRows.of(steps.head, *part) for part in parts])
+        return TeacherProbs.of(teacher) if self.has_products else teacher, where
 
     def _terms(
-        self, features: Tensor, start: int, step: int, teacher: tuple[TeacherRows, Tensor]
+        self, features: Tensor, start: int, step: int, teacher: tuple[TeacherRows | TeacherProbs, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return a step's sums over a block's rows with targets and over first rows of documents, [2, 3], and the
         gradient of the features [B, R, d], or None."""
@@ -205,14 +208,23 @@ class _SummedSteps:
         return sums, None if into is None else into.view_as(features)
 
     def _chunk(
-        self, features: Tensor, labels: Tensor, teacher: TeacherRows, weights: Tensor
+        self, features: Tensor, labels: Tensor, teacher: TeacherRows | TeacherProbs, weights: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the terms of rows [N, 3] and the gradient of their features, both by `weights` [N]."""
         head, options = self.steps.head, self.steps.options
-        with torch.set_grad_enabled(self.learns):
-            terms = row_terms(head, features, labels, teacher, options)
-            (gradient,) = self._backward([(terms[:, 0] * weights.to(terms)).sum()], [None], [features])
-        return terms.detach(), gradient
+        if isinstance(teacher, TeacherRows):
+            with torch.set_grad_enabled(self.learns):
+                terms = row_terms(head, features, labels, teacher, options)
+                loss = (terms[:, 0] * weights.to(terms)).sum()
+            return terms.detach(), self._backward([loss], [None], [features])[0]
+        unembedding = head.lm_head.weight
+        total = self._total(unembedding) if self.learns and unembedding.requires_grad else None
+        terms, gradient = product_terms(head, features, labels, teacher, options, weights.to(teacher.p), total)
+        if head.config.norm_output or not self.learns:
+            return terms, gradient
+        with torch.enable_grad():
+            normed = head.norm(features)
+        return terms, self._backward([normed], [gradient.to(normed.dtype)], [features])[0]
 
     def _backward(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]
@@ -234,5 +246,12 @@ class _SummedSteps:
     def _add(self, parameter: Tensor, gradient: Tensor) -> None:
         if parameter in self.totals:
             self.totals[parameter] += gradient
-        else:  # autograd may return one tensor for several inputs
+        else:  # a copy, because autograd may return one tensor for several inputs
             self.totals[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+
+    def _total(self, parameter: Tensor) -> Tensor:
+        """Return where the gradient of a parameter is summed up."""
+        if parameter not in self.totals:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            self.totals[parameter] = torch.zeros_like(parameter, dtype=wide)
+        return self.totals[parameter]

@@ -1,21 +1,21 @@
 """Summed terms of a module over many positions, in chunks: memory grows with neither positions, depths nor vocabulary.
 
 Logits of a chunk yield their terms and, at once, their gradients; they are freed before the next chunk, and computed
-only once. Positions where nothing is scored, such as prompts, have none. Each chunk adds to one tensor for the gradient
-of leaf weights, n r V d numbers, in place; depths that share a module share that tensor, too. Knows no circuit, no
-chain and no loss.
+only once. Positions where nothing is scored, such as prompts, have none. Gradients of linear maps, V d numbers of an
+unembedding, are added to one tensor in place, chunk by chunk; depths that share a module share that tensor, too. Knows
+no circuit, no chain and no loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...generation.tensors.wrapped_models import gather
 
@@ -27,7 +27,8 @@ _SIZE_ON_PROCESSOR = 32
 """Least size of a chunk, because every chunk passes over all weights."""
 TermFunction = Callable[..., Tensor]
 """From hidden states [N, D] and a part's arguments to terms [N, n], 0 where nothing is scored."""
-_GRADIENTS_PER_BLOCK = 2**20
+_ROWS = 4096
+"""Rows of a weight whose gradient exists at a time, where it is not added in place."""
 Chunk = tuple[Tensor, list[Tensor | None]]
 """Hidden states [N, D] of some positions, and their arguments, [N, n] each."""
 
@@ -78,37 +79,15 @@ class LossSegment:
             yield states, [None if argument is None else argument.to(states.device) for argument in arguments]
 
 
-@dataclass
-class WeightTotal:
-    """Where the gradient of a weight is summed up.
-
-    Attributes:
-        total: As the weight, [R, D].
-        anchor: A scalar that requires a gradient, so that backward always visits the weight.
-    """
-
-    total: Tensor
-    anchor: Tensor
-
-
-class SummingModule(nn.Module):
-    """A module with one weight, whose gradient is added to `weight_total` while that is set.
-
-    Attributes:
-        weight: [R, D].
-        weight_total: Where its gradient is summed up; None: autograd keeps it.
-    """
-
-    weight: nn.Parameter
-    weight_total: WeightTotal | None = None
-
-
 class SummedLinear(torch.autograd.Function):
-    """x W^T whose gradient for W is added to a tensor in place, block by block."""
+    """x W^T whose gradient for W is added to a tensor in place."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
-        """Return [..., R] of inputs [..., D] and a weight [R, D]; for the others see `WeightTotal`."""
+        """Return [..., R] of inputs [..., D] and a weight [R, D], whose gradient is added to `total`.
+
+        `anchor` is a scalar that requires a gradient, so that backward always visits the weight.
+        """
         ctx.save_for_backward(inputs, weight)
         ctx.total = total
         return nn.functional.linear(inputs, weight)
@@ -118,13 +97,31 @@ class SummedLinear(torch.autograd.Function):
         """Return the gradient of the inputs, where one is wanted, and 0 for the anchor."""
         inputs, weight = ctx.saved_tensors
         flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)  # [N, R], [N, D]
-        step = max(1, _GRADIENTS_PER_BLOCK // rows.shape[-1])
-        for start in range(0, flat.shape[-1], step):
-            part = flat[:, start : start + step]  # [N, block]
-            ctx.total[start : start + part.shape[1]] += part.T @ rows  # [block, D]
+        if ctx.total.dtype == flat.dtype:
+            ctx.total.addmm_(flat.T, rows)
+        else:  # by rows of W: a product in another dtype exists for some of them at a time
+            for part, total in zip(flat.split(_ROWS, -1), ctx.total.split(_ROWS)):
+                total += part.T @ rows
         wanted = ctx.needs_input_grad[0]
         into_inputs = (gradient @ weight.to(gradient.dtype)).to(inputs.dtype) if wanted else None  # [..., D]
         return into_inputs, None, None, ctx.total.new_zeros(())
+
+
+class _SummedLinears(TorchFunctionMode):
+    """Makes linear maps add the gradients of weights that have a total to it."""
+
+    def __init__(self, totals: dict[Tensor, Tensor], anchor: Tensor) -> None:
+        super().__init__()
+        self.totals, self.anchor = totals, anchor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`, or the linear map that sums."""
+        kwargs = kwargs or {}
+        if func is nn.functional.linear and len(args) >= 2 and args[1] in self.totals and torch.is_grad_enabled():
+            inputs, weight, bias = (*args, kwargs.get("bias"))[:3]
+            outputs = SummedLinear.apply(inputs, weight.detach(), self.totals[weight], self.anchor)
+            return outputs if bias is None else outputs + bias
+        return func(*args, **kwargs)
 
 
 def chunked_sums(
@@ -136,7 +133,7 @@ def chunked_sums(
 
     Args:
         terms: Computes the terms of some positions with the module's parameters.
-        module: The module; a `SummingModule` in it adds up the gradient of its weight.
+        module: The module.
         parts: The positions.
         logits_per_position: Numbers that `terms` makes of one position, which determine the size of a chunk.
 
@@ -237,46 +234,36 @@ def _pass(
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradient of a part's hidden states, where `wanted`, and its sums [n]; add to the totals."""
     shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
-    sums, into_states = [], []
-    with _summed(task.module, totals if part.trains_module else {}) as others:
-        for chunk in part.chunks(task.size):
-            summed, gradients = _chunk(part.terms or task.terms, chunk, shares, wanted, others)
-            sums.append(summed)
-            if wanted:
-                into_states.append(gradients.pop(0))
-            for parameter, gradient in zip(others, gradients):
-                if gradient is not None and parameter in totals:
-                    totals[parameter] += gradient
+    totals, sums, into_states = totals if part.trains_module else {}, [], []
+    for chunk in part.chunks(task.size):
+        summed, gradient = _chunk(part.terms or task.terms, chunk, shares, wanted, totals)
+        sums.append(summed)
+        into_states.append(gradient)
     return torch.cat(into_states).view_as(part.hidden_states) if wanted else None, torch.stack(sums).sum(0)
 
 
 def _chunk(
-    terms: TermFunction, chunk: Chunk, shares: Tensor, wanted: bool, others: list[Tensor]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return sums of one chunk, [n], and gradients of their weighted sum: of states, if wanted, then of `others`."""
+    terms: TermFunction, chunk: Chunk, shares: Tensor, wanted: bool, totals: dict[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return sums of one chunk, [n], and the gradient of its states, if wanted; add those of parameters to `totals`."""
     states, arguments = chunk
-    with torch.set_grad_enabled(wanted or bool(others)):
+    learns = wanted or bool(totals)
+    anchor = torch.zeros((), device=states.device, requires_grad=learns)
+    with torch.set_grad_enabled(learns):
         states = states.detach().requires_grad_(wanted)
-        sums = terms(states, *arguments).sum(0)  # [n]
-        inputs = [states, *others] if wanted else others
+        with _SummedLinears(totals, anchor):
+            sums = terms(states, *arguments).sum(0)
+        if not learns:
+            return sums, states
+        inputs = [states, anchor, *totals] if wanted else [anchor, *totals]
         with torch.autocast(states.device.type, enabled=False):
             value = (sums * shares.to(sums)).sum()
-            gradients = torch.autograd.grad(value, inputs, allow_unused=True) if inputs else ()
-    return sums.detach(), list(gradients)
-
-
-@contextmanager
-def _summed(module: nn.Module, totals: dict[Tensor, Tensor]) -> Iterator[list[Tensor]]:
-    """Make the leaves of a module sum up their own gradients; yield the tensors left to autograd."""
-    leaves = [inner for inner in module.modules() if isinstance(inner, SummingModule) and inner.weight in totals]
-    anchors = [torch.zeros((), device=leaf.weight.device, requires_grad=True) for leaf in leaves]
-    try:
-        for leaf, anchor in zip(leaves, anchors):
-            leaf.weight_total = WeightTotal(totals[leaf.weight], anchor)
-        yield [*anchors, *(p for p in totals if not any(p is leaf.weight for leaf in leaves))]
-    finally:
-        for leaf in leaves:
-            leaf.weight_total = None
+            value = value + 0.0 * anchor  # of maps that learn nothing there is nothing else to derive by
+            found = torch.autograd.grad(value, inputs, allow_unused=True)
+    for parameter, gradient in zip(totals, found[len(inputs) - len(totals) :]):
+        if gradient is not None:  # not a linear map's
+            totals[parameter] += gradient
+    return sums.detach(), found[0]
 
 
 def _split(argument: Tensor | None, size: int, count: int) -> Sequence[Tensor | None]:

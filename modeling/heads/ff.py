@@ -16,12 +16,11 @@ from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import Fields, Tensors
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts, output_embeddings, required
-from ..common.chunks import SummedLinear, SummingModule
 from .family import Circuit, Directory, HeadFamily, HeadLayout, register
 from .window_distribution import FactorisedDistribution, WindowDistribution, exact
 
 
-class FFHead(SummingModule):
+class FFHead(nn.Module):
     """Independent linear heads in the released EvaByte parametrisation: one matrix, head-major.
 
     Rows h V .. (h + 1) V - 1 of `weight` [N V, D] belong to head h, which predicts x_{t+1+h}.
@@ -47,11 +46,9 @@ class FFHead(SummingModule):
         backbone is not needed.
         """
         count = self.num_heads if num_heads is None else num_heads
-        weight = self.weight[start * self.vocab_size : count * self.vocab_size]  # [(count - start) V, D]
-        if self.weight_total is not None:
-            total = self.weight_total
-            logits = SummedLinear.apply(hidden_states, weight.detach(), total.total, total.anchor)  # [..., count V]
-            return logits.unflatten(-1, (count, self.vocab_size))
+        weight = self.weight
+        if (start, count) != (0, self.num_heads):
+            weight = weight[start * self.vocab_size : count * self.vocab_size]
         return nn.functional.linear(hidden_states, weight).unflatten(-1, (count - start, self.vocab_size))
 
     def append(self, more: FFHead) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..common.loss_options import ResolvedEagleOptions
+from ...configuration.loss_options import ResolvedEagleOptions
 from .modules import EagleNetwork
 from .terms import TeacherRows
 

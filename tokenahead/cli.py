@@ -110,6 +110,9 @@ def _demo(request: DemoRequest) -> int:
     with needs_extra("demo", "the demo"):
         from .training.demo import Measurement, run_demo
         from .training.demo_subjects import box_model, named_model
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     if not request.model:
         import torch
 

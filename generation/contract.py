@@ -43,11 +43,11 @@ States = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class DraftTree:
-    """Drafted tokens after b, and the distributions that they were really drawn from.
+    """Drafted tokens after the bonus token, and the distributions that they were really drawn from.
 
     Attributes:
         tokens: [B, m] int64; siblings are tried in the order of their nodes.
-        parents: [B, m] int64 node numbers, smaller than their children's; -1 is b.
+        parents: [B, m] int64 node numbers, smaller than their children's; -1 is the bonus token.
         probs: [B, m + 1, V] probabilities that the children of each index of the block were drawn from; rows without
             children are never read, and a chain leaves the last one out. None: the tokens are deterministic given those
             before them (argmax, top-k, n-grams).
@@ -179,7 +179,7 @@ class TargetOutput:
     """The output of one backbone call for a block.
 
     Attributes:
-        logits: [B, F, v] of b and the nodes.
+        logits: [B, F, v] of the bonus token and the nodes.
         hidden_states: Per layer [B, F, D] or None; those that were requested.
         auxiliary: [B, A, v] logits of the auxiliary positions.
         auxiliary_states: Their `hidden_states`.

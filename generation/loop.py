@@ -181,10 +181,10 @@ class SpeculativeLoop:
         return self._on_host(Cycle(fed, tree, outputs, scores, result))
 
     def _without_drafts(self, cycle: Cycle) -> Cycle:
-        """Return a cycle of b alone in the place of one with faults; from then on nothing is drafted.
+        """Return a cycle of the bonus token alone in the place of one with faults; from then on nothing is drafted.
 
         Raises:
-            ValueError: Processors left no token, or the scores of b alone are no numbers: it is the backbone.
+            ValueError: Processors left no token, or the scores of that token alone are no numbers: it is the backbone.
         """
         are_scores, are_drafts = cycle.has_finite_scores(), cycle.has_finite_drafts()
         if are_scores and are_drafts and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:

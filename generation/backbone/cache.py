@@ -229,7 +229,7 @@ def block_mask(
     dtype: torch.dtype | None = None,
     tree: DraftTree | None = None,
 ) -> Any:
-    """Return the mask of b and the nodes: they see all real columns of the cache, their ancestors and themselves.
+    """Return the mask of the bonus token and the nodes, which see all real columns of the cache, ancestors, themselves.
 
     Args:
         layout: Of a cache that never moves.

@@ -70,7 +70,7 @@ class Target(CacheView, Protocol):
     keywords: Mapping[str, Any] = MappingProxyType({})
 
     def forward(self, block: Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
-        """Call the backbone on a block [B, m + 1], b and the nodes, after every sequence's prefix."""
+        """Call the backbone on a block [B, m + 1], the bonus token and the nodes, after every sequence's prefix."""
         ...
 
     def keep(self, kept: NewTokens, path: Tensor | None = None) -> None:

@@ -142,4 +142,5 @@ def _merged(drafts: Tensor) -> Tensor:
     same = (drafts[..., None] == drafts[:, :, None]).cumprod(1)  # [B, length, branch, other]: equal up to here
     first = same.argmax(-1)  # the first branch with this beginning
     node = first + count * cached_arange(length, drafts.device)[:, None]  # [B, m, branches]
-    return torch.nn.functional.pad(node[:, :-1], (0, 0, 1, 0), value=-1).flatten(1)  # the first level's is b
+    # -1, the bonus token, before the first level
+    return torch.nn.functional.pad(node[:, :-1], (0, 0, 1, 0), value=-1).flatten(1)

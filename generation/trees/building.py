@@ -47,7 +47,7 @@ def joined_chains(deterministic: DraftTree, drawn: DraftTree) -> DraftTree:
     parents = torch.cat([deterministic.parents, torch.nn.functional.pad(later, (1, 0), value=-1)], dim=1)  # [B, k + m]
     if drawn.probs is None:
         return DraftTree(tokens, parents, depth=max(size, length))
-    after_certain = torch.nn.functional.pad(drawn.probs, (0, 0, 0, size))[:, : size + 1]  # and after b
+    after_certain = torch.nn.functional.pad(drawn.probs, (0, 0, 0, size))[:, : size + 1]  # and after the bonus token
     probs = torch.cat([after_certain, torch.nn.functional.pad(drawn.probs[:, 1:], (0, 0, 0, 1))], dim=1)
     marks = (cached_arange(size + length, device) < size).expand(batch, -1)  # [B, k + m]
     return DraftTree(tokens, parents, probs, depth=max(size, length), deterministic=marks)
@@ -94,7 +94,7 @@ def _prune(values: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: in
     size = min(size, values.shape[1])
     chosen = _best(values, size).sort(-1).values  # [B, m], in rising order, parents first
     index = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))  # [B, n + 1]
-    # from a candidate to its node, both counted from 1; 0 is b
+    # from a candidate to its node, both counted from 1; 0 is the bonus token
     index.scatter_(1, chosen + 1, (cached_arange(size, tokens.device) + 1).expand_as(chosen))
     parents = index.gather(1, parents.gather(1, chosen) + 1) - 1  # [B, m]
     return DraftTree(tokens.gather(1, chosen), parents, depth=depth)

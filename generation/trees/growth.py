@@ -78,7 +78,7 @@ class Growth(Protocol):
     vocab_size: int
 
     def first(self) -> Tensor:
-        """Return logits [B, v] of the token after b."""
+        """Return logits [B, v] of the token after the bonus token."""
         ...
 
     def after(self, tokens: Tensor, parents: Tensor) -> Tensor:

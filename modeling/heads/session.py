@@ -151,8 +151,8 @@ class WindowGrowth:
     Where positions are independent, all nodes of a level have the same children; else every path has its own.
 
     Args:
-        distribution: Of the tokens after b, with axes [B, 1].
-        last: [B, 1] int64, b.
+        distribution: Of the tokens after the bonus token, with axes [B, 1].
+        last: [B, 1] int64, the bonus token.
     """
 
     draft_ids: Tensor | None = None

@@ -1,9 +1,9 @@
 """Parallel token prediction: one forward verifies the pending drafts and makes the next ones.
 
-Auxiliary slots follow b and the drafts, one uniform each: a group of them for every number of drafts that may be
-accepted. The uniform of an output position belongs to that position, so where the target picks with the uniforms that
-the drafts were made from, the output is that of sequential inverse-CDF decoding, whatever the student drafts (PTP
-paper, Theorem 1 and Algorithm 1; here all accepted drafts bring one more token).
+Auxiliary slots follow the bonus token and the drafts, one uniform each: a group of them for every number of drafts that
+may be accepted. The uniform of an output position belongs to that position, so where the target picks with the uniforms
+that the drafts were made from, the output is that of sequential inverse-CDF decoding, for any drafts of the student
+(PTP paper, Theorem 1 and Algorithm 1; here all accepted drafts bring one more token).
 
 Slots may be masks, too (masked prediction, arXiv 2507.11851): they read no uniforms, which then only pick the drafts.
 
@@ -44,11 +44,11 @@ from .slots import SlotLayout, split_budget
 
 @dataclass
 class AuxiliaryPositions:
-    """Positions of a forward after b and the nodes, which only their drafter reads.
+    """Positions of a forward after the bonus token and the nodes, which only their drafter reads.
 
     Attributes:
         inputs: Inputs of the backbone beside ids: the slots' `uniforms`, or `masks`.
-        positions: [F + A] int64, how far every position of the forward is after b.
+        positions: [F + A] int64, how far every position of the forward is after the bonus token.
         mask: [F + A, F + A] bool, their mask.
         last_position: Last entry of the backbone's table of positions; None where there is none.
         most: The most slots of a forward of this call.

@@ -1,9 +1,9 @@
 """Auxiliary slots of parallel token prediction: how many follow each possible acceptance count, where, and their mask.
 
-One forward reads [b | drafts | groups of slots]. Group d follows b and the first d drafts, for the case that exactly
-those are accepted; it has its own slots, one uniform each. Best-of-M has several branches of drafts after b, each with
-its own groups, and in every group several vectors of uniforms, which share the group's first slot: that one reads
-the uniform of the target's pick. Knows no model.
+One forward reads [bonus token | drafts | groups of slots]. Group d follows the bonus token and the first d drafts, for
+the case that exactly those are accepted; it has its own slots, one uniform each. Best-of-M has several branches of
+drafts, each with its own groups, and in every group several vectors of uniforms, which share the group's first slot:
+that one reads the uniform of the target's pick. Knows no model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SlotLayout:
         group: [A] int64, its group.
         vector: [A] int64, its vector of uniforms; 0 for the slots that all vectors share.
         index_in_group: [A] int64.
-        order: [F + A] int64, how far each position of the forward is after b in its sequence; F = 1 + branches m.
+        order: [F + A] int64, how far each position of the forward is after the bonus token; F = 1 + branches m.
         new: [F + A, F + A] bool, the mask of these positions.
         index: [branches, m + 1, vectors, longest] int64, the slots of every vector; arbitrary where there is none.
         counts: [m + 1] int64, slots per group, for one vector.

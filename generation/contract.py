@@ -137,8 +137,7 @@ class VerificationResult:
 
     Attributes:
         num_accepted: [B] int64 accepted nodes.
-        tokens: [B, k + 1] int64; the first `num_accepted` are the accepted drafts, the next is the added token, the
-            rest is arbitrary.
+        tokens: [B, k + 1] int64: the accepted drafts, then the added token; the rest is arbitrary.
         tree_path: [B, k + 1] int64, `path` of a tree; None: the first nodes of a chain are accepted.
         check: [B], NaN where a distribution of the target on the path was none; None: its rows tell (`Verifier.rows`).
     """

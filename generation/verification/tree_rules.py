@@ -8,8 +8,8 @@ w, rest b (a distribution, at first the target's) and children drawn from q in t
 
 `"token"`, recursive rejection, goes down from b: c is taken with probability w_c, and where it is, the recursion goes
 on at c with weight 1. `"block"`, traversal verification (Weng et al., arXiv 2505.12398), comes up from the leaves: the
-weight that is left of a node after its children is the probability to keep its whole path, tried where all that is below
-the node and all that is before it were refused. On chains these are token and block verification.
+weight that is left of a node after its children is the probability to keep its whole path, tried where all that is
+below the node and all that is before it were refused. On chains these are token and block verification.
 
 A child that was not drawn (`DraftTree.deterministic`) is one drawn from a distribution without a choice, q = 1 at its
 token. It comes before the drawn ones, whose q is the drafter's without that token.

@@ -22,7 +22,6 @@ from ..common.backbone_parts import BackboneParts
 from ..common.outputs import EagleOutput
 from ..common.teacher import block_terms, sequence_log_probs
 from ..heads.losses import IGNORE
-from . import steps as step_blocks
 from .batch import TrainingBatch
 from .modules import EagleNetwork
 from .steps import Steps, summed_steps
@@ -115,8 +114,8 @@ class _BlockLoss(Steps):
         first, later = self._likelihoods_of(outputs, 0, 0)[None], []
         if self.options.steps == 1:
             return first
-        for start in range(0, rows, step_blocks.BLOCK):
-            stop = min(start + step_blocks.BLOCK, rows)
+        for start in range(0, rows, self.block):
+            stop = min(start + self.block, rows)
             seen = [states[:, :, :stop] for states in columns]
             later.append(checkpoint(self._later, outputs[:, start:stop], start, *seen, use_reentrant=False))
         return torch.cat([first, torch.cat(cast(list[Tensor], later), dim=-1)])

@@ -45,6 +45,11 @@ class Steps:
         self.summaries = draft_summaries(head, batch)
 
     @property
+    def block(self) -> int:
+        """Rows of a sequence in one block of the later steps, at most."""
+        return BLOCK
+
+    @property
     def size(self) -> int:
         """Rows whose logits exist at a time."""
         columns = self.head.draft_size if self.summaries.shape[-1] else self.head.config.vocab_size
@@ -135,7 +140,7 @@ class _SummedSteps:
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Yield the first row of each block and the one behind its last; blocks without a target are left out."""
         is_counted = self.steps.counted_on_host.flatten(0, 1).any(0)  # [rows]
-        size = max(1, min(BLOCK, self.steps.size // len(self.batch.input_ids)))
+        size = max(1, min(self.steps.block, self.steps.size // len(self.batch.input_ids)))
         found = is_counted.nonzero()[:, 0].tolist()
         for start in range(found[0], found[-1] + 1, size) if found else ():
             stop = min(start + size, found[-1] + 1)

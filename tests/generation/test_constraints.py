@@ -13,7 +13,7 @@ from transformers.generation import logits_process as library
 from tests import ptp_models
 from tests.backbones import backbone, code, prompts, train_heads
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import DraftOptions, NewTokens, ParallelAssistant, Processing, Sequences, chosen
+from tests.internals import DraftOptions, NewTokens, NumberCheck, ParallelAssistant, Processing, Sequences, chosen
 from tests.no_sync import NoSync
 from tokenahead import GrammarConstraint, NgramDrafter, SuffixDrafter
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
@@ -147,7 +147,7 @@ def test_sampled_text_has_the_backbones_distribution(options):
 def test_a_model_without_the_constraints_tokens_drafts_what_is_allowed():
     """The conditional has no mass on what is allowed: any allowed token is drafted, and its distribution says so."""
     processing = Processing(LogitsProcessorList([library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1, 2], 1)]))
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing)
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
     masks = processing.masks(Sequences(torch.tensor([[3, 4]])), True)
     token, q = DraftOptions.choose(options, torch.tensor([[0.0, -torch.inf, -torch.inf, -torch.inf]]), masks=masks)
     assert token in (1, 2) and torch.equal(q, torch.tensor([[0, 0.5, 0.5, 0]]))
@@ -179,7 +179,7 @@ def test_calls_without_constraints_know_nothing_of_them():
 
 def test_tables_never_make_the_host_wait():
     processing = Processing(LogitsProcessorList([cycle_table()]), ends=frozenset([7]))
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing)
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
     tokens = Sequences(torch.randint(V, (2, 5)))
 
     def draft():

@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation import logits_process as library
 
-from tests.internals import DraftOptions, DraftTree, NewTokens, Processing, Sequences
+from tests.internals import DraftOptions, DraftTree, NewTokens, NumberCheck, Processing, Sequences
 
 V, PROMPT, DRAFTS = 17, 6, 4
 EOS = 2
@@ -348,7 +348,8 @@ def test_drafts_are_warped_by_whatever_looks_at_scores_alone(name):
 
 @pytest.mark.parametrize("processors", [[], [TemperatureLogitsWarper(0.7)]], ids=["plain", "temperature"])
 def test_a_draw_from_a_draft_vocabulary_has_its_distribution(processors):
-    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=Processing(LogitsProcessorList(processors)))
+    processing = Processing(LogitsProcessorList(processors))
+    options = SimpleNamespace(do_sample=True, threshold=0.0, processing=processing, numbers=NumberCheck())
     count, draft_ids = 20_000, torch.tensor([5, 1, 3])
     torch.manual_seed(0)
     logits = torch.tensor([[0.0, 1.0, -1.0]]).expand(count, 3)

@@ -94,11 +94,6 @@ def _has_prefix_layer(config: PreTrainedConfig) -> bool:
     return config.arch == "prefix-mlp"
 
 
-def _check_hydra(config: PreTrainedConfig) -> None:
-    if config.draft_layers and config.state_offset:
-        raise ValueError(f"draft_layers={config.draft_layers} gives one state: state_offset must be 0")
-
-
 def _circuit(name: str, *options: str) -> HeadFamilyFacts:
     return HeadFamilyFacts(
         name,
@@ -140,7 +135,6 @@ HYDRA = HeadFamilyFacts(
     _always,
     "ankner2024hydra",
     ("num_blocks", "tied_blocks", "unembedding", "arch", "grounded", "state_offset", "backbone_config"),
-    check=_check_hydra,
     attends=_has_prefix_layer,
     apart_only=True,
     sequential=True,

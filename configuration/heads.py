@@ -166,7 +166,15 @@ class MTPHeadConfig(PreTrainedConfig):
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size} must lie in 1..vocab_size={self.vocab_size}")
         if (weights := self.loss_options.weights) is not None and len(weights) != self.window:
             raise ValueError(f"weights={weights} of the loss must have one entry per depth: window={self.window}")
-        self._refuse_options_of_others()
+        for name, value in self._values(SHAPING_OPTIONS).items():
+            default = self.family.unembedding if name == "unembedding" else vars(MTPHeadConfig)[name]
+            if value != default and name not in self.family.options:
+                raise ValueError(
+                    f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; "
+                    f"it is an option of {', '.join(takers(name))}"
+                )
+        if self.draft_layers and self.state_offset:
+            raise ValueError(f"draft_layers={self.draft_layers} gives one state: state_offset must be 0")
         self.family.check(self)
         if self.draft_layers and self.family.attends(self):
             raise ValueError(
@@ -181,15 +189,6 @@ class MTPHeadConfig(PreTrainedConfig):
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
-
-    def _refuse_options_of_others(self) -> None:
-        for name, value in self._values(SHAPING_OPTIONS).items():
-            default = self.family.unembedding if name == "unembedding" else vars(MTPHeadConfig)[name]
-            if value != default and name not in self.family.options:
-                raise ValueError(
-                    f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; "
-                    f"it is an option of {', '.join(takers(name))}"
-                )
 
     @property
     def family(self) -> HeadFamilyFacts:

@@ -7,7 +7,7 @@ copy or a pickle of a pair is a pair. Of the backbone alone it has no drafters; 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
@@ -131,19 +131,20 @@ class AttachableDrafter(BaseDrafter):
         drafter = f"{type(self).__name__} for vocab_size={field(getattr(self, 'config', None), 'vocab_size')}"
         raise ValueError(f"a {drafter} cannot be resized: resize its backbone, and make a new one")
 
-    def check_sizes(self, backbone: PreTrainedModel, **made: object) -> None:
-        """Refuse a backbone whose configuration has a field with another value than the drafter was `made` for."""
-        drafter, other = type(self).__name__, type(backbone).__name__
-        for name, wanted in made.items():
-            if (actual := field(backbone.config.get_text_config(), name)) != wanted:
-                raise ValueError(f"{name}: this {drafter} was made for {wanted!r}, but {other} has {actual!r}")
-
     def matches(self, model: object) -> bool:
         """Return whether `generate` may take that model as `assistant_model` for this drafter."""
         return False
 
+    def made_for(self) -> Mapping[str, object]:
+        """Return the fields that the configuration of every backbone must have, by name."""
+        return {}
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse a backbone that cannot be drafted for."""
+        """Refuse a backbone that cannot be drafted for: here, one with other fields than the drafter was made for."""
+        drafter, other = type(self).__name__, type(backbone).__name__
+        for name, wanted in self.made_for().items():
+            if (actual := field(backbone.config.get_text_config(), name)) != wanted:
+                raise ValueError(f"{name}: this {drafter} was made for {wanted!r}, but {other} has {actual!r}")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Take from the backbone what drafting needs."""
@@ -178,21 +179,17 @@ class AttachableDrafter(BaseDrafter):
             for learned in (self.tree_choices, self.schedules):  # what pays depends on the backbone
                 learned.clear()
             self.on_attach(backbone)
-            self._check_fingerprint(backbone)
+            recorded = field(getattr(self, "config", None), "backbone_fingerprint")
+            actual = None if recorded is None else fingerprint(backbone)
+            if actual not in (None, recorded):
+                logger.warning(
+                    f"this {type(self).__name__} learned on a backbone of backbone_fingerprint={recorded!r}, and this "
+                    f"{type(backbone).__name__} has {actual!r}: texts stay right, but fewer drafts may be accepted"
+                )
             GeneratePatch.of(backbone).drafters.append(self)
         if default:
             GeneratePatch.of(backbone).default = self
         return self
-
-    def _check_fingerprint(self, backbone: PreTrainedModel) -> None:
-        """Warn where the drafter learned with another backbone: the output stays exact."""
-        recorded = field(getattr(self, "config", None), "backbone_fingerprint")
-        actual = None if recorded is None else fingerprint(backbone)
-        if actual not in (None, recorded):
-            logger.warning(
-                f"this {type(self).__name__} learned on a backbone of backbone_fingerprint={recorded!r}, and this "
-                f"{type(backbone).__name__} has {actual!r}: texts stay right, but fewer drafts may be accepted"
-            )
 
     def detach(self: D) -> D:
         """Undo `attach`: the backbone is bit for bit as before. Return the drafter itself."""

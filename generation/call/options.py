@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -113,8 +114,11 @@ class CallOptions:
         Raises:
             ValueError: An invalid value, or a tensor on a config; the message names the option and the valid values.
         """
-        for source in sources[1:]:
-            _refuse_tensors(source)
+        for source, name in product(sources[1:], GENERATE_KWARGS):
+            value = getattr(source, name, None)
+            if isinstance(value, Tensor) or (name == "uniforms" and value is not None):
+                saved = "is set on a GenerationConfig, which holds what can be saved"
+                raise ValueError(f"{name} {saved}: pass {name}= to generate itself")
         use_mtp = first_set("use_mtp", sources)
         number, schedule, threshold = (first_set(name, (*sources, of_assistant)) for name in _ASSISTED)
         _check(use_mtp, number, schedule, threshold)
@@ -135,16 +139,6 @@ def _tokenizers_of(call: Kwargs) -> Kwargs:
     """Return the tokenizers of a call for an assistant with another one; none without an `assistant_tokenizer`."""
     names = "assistant_tokenizer", "tokenizer"
     return {} if call.get(names[0]) is None else {name: call.get(name) for name in names}
-
-
-def _refuse_tensors(config: Kwargs | GenerationConfig | None) -> None:
-    name = next((name for name in GENERATE_KWARGS if isinstance(getattr(config, name, None), Tensor)), None)
-    if name is None and getattr(config, "uniforms", None) is not None:
-        name = "uniforms"
-    if name is not None:
-        raise ValueError(
-            f"{name} is set on a GenerationConfig, which holds what can be saved: pass {name}= to generate itself"
-        )
 
 
 def first_set(name: str, sources: Sources) -> Any:

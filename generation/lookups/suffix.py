@@ -199,8 +199,7 @@ class SuffixDrafter(LookUpDrafter):
         with naming(file), safe_open(file, "pt") as saved:
             try:
                 drafter = cls(**json.loads(saved.metadata()["options"]))
-                parts = [saved.get_tensor(name) for name in ("tokens", "parents", "counts")]
-                _check_parts(*parts)
+                parts = _read_trie(saved)
             except (LookupError, TypeError, ValueError) as error:
                 raise ValueError(f"{file} holds no counts of a SuffixDrafter: {error!r}") from error
         drafter.counts.load(*(part.tolist() for part in parts))
@@ -215,8 +214,9 @@ def _check_ids(low: int, high: int, backbone: PreTrainedModel | None) -> None:
         raise ValueError(f"ids: the text of this SuffixDrafter has token {low if low < 0 else high}; ids are {valid}")
 
 
-def _check_parts(tokens: Tensor, parents: Tensor, counts: Tensor) -> None:
-    """Refuse tensors that are no trie: [N] int64 each, and every node after its parent."""
+def _read_trie(saved: safe_open) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, parents and counts, [N] int64 each; a ValueError where a node does not follow its parent."""
+    tokens, parents, counts = (saved.get_tensor(name) for name in ("tokens", "parents", "counts"))
     shapes = {(part.dtype, part.shape) for part in (tokens, parents, counts)}
     if shapes != {(torch.long, tokens.shape[:1])}:
         raise ValueError(f"tokens, parents and counts of {shapes}")
@@ -224,6 +224,7 @@ def _check_parts(tokens: Tensor, parents: Tensor, counts: Tensor) -> None:
     is_valid = (tokens >= 0) & (parents >= -1) & (parents < numbers) & (counts > 0)
     if not bool((is_valid & (tokens < _ANY) & (counts < _ANY)).all()):
         raise ValueError("tokens, parents and counts that are no trie")
+    return tokens, parents, counts
 
 
 class SuffixSession(DraftSession):

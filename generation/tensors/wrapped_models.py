@@ -320,7 +320,16 @@ def merged_copy(model: Any) -> PreTrainedModel:
         return sharing_copy(within)
     if has_learned_prompts(model):
         raise ValueError(f"{type(model).__name__} has learned prompts, which cannot be merged; pass the model within")
-    _check_layers(within)
+    for name, layer in within.named_modules():
+        if name.endswith(".modules_to_save"):
+            name = name.removesuffix(".modules_to_save")
+            raise ValueError(f"{name} is in modules_to_save of peft: merge_and_unload() the PeftModel first")
+        if type(layer).__name__ == "GatedLinear":
+            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: pass the model that it was made from")
+    for name, layer in adapted_layers(within):
+        base, weight = layer.get_base_layer(), layer.weight
+        if not weight.is_floating_point():
+            raise ValueError(f"{name} is quantised ({type(base).__name__}, {weight.dtype}); load it in full precision")
     copied = sharing_copy(within, ignore_adapters=True)
     for name, layer in adapted_layers(copied):
         copied.set_submodule(name, _merged(layer))
@@ -337,20 +346,6 @@ def adapter_marks(model: nn.Module) -> tuple[Hashable, ...]:
         + tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in layer.parameters())
         for _, layer in adapted_layers(model)
     )
-
-
-def _check_layers(model: nn.Module) -> None:
-    """Refuse adapters that cannot be merged."""
-    for name, layer in model.named_modules():
-        if name.endswith(".modules_to_save"):
-            name = name.removesuffix(".modules_to_save")
-            raise ValueError(f"{name} is in modules_to_save of peft: merge_and_unload() the PeftModel first")
-        if type(layer).__name__ == "GatedLinear":
-            raise ValueError(f"{name} has gated adapters of a PTPForCausalLM: pass the model that it was made from")
-    for name, layer in adapted_layers(model):
-        base, weight = layer.get_base_layer(), layer.weight
-        if not weight.is_floating_point():
-            raise ValueError(f"{name} is quantised ({type(base).__name__}, {weight.dtype}); load it in full precision")
 
 
 @torch.no_grad()

@@ -129,11 +129,7 @@ def accepted_path(tree: DraftTree, kept: Tensor, rule: str) -> Tensor:
 
 
 def check_rule(rule: str) -> None:
-    """Refuse an unknown name of a rule.
-
-    Raises:
-        ValueError: Neither `"token"` nor `"block"`.
-    """
+    """Refuse an unknown name of a rule."""
     if rule not in ("token", "block"):
         raise ValueError(f"verification={rule!r} is unknown; choose 'token' or 'block'")
 

@@ -114,11 +114,14 @@ class EagleHead(EagleNetwork):
     def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
         """Do nothing: the loss always recomputes its steps in backward."""
 
+    def made_for(self) -> Mapping[str, object]:
+        return {"hidden_size": self.config.target_hidden_size, "vocab_size": self.config.vocab_size}
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a backbone with another hidden size, vocabulary or number of layers, or that no head fits."""
         check_kind(backbone)
         text, kind = backbone.config.get_text_config(), type(backbone).__name__
-        self.check_sizes(backbone, hidden_size=self.config.target_hidden_size, vocab_size=self.config.vocab_size)
+        super().check_backbone(backbone)
         if has_own_cache(backbone):
             raise ValueError(f"backbone: {kind} has its own cache class, whose columns a head's cache cannot follow")
         resolved_aux_layers(self.config, text.num_hidden_layers)

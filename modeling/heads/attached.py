@@ -5,7 +5,7 @@ The heads have the backbone only while attached to it, and save their own tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -232,11 +232,13 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         method = "medusa" if is_held else "custom_class"
         return {"method": method, "num_speculative_tokens": self.config.num_depths - 1}
 
+    def made_for(self) -> Mapping[str, object]:
+        vocabulary = {} if self.config.vocab_size is None else {"vocab_size": self.config.vocab_size}
+        return {"hidden_size": self.config.hidden_size} | vocabulary
+
     def check_backbone(self, backbone: PreTrainedModel) -> None:
         """Refuse a backbone with another hidden size or vocabulary."""
-        self.check_sizes(backbone, hidden_size=self.config.hidden_size)
-        if self.config.vocab_size is not None:
-            self.check_sizes(backbone, vocab_size=self.config.vocab_size)
+        super().check_backbone(backbone)
         check_fit(self._expected_embedding, self.hidden_layers, backbone)
 
     def on_attach(self, backbone: PreTrainedModel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -136,10 +136,10 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         """transformers' own: an assistant does not change the distribution of its target."""
         return {}
 
-    def check_backbone(self, backbone: PreTrainedModel) -> None:
-        """Refuse another kind of model or another size than the student was made for."""
+    def made_for(self) -> Mapping[str, object]:
+        """Return the kind of model and the sizes that the student was made for."""
         made = self.config.get_text_config().get_text_config()
-        self.check_sizes(backbone, **{name: field(made, name) for name in _SAME})
+        return {name: field(made, name) for name in _SAME}
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's device; its own parts have float32 at least."""

@@ -178,7 +178,12 @@ class LayerSource:
     def __init__(self, config: PreTrainedConfig) -> None:
         with torch.device("meta"):
             self._body = AutoModel.from_config(deepcopy(config))
-        check_layers(config, self._body)
+        reason, layers = REFUSED.get(config.model_type), getattr(self._body, "layers", None)
+        takes = layers and "position_embeddings" in inspect.signature(type(layers[-1]).forward).parameters
+        if reason is None and not (takes and hasattr(self._body, "rotary_emb")):
+            reason = "its layers do not take rotary positions and a mask"
+        if reason is not None:
+            raise _refusal(config, reason)
         self.config: PreTrainedConfig = self._body.config
         self.layers: nn.ModuleList = self._body.layers
         self.cache_name = name_of_cache(type(self.layers[-1]).forward) or CACHE
@@ -335,17 +340,6 @@ def read_config(values: Fields | None) -> PreTrainedConfig:
         raise ValueError("backbone_config is missing: MTPHeads.from_backbone fills it")
     values = dict(values)
     return AutoConfig.for_model(values.pop("model_type"), **values)
-
-
-def check_layers(config: PreTrainedConfig, body: nn.Module) -> None:
-    """Refuse a model whose layers cannot be called alone."""
-    reason = REFUSED.get(config.model_type)
-    if reason is None:
-        layers = getattr(body, "layers", None)
-        takes = layers and "position_embeddings" in inspect.signature(type(layers[-1]).forward).parameters
-        reason = None if takes and hasattr(body, "rotary_emb") else "its layers do not take rotary positions and a mask"
-    if reason is not None:
-        raise _refusal(config, reason)
 
 
 def final_norm(body: nn.Module) -> nn.Module:

@@ -182,16 +182,12 @@ class OwnLossMixin(nn.Module):
             RuntimeError: `fused_lm_head=True`, and nothing learns from that loss.
         """
         if kwargs.get("fused_lm_head") and not self.learns_besides:
-            self._check_own_loss()
+            if self.silent_part is None:
+                refuse_loss_of_others(self, self.own_trainer)
+            drafter: nn.Module = getattr(self, self.silent_part)
+            if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters()):
+                logger.warning_once(
+                    f"the drafter of {type(self).__name__} does not learn from the loss of the next token: train the "
+                    f"model with {self.own_trainer}, or freeze the drafter"
+                )
         return super().__call__(*args, **kwargs)
-
-    def _check_own_loss(self) -> None:
-        name = type(self).__name__
-        if self.silent_part is None:
-            refuse_loss_of_others(self, self.own_trainer)
-        drafter: nn.Module = getattr(self, self.silent_part)
-        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in drafter.parameters()):
-            logger.warning_once(
-                f"the drafter of {name} does not learn from the loss of the next token: train the model with "
-                f"{self.own_trainer}, or freeze the drafter"
-            )

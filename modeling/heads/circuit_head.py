@@ -40,8 +40,14 @@ class CircuitHead(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         self.num_heads = config.num_depths * config.rank
-        if config.unembedding == "own":
-            _check_memory(config, hidden_size, vocab_size)
+        needed = 4 * self.num_heads * hidden_size * vocab_size
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if config.unembedding == "own" and needed > available:
+            sizes = f"window={config.window}, rank={config.rank}, hidden_size={hidden_size} and vocab_size={vocab_size}"
+            size = f"{needed / 2**30:.0f} GiB of {available / 2**30:.0f}"
+            raise ValueError(
+                f"unembedding='own' with {sizes} needs {size}; use unembedding='shared', or a smaller rank or window"
+            )
         self.leaf = (FFHead if config.unembedding == "own" else SharedHead)(hidden_size, vocab_size, self.num_heads)
         sums = config.rank * (1 + config.rank * self.num_sum_matrices)
         self.sum_bias = nn.Parameter(torch.zeros(sums))
@@ -115,17 +121,6 @@ def persistence(rank: int) -> float:
     the sum of the others and flattens the mean.
     """
     return math.log(0.85 / (1 - 0.85) * max(rank - 1, 1)) + 0.2
-
-
-def _check_memory(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
-    needed = 4 * config.num_depths * config.rank * hidden_size * vocab_size
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        sizes = f"window={config.window}, rank={config.rank}, hidden_size={hidden_size} and vocab_size={vocab_size}"
-        size = f"{needed / 2**30:.0f} GiB of {available / 2**30:.0f}"
-        raise ValueError(
-            f"unembedding='own' with {sizes} needs {size}; use unembedding='shared', or a smaller rank or window"
-        )
 
 
 def circuit_from_logits(

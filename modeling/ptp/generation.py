@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from ...configuration.fields import refuse
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions, Sources, first_set
@@ -78,12 +79,7 @@ class ParallelDrafter(BaseDrafter):
             raise ValueError(f"draft_tree={options.draft_tree!r}: slots draft chains; leave it out")
         default = "coupled" if self.config.predicts_tokens or "uniforms" in extra else "block"
         options = replace(options, verification=options.verification or default)
-        _check_budget(extra.get("slot_budget", _LAYOUTS[0]), 1 + self.config.predicts_first)
-        _check_best_of(extra.get("best_of", 1), config, options)
-        if extra.get("best_of", 1) > 1 and not self.config.reads_uniforms:
-            raise ValueError(f"best_of={extra['best_of']}: masks read no uniforms to choose among; leave it out")
-        _check_uniforms(config, options)
-        _check_seed(config, options)
+        _check_options(options, config, self.config)
         has_source = bool(config.do_sample and ("uniforms" in extra or "seed" in extra))
         extra = {"slot_budget": 3 * self.config.num_slots} | extra
         return replace(options, extra=extra, needs_our_loop=has_source)
@@ -135,58 +131,6 @@ def make_uniforms(options: DraftOptions) -> Uniforms:
     return Uniforms(shape[0], prompt.device, table, extra.get("seed"), stay)
 
 
-def _check_budget(budget: object, least: int) -> None:
-    """Refuse a number of slots that drafts nothing, and unknown names of layouts."""
-    if budget in _LAYOUTS:
-        return
-    if isinstance(budget, bool) or not isinstance(budget, int):
-        raise ValueError(f"slot_budget={budget!r} must be a whole number, {' or '.join(map(repr, _LAYOUTS))}")
-    if budget < least:
-        raise ValueError(f"slot_budget={budget} must be at least {least}; to decode plainly use use_mtp=False")
-
-
-def _check_best_of(many: int, config: GenerationConfig, options: CallOptions) -> None:
-    """Refuse options that best-of-M cannot be combined with."""
-    if isinstance(many, bool) or not isinstance(many, int) or many < 1:
-        raise ValueError(f"best_of={many!r} must be a whole number of at least 1")
-    if many == 1:
-        return
-    if "uniforms" in options.extra:
-        raise ValueError(f"best_of={many} draws new uniforms: drop uniforms=, or repeat a run with seed=")
-    if options.verification != "coupled":
-        raise ValueError(f"best_of={many} needs verification='coupled', not {options.verification!r}")
-    if not config.do_sample:
-        raise ValueError(f"best_of={many} is for sampling: pass do_sample=True, or drop it")
-
-
-def _check_uniforms(config: GenerationConfig, options: CallOptions) -> None:
-    uniforms = options.extra.get("uniforms")
-    if uniforms is None:
-        return
-    if options.verification != "coupled":
-        raise ValueError(f"uniforms= fixes the tokens only with verification='coupled', not {options.verification!r}")
-    if "seed" in options.extra:
-        raise ValueError("give uniforms= or seed=, not both")
-    if not config.do_sample:
-        raise ValueError("uniforms= is for sampling: pass do_sample=True, or drop it")
-    if not isinstance(uniforms, Tensor) or not uniforms.is_floating_point() or not uniforms.numel():
-        actual = (uniforms.dtype, tuple(uniforms.shape)) if isinstance(uniforms, Tensor) else type(uniforms).__name__
-        raise ValueError(f"uniforms is {actual}: pass torch.tensor(uniforms), floats of [B, max_new_tokens]")
-    if not (uniforms.min() >= 0 and uniforms.max() < 1):
-        raise ValueError(f"uniforms must lie in [0, 1), not in [{uniforms.min():g}, {uniforms.max():g}]")
-
-
-def _check_seed(config: GenerationConfig, options: CallOptions) -> None:
-    """Refuse options that make a run unrepeatable."""
-    source = next((name for name in ("seed", "uniforms") if name in options.extra), None)
-    if source and (config.num_beams or 1) > 1:
-        raise ValueError(f"{source}= cannot be combined with num_beams={config.num_beams}; drop one of them")
-    is_coupled = options.verification == "coupled" and options.extra.get("best_of", 1) == 1
-    if source == "seed" and config.do_sample and options.schedule == "adaptive" and not is_coupled:
-        rule = f"verification={options.verification!r}"
-        raise ValueError(f"seed= with {rule} and num_assistant_tokens_schedule='adaptive', by the clock: drop one")
-
-
 class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
     """`generate` that drafts a block of tokens from uniforms, in the forward that verifies the last block.
 
@@ -218,3 +162,52 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
         if getattr(kwargs.get("generation_config"), "is_assistant", None):
             raise RuntimeError(f"this {type(self).__name__} is no assistant_model yet: call attach(model) on it first")
         return super().generate(*args, **kwargs)
+
+
+def _check_options(options: CallOptions, config: GenerationConfig, own: PTPConfig) -> None:
+    """Refuse slots that draft nothing, and uniforms, seeds and best-of-M where they would not fix or choose tokens."""
+    extra, rule, samples, beams = options.extra, options.verification, config.do_sample, config.num_beams or 1
+    budget, many, uniforms = extra.get("slot_budget", _LAYOUTS[0]), extra.get("best_of", 1), extra.get("uniforms")
+    least, is_number = 1 + own.predicts_first, isinstance(budget, int) and not isinstance(budget, bool)
+    is_count = isinstance(many, int) and not isinstance(many, bool) and many >= 1
+    is_coupled, has_many, names = rule == "coupled", is_count and many > 1, " or ".join(map(repr, _LAYOUTS))
+    given, source = uniforms is not None, next((name for name in ("seed", "uniforms") if name in extra), None)
+    by_clock = source == "seed" and samples and options.schedule == "adaptive" and not (is_coupled and many == 1)
+    kind = (uniforms.dtype, tuple(uniforms.shape)) if isinstance(uniforms, Tensor) else type(uniforms).__name__
+    are_floats = isinstance(uniforms, Tensor) and uniforms.is_floating_point() and uniforms.numel()
+    low, high = (float(uniforms.min()), float(uniforms.max())) if are_floats else (0.0, 0.0)
+    wanted, plainly = "pass do_sample=True, or drop it", "to decode plainly use use_mtp=False"
+    refuse(
+        [
+            (not is_number and budget not in _LAYOUTS, f"slot_budget={budget!r} must be a whole number, {names}"),
+            (is_number and budget < least, f"slot_budget={budget} must be at least {least}; {plainly}"),
+            (not is_count, f"best_of={many!r} must be a whole number of at least 1"),
+            (
+                has_many and "uniforms" in extra,
+                f"best_of={many} draws new uniforms: drop uniforms=, or repeat a run with seed=",
+            ),
+            (has_many and not is_coupled, f"best_of={many} needs verification='coupled', not {rule!r}"),
+            (has_many and not samples, f"best_of={many} is for sampling: {wanted}"),
+            (
+                has_many and not own.reads_uniforms,
+                f"best_of={many}: masks read no uniforms to choose among; leave it out",
+            ),
+            (
+                given and not is_coupled,
+                f"uniforms= fixes the tokens only with verification='coupled', not {rule!r}",
+            ),
+            (given and "seed" in extra, "give uniforms= or seed=, not both"),
+            (given and not samples, f"uniforms= is for sampling: {wanted}"),
+            (
+                given and not are_floats,
+                f"uniforms is {kind}: pass torch.tensor(uniforms), floats of [B, max_new_tokens]",
+            ),
+            (not (low >= 0 and high < 1), f"uniforms must lie in [0, 1), not in [{low:g}, {high:g}]"),
+            (source and beams > 1, f"{source}= cannot be combined with num_beams={beams}; drop one of them"),
+            (
+                by_clock,
+                f"seed= with verification={rule!r} and num_assistant_tokens_schedule='adaptive' (by the clock): "
+                "drop one",
+            ),
+        ]
+    )

@@ -19,20 +19,17 @@ from ...generation.tensors.wrapped_models import has_own_cache
 from .embedding import GREEDY
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Refuse a model with sliding windows, or layers of other kinds than full attention."""
+def check_config(config: PreTrainedConfig, reads_logits: bool = False) -> None:
+    """Refuse a model with sliding windows, layers of other kinds than full attention, or (where drafts are read off
+    its head) logits that are scaled or capped."""
     kinds, window = set(field(config, "layer_types") or []), field(config, "sliding_window")
     slides = window and field(config, "use_sliding_window") is not False and kinds != {"full_attention"}
     name, needed = config.model_type, "auxiliary positions need a backbone with full attention in every layer"
     others = kinds - {"full_attention"}
     refuse([(slides, f"{name}: sliding_window={window}; {needed}"), (others, f"{name}: layers of {others}; {needed}")])
-
-
-def check_logits(config: PreTrainedConfig) -> None:
-    """Refuse a model whose logits are scaled or capped, and not those of its head."""
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if (value := field(config, name)) not in (None, 1.0):
-            raise ValueError(f"{config.model_type}: {name}={value}; logits must be lm_head's own")
+    for change in ("final_logit_softcapping", "logit_scale", "logits_scaling") if reads_logits else ():
+        if (value := field(config, change)) not in (None, 1.0):
+            raise ValueError(f"{name}: {change}={value}; logits must be lm_head's own")
 
 
 def check_model(backbone: PreTrainedModel) -> None:

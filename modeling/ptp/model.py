@@ -33,7 +33,7 @@ from .assistant_session import ParallelAssistant
 from .embedding import Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, opened, preserve_gates
 from .generation import ParallelGenerationMixin
-from .inputs import check_config, check_logits, check_model, check_positions, check_uniforms, has_slots
+from .inputs import check_config, check_model, check_positions, check_uniforms, has_slots
 
 _EMBEDDING = {"features", "feature_dim", "projection", "projection_bias", "informative", "greedy", "sampler"}
 _RECOMMENDED = {"lora_rank": 64, "lora_alpha": 64}
@@ -79,8 +79,7 @@ class PTPForCausalLM(
     def __init__(self, config: PTPConfig, backbone: PreTrainedModel | None = None) -> None:
         if config.backbone_config is None:
             raise ValueError("PTPConfig needs a backbone_config")
-        check_config(config.backbone_config)
-        check_logits(config.backbone_config)
+        check_config(config.backbone_config, reads_logits=True)
         attention = None if backbone is None else backbone.config._attn_implementation
         super().__init__(config)
         self.loss_type = "ForCausalLM"

@@ -141,7 +141,9 @@ def cache_features(
             for numbers in _parts(rows, index.lengths, tokens_per_shard):
                 texts = [_stripped(data[number]) for number in numbers]
                 states = _states(backbone, texts, index, tokens_per_batch, bar)
-                _check_finite(numbers, states, dtype)
+                for row, each in zip(numbers, states):
+                    if not each[STATES].isfinite().all():
+                        raise ValueError(f"states of row {row} are not finite in dtype={dtype!r}: nothing learns so")
                 columns = [text | outputs for text, outputs in zip(texts, states)]
                 joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
                 writer.write(numbers, [index.lengths[number] for number in numbers], joined)
@@ -255,12 +257,6 @@ def _parts(rows: list[int], lengths: list[int], tokens: int) -> Iterator[list[in
             part, size = [], 0
     if part:
         yield part
-
-
-def _check_finite(rows: list[int], columns: list[dict[str, torch.Tensor]], dtype: str) -> None:
-    for row, each in zip(rows, columns):
-        if not each[STATES].isfinite().all():
-            raise ValueError(f"states of row {row} are not finite in dtype={dtype!r}, so that nothing learns from them")
 
 
 def _stripped(row: Row) -> dict[str, torch.Tensor]:

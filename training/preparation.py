@@ -146,8 +146,18 @@ def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) ->
             "them; merge_and_unload() them, or put them on the plain backbone with backbone.load_adapter(directory)"
         )
     names = backbone.active_adapters()
-    for name in names:
-        _check_adapters(backbone.peft_config[name], strategy)
+    for config in (backbone.peft_config[name] for name in names):
+        stored = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+        asked = {name: getattr(strategy, name) for name in stored}
+        if isinstance(strategy.lora_targets, list) and not isinstance(config.target_modules, str):
+            stored["lora_targets"] = sorted(map(_last, config.target_modules))
+            asked["lora_targets"] = sorted(map(_last, strategy.lora_targets))
+        for name, theirs in stored.items():
+            if asked[name] not in (None, theirs):  # it would be ignored
+                raise ValueError(
+                    f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {theirs}, and "
+                    f"are trained further; leave {name} out"
+                )
     backbone.set_adapter(names)  # which unfreezes those that were loaded for inference
 
 
@@ -179,23 +189,6 @@ def lora_config(model: nn.Module, strategy: TrainingStrategy, drafter: str | Non
         exclude_modules=None if drafter is None else rf"(.*\.)?{drafter}(\..*)?",
         modules_to_save=None if drafter is None else [drafter],
     )
-
-
-def _check_adapters(config: Any, strategy: TrainingStrategy) -> None:
-    """Refuse fields of a strategy that differ from the config of the backbone's adapters, and would be ignored."""
-    pairs = {
-        "lora_rank": (strategy.lora_rank, config.r),
-        "lora_alpha": (strategy.lora_alpha, config.lora_alpha),
-        "lora_dropout": (strategy.lora_dropout, config.lora_dropout),
-    }
-    if isinstance(strategy.lora_targets, list) and not isinstance(config.target_modules, str):
-        pairs["lora_targets"] = (sorted(map(_last, strategy.lora_targets)), sorted(map(_last, config.target_modules)))
-    for name, (ours, theirs) in pairs.items():
-        if ours is not None and ours != theirs:
-            raise ValueError(
-                f"{name}={getattr(strategy, name)!r}: the adapters that the backbone carries have {theirs}, and are "
-                f"trained further; leave {name} out"
-            )
 
 
 def _last(name: str) -> str:

@@ -100,10 +100,6 @@ class TrainingStrategy:
         check_values(self, _CHOICES, _RANGES)
         if self.loss_weight_last is not None and self.loss_weight is None:
             raise ValueError(f"loss_weight_last={self.loss_weight_last} is the end of a schedule: set loss_weight, too")
-        self._check_belongings()
-
-    def _check_belongings(self) -> None:
-        """Refuse a field that was set without the option that it belongs to: it would be ignored."""
         adapters = "is an option of the backbone's adapters, which only train='lora' has"
         schedule = "is an option of a schedule from loss_weight to loss_weight_last: set both"
         parts = {
@@ -114,7 +110,7 @@ class TrainingStrategy:
         }
         for entry in fields(self):
             value = getattr(self, entry.name)
-            for name, (is_there, why) in parts.items():
+            for name, (is_there, why) in parts.items():  # without it, the field would be ignored
                 if entry.name.startswith(name) and not is_there and value != entry.default:
                     raise ValueError(f"{entry.name}={value!r} {why}")
 

@@ -77,20 +77,6 @@ def check_ids(batches: Sequence[Inputs], vocab_size: int) -> None:
             check_targets(ids.cpu(), vocab_size, name)
 
 
-def check_columns(rows: list[Inputs]) -> None:
-    """Refuse rows whose columns are missing, or not as long as their ids: padding would hide it."""
-    for row in rows:
-        if missing := [name for name in ("input_ids", *rows[0]) if name not in row]:
-            hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
-            raise ValueError(f"a row of the data has no {missing[0]}{hint}")
-        for name in ("labels", "attention_mask", "position_ids"):
-            if name in row and len(row[name]) != len(row["input_ids"]):
-                raise ValueError(
-                    f"a row of the data has {len(row['input_ids'])} input_ids and {len(row[name])} {name}: every id "
-                    "needs one" + (f", {IGNORE} where nothing is scored" if name == "labels" else "")
-                )
-
-
 @dataclass(frozen=True)
 class Collator:
     """Makes a batch of rows, padded on the side of the tokenizer, or on the right without one."""
@@ -99,7 +85,16 @@ class Collator:
 
     def __call__(self, rows: list[Inputs]) -> Mapping[str, torch.Tensor]:
         """Return a batch; labels are padded with -100."""
-        check_columns(rows)
+        for row in rows:  # padding would hide what is missing or too short
+            if missing := [name for name in ("input_ids", *rows[0]) if name not in row]:
+                hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
+                raise ValueError(f"a row of the data has no {missing[0]}{hint}")
+            for name in ("labels", "attention_mask", "position_ids"):
+                if name in row and len(row[name]) != len(row["input_ids"]):
+                    raise ValueError(
+                        f"a row of the data has {len(row['input_ids'])} input_ids and {len(row[name])} {name}: every "
+                        "id needs one" + (f", {IGNORE} where nothing is scored" if name == "labels" else "")
+                    )
         if self.tokenizer is not None:
             return DataCollatorForSeq2Seq(self.tokenizer)(rows)
         columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}

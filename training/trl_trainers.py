@@ -16,6 +16,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from ..configuration.fields import refuse
 from ..generation.attach import MTPGenerationMixin
 from ..modeling.common.outputs import TrainableDrafter
 from .ptp.trainer import PTPTrainer
@@ -43,7 +44,15 @@ class _SFTBehaviour(Trainer):
         self, model: nn.Module | None = None, args: TrainingArguments | None = None, *rest: Any, **kwargs: Any
     ) -> None:
         if isinstance(args, SFTConfig):
-            _check_settings(args)
+            wraps = (args.packing or args.eval_packing) and args.packing_strategy == "wrapped"
+            own = "is a loss of TRL's own, from which the heads would learn nothing: leave it at 'nll', for which the"
+            ends = "does not say where a document ends, and windows would reach into the next one; choose 'bfd' or"
+            refuse(
+                [
+                    (args.loss_type != "nll", f"loss_type={args.loss_type!r} {own} model's own loss is taken"),
+                    (wraps, f"packing_strategy='wrapped' {ends} 'bfd_split'"),
+                ]
+            )
         super().__init__(model, args, *rest, **kwargs)
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
@@ -91,21 +100,6 @@ class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
 
     def _own_collator(self, tokenizer: object) -> None:
         """TRL's."""
-
-
-def _check_settings(args: SFTConfig) -> None:
-    """Refuse settings that TRL accepts and these trainers do not follow."""
-    if args.loss_type != "nll":
-        raise ValueError(
-            f"loss_type={args.loss_type!r} is a loss of TRL's own, from which the heads would learn nothing: leave it "
-            "at 'nll', for which the model's own loss is taken"
-        )
-    packs = args.packing or args.eval_packing
-    if packs and args.packing_strategy == "wrapped":
-        raise ValueError(
-            "packing_strategy='wrapped' does not say where a document ends, and windows would reach into the next one; "
-            "choose 'bfd' or 'bfd_split'"
-        )
 
 
 class MTPDPOTrainer(DPOTrainer):

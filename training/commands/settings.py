@@ -134,6 +134,32 @@ class Settings:
     given: dict[str, Any]
     adapters: str | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse settings that would be ignored."""
+        model, drafter = self.model, self.drafter
+        of_drafter = (
+            f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone"
+        )
+        hint = "leave use_peft out, and set strategy: {train: lora}"
+        instead = hint if drafter.drafter == "heads" else "leave it out: an EAGLE head learns on a frozen backbone"
+        name, alone = self.data.dataset_name, f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides"
+        quantised = "backbones are not quantised here; leave it out, or set dtype: bfloat16"
+        refuse(
+            [
+                (self.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
+                (model.load_in_4bit, f"load_in_4bit=True: {quantised}"),
+                (model.load_in_8bit, f"load_in_8bit=True: {quantised}"),
+                (model.use_peft and drafter.drafter in ("heads", "eagle"), f"{of_drafter}; {instead}"),
+                (model.use_peft and drafter.strategy, f"{alone} then what learns; leave strategy out, or {hint}"),
+            ]
+        )
+        defaults = {entry.name: entry.default for entry in fields(model)}
+        for name, value in vars(model).items():
+            if name.startswith("lora_") and not model.use_peft and value != defaults[name]:
+                raise ValueError(
+                    f"{name}={value!r} is an option of use_peft=True; set it, or the fields of strategy: instead"
+                )
+
     @property
     def output(self) -> Path:
         """The directory of the run."""
@@ -221,33 +247,4 @@ def read_settings(argv: Sequence[str]) -> Settings:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
     if rest:
         raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead train --help")
-    settings = Settings(*parts, given=given)
-    _check_settings(settings)
-    return settings
-
-
-def _check_settings(settings: Settings) -> None:
-    """Refuse settings that would be ignored."""
-    model, drafter = settings.model, settings.drafter
-    of_drafter = (
-        f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone"
-    )
-    hint = "leave use_peft out, and set strategy: {train: lora}"
-    instead = hint if drafter.drafter == "heads" else "leave it out: an EAGLE head learns on a frozen backbone"
-    name, alone = settings.data.dataset_name, f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides"
-    quantised = "backbones are not quantised here; leave it out, or set dtype: bfloat16"
-    refuse(
-        [
-            (settings.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
-            (model.load_in_4bit, f"load_in_4bit=True: {quantised}"),
-            (model.load_in_8bit, f"load_in_8bit=True: {quantised}"),
-            (model.use_peft and drafter.drafter in ("heads", "eagle"), f"{of_drafter}; {instead}"),
-            (model.use_peft and drafter.strategy, f"{alone} then what learns; leave strategy out, or {hint}"),
-        ]
-    )
-    defaults = {entry.name: entry.default for entry in fields(model)}
-    for name, value in vars(model).items():
-        if name.startswith("lora_") and not model.use_peft and value != defaults[name]:
-            raise ValueError(
-                f"{name}={value!r} is an option of use_peft=True; set it, or the fields of strategy: instead"
-            )
+    return Settings(*parts, given=given)

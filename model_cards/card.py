@@ -91,7 +91,8 @@ def render_card(
     named = {"repo_id": [repo_id], "picture": [picture], "base_model": base_models or []}
     for argument, given in named.items():
         for each in filter(None, given):
-            check_name(each, argument)
+            if not isinstance(each, str) or not _NAME.fullmatch(each):  # which could write lines or code into a card
+                raise ValueError(f"{argument}={each!r} is neither owner/name on the Hub nor a path")
     name = model_name or (repo_id.split("/")[-1] if repo_id else facts.class_name)
     fields = {"license": license, "base_model": base_model, "language": language} | (metadata or {})
     data = card_metadata(facts, results, name, **fields)
@@ -196,16 +197,6 @@ def _fenced(value: str, language: str = "") -> _Block:
     """Return a block of code, whose fence is longer than any within."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", value)), default=0))
     return _Block(f"{fence}{language}\n{value}\n{fence}")
-
-
-def check_name(name: str, argument: str) -> None:
-    """Refuse what is neither a name on the Hub nor a path, and could write lines or code into a card.
-
-    Raises:
-        ValueError: Such a name, of this argument.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"{argument}={name!r} is neither owner/name on the Hub nor a path")
 
 
 def check_no_local_path(text: str) -> None:

@@ -154,7 +154,14 @@ def export(
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
     options = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
-    _check_class(model)
+    reason = getattr(model, "not_served", BaseDrafter.not_served)
+    if isinstance(model, PreTrainedModel) and not isinstance(model, BaseDrafter):
+        reason = (
+            "a plain model is written by its own save_pretrained; to draft for it, use DeepSeekMTP.from_backbone, "
+            "MTPHeads.from_backbone or EagleHead.from_backbone"
+        )
+    if reason is not None:
+        raise TypeError(f"export takes no {type(model).__name__}: {reason}")
     family = None if model.is_apart else family_of(model.config)
     reason = f"{type(model).__name__} is served with its backbone's own directory"
     if family is not None:
@@ -178,18 +185,6 @@ def export(
         _drop_options_of_generate(main / "generation_config.json")
         warnings += _save_tokenizer(model, tokenizer, main)
     return ExportReport(folder, engine, num_tensors, command, warnings, [_checked(model, engine)])
-
-
-def _check_class(model: object) -> None:
-    """Refuse what no engine runs, and models that do not draft."""
-    reason = getattr(model, "not_served", BaseDrafter.not_served)
-    if isinstance(model, PreTrainedModel) and not isinstance(model, BaseDrafter):
-        reason = (
-            "a plain model is written by its own save_pretrained; to draft for it, use DeepSeekMTP.from_backbone, "
-            "MTPHeads.from_backbone or EagleHead.from_backbone"
-        )
-    if reason is not None:
-        raise TypeError(f"export takes no {type(model).__name__}: {reason}")
 
 
 def _save(model: DeepSeekMTP, folder: Path, copies: bool, **options: Any) -> None:

@@ -177,7 +177,15 @@ def push_to_hub(
         'https://huggingface.co/me/toy'
     """
     # cheap checks first: saving and hashing the weights of a large model takes minutes
-    sources = _check_files(files, card)
+    sources = {Path(file).name: Path(file) for file in files}
+    for source in sources.values():
+        if not source.is_file():
+            raise FileNotFoundError(f"files: {source} is not a file")
+    if len(sources) < len(files):
+        raise ValueError(f"files={[str(file) for file in files]}: two have the same name, and all go to one directory")
+    for name in local_figures(card):
+        if name not in sources:
+            raise FileNotFoundError(f"the card shows the figure {name!r}; pass its path in files=[...]")
     card.validate()
     api, repo = _repository(model, repo_id, token, private, overwrite)
     message = commit_message or f"Upload {type(model).__name__}, tokenizer and card"
@@ -291,17 +299,3 @@ def _card_of_push(
     known = old.data.get("tags") or []
     old.data["tags"] = list(dict.fromkeys([*known, *tags]))
     return old if {*tags} - {*known} else None
-
-
-def _check_files(files: Sequence[str | Path], card: ModelCard) -> dict[str, Path]:
-    """Return the further files by their names; each must exist, and the card's figures be among them."""
-    sources = {Path(file).name: Path(file) for file in files}
-    for source in sources.values():
-        if not source.is_file():
-            raise FileNotFoundError(f"files: {source} is not a file")
-    if len(sources) < len(files):
-        raise ValueError(f"files={[str(file) for file in files]}: two have the same name, and all go to one directory")
-    for name in local_figures(card):
-        if name not in sources:
-            raise FileNotFoundError(f"the card shows the figure {name!r}; pass its path in files=[...]")
-    return sources

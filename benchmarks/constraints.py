@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from tokenahead import GrammarConstraint, NgramDrafter
+from tokenahead.generation.tensors.wrapped_models import untyped
 
 TEXT, NUMBER, FLAG = {"type": "string", "maxLength": 40}, {"type": "integer"}, {"type": "boolean"}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -87,7 +88,7 @@ def run(model: PreTrainedModel, prompts: list[dict[str, Any]], ways: list[dict[s
     for number, (prompt, way) in enumerate(zip(prompts, ways)):
         torch.manual_seed(number)
         begun = time.perf_counter()
-        out = model.generate(**prompt, **way, **options, return_dict_in_generate=True)
+        out = untyped(model).generate(**prompt, **way, **options, return_dict_in_generate=True)
         seconds += time.perf_counter() - begun
         tokens += out.sequences.shape[1] - prompt["input_ids"].shape[1]
         if "assistant_model" in options:

@@ -37,6 +37,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tokenahead import EagleHead, MTPHeads, NgramDrafter
+from tokenahead.generation.tensors.wrapped_models import untyped
 
 DRAFTS, PERIOD = 5, 64
 _LLAMA = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -150,7 +151,7 @@ def decode(
     options |= {"stopping_criteria": [clock]} if drafter is None else {"assistant_model": drafter}
     started = time.perf_counter()
     with counted() as counts, nullcontext([]) if drafter is None else planned(drafter, plan, clock) as verifiers:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
+        untyped(model).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
     cycles, seconds = clock.milliseconds(), time.perf_counter() - started
     return Call(seconds, cycles, verifiers[-1].tokens_per_call(new_tokens) if verifiers else 1.0, dict(counts))
 

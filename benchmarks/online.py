@@ -26,6 +26,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tokenahead import EagleHead
+from tokenahead.generation.tensors.wrapped_models import untyped
 from tokenahead.training import OnlineDrafterTraining
 from tokenahead.training.regeneration import RegeneratedText
 from tokenahead.training.utils import replace_figure, replace_file
@@ -127,7 +128,7 @@ class Control:
         """Return tokens per call and sequence of sampled answers."""
         prompts = [prompt[-600:] for prompt, _ in asked]
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        out = self.base.generate(
+        out = untyped(self.base).generate(
             **inputs, max_new_tokens=self.arguments.tokens, do_sample=True, top_k=0, assistant_model=drafter,
             return_dict_in_generate=True,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from serving_models import VOCABULARY, backbone, text, train, unsettle, with_mod
 from transformers import PreTrainedModel
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.generation.tensors.wrapped_models import untyped
 from tokenahead.model_cards.drafter_folders import overrides
 from tokenahead.model_cards.export import export
 
@@ -87,9 +88,9 @@ def expected(model: PreTrainedModel, count: int, **options: Any) -> tuple[list, 
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
-        texts.append(model.generate(ids, attention_mask=mask, **common, **plain)[0, len(prompt) :].tolist())
+        texts.append(untyped(model).generate(ids, attention_mask=mask, **common, **plain)[0, len(prompt) :].tolist())
         options |= {"num_assistant_tokens": count, "return_dict_in_generate": True}
-        out = model.generate(ids, attention_mask=mask, **common, **options)
+        out = untyped(model).generate(ids, attention_mask=mask, **common, **options)
         if out.sequences[0, len(prompt) :].tolist() != texts[-1]:
             raise RuntimeError("speculation here does not equal plain decoding: nothing can be compared with it")
         length, made = len(prompt) + 1, []

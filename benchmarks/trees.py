@@ -35,6 +35,7 @@ from transformers import LlamaForCausalLM, StoppingCriteriaList
 
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.tensors.wrapped_models import untyped
 from tokenahead.generation.verification import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
 from tokenahead.training.box import box_directory, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
@@ -147,7 +148,7 @@ def first_drafts(head: EagleHead, texts: torch.Tensor, seed: int, **options: Any
     over = StoppingCriteriaList([lambda ids, *_, **__: (ids >= 0).all(1) & (ids.shape[1] > texts.shape[1] + 1)])
     head.make_verifier = lambda options, drafter: Paired("block", notes)
     torch.manual_seed(seed)
-    head.backbone.generate(texts, assistant_model=head, max_new_tokens=40, stopping_criteria=over, **options)
+    untyped(head.backbone).generate(texts, assistant_model=head, max_new_tokens=40, stopping_criteria=over, **options)
     del head.make_verifier
     return {rule: 1 + known[0] for rule, known in notes.items()}
 
@@ -158,7 +159,7 @@ def expectations(head: EagleHead, prompts: torch.Tensor, arguments: argparse.Nam
     for heat in arguments.temperatures:
         how = {"do_sample": True, "temperature": heat, "top_k": 0, "pad_token_id": 0}
         torch.manual_seed(1)
-        written = head.backbone.generate(prompts, max_new_tokens=96, **how)
+        written = untyped(head.backbone).generate(prompts, max_new_tokens=96, **how)
         texts = torch.cat([written[:, start : start + 96] for start in (0, 21, 42, 64)])
         for name, options in (chains | {f"drawn tree {tree}": {"draft_tree": tree}}).items():
             found = [first_drafts(head, texts, seed, **options, **how) for seed in (0, 1)]

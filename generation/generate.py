@@ -45,7 +45,7 @@ from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
 from .plan import Call, SpeculationPlan
-from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, readable
+from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, readable, untyped
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -83,7 +83,7 @@ def prepared_call(
     sources = (call, call.get("generation_config"), backbone.generation_config)
     call |= {} if drafter is None else drafter.sampling_defaults(sources)
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
-    config, model_kwargs = backbone._prepare_generation_config(call.get("generation_config"), **fields)
+    config, model_kwargs = untyped(backbone)._prepare_generation_config(call.get("generation_config"), **fields)
     if config.assistant_early_exit is not None:
         raise ValueError(
             f"assistant_early_exit={config.assistant_early_exit} is not offered here: it would cut the layers of "
@@ -153,7 +153,7 @@ def speculative_decoding(
         cache.drop_padding(mask)
     prepared = input_ids.long(), logits_processor, stopping_criteria, generation_config
     if not plan.admits(*prepared, model_kwargs):
-        return model._sample(*prepared, plan.synced_gpus, plan.streamer, **model_kwargs)
+        return untyped(model)._sample(*prepared, plan.synced_gpus, plan.streamer, **model_kwargs)
     if plan.options.draft_tree == "auto":
         _choose_tree(plan)
     plan.complete()
@@ -265,7 +265,7 @@ def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: 
     if config.token_healing and isinstance(ids := call.get(name), Tensor):
         if call.get("attention_mask") is None:
             call["attention_mask"] = _mask_of(ids, config)
-        call[name] = backbone.heal_tokens(ids, tokenizer)
+        call[name] = untyped(backbone).heal_tokens(ids, tokenizer)
         resolved.add("token_healing")
     return resolved
 

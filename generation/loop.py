@@ -21,7 +21,7 @@ on.
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from .call.stopping import Stopping
 from .contract import DraftTree, SpeculativeCache, TargetOutput, VerificationResult
 from .plan import SpeculationPlan, decode_plainly
 from .tensors.masks import to_device
-from .tensors.wrapped_models import has_foreign_hooks
+from .tensors.wrapped_models import has_foreign_hooks, untyped
 from .trees.growth import most_nodes
 from .verification.verifiers import Cycle, GreedyVerifier, added
 
@@ -132,7 +132,9 @@ class SpeculativeLoop:
     def _prefill(self) -> None:
         """Run the first pass, transformers' own prefill; it emits one token per sequence."""
         kwargs, prompt = self.model_kwargs, self.tokens.ids[:, : self.tokens.prompt_length]
-        outputs = self.backbone._prefill(prompt, self.config, kwargs | {"output_hidden_states": self.hidden_layers})
+        outputs = untyped(self.backbone)._prefill(
+            prompt, self.config, kwargs | {"output_hidden_states": self.hidden_layers}
+        )
         cache, mask = cache_of(outputs), kwargs.get("attention_mask")
         if self.keywords is not None:
             kwargs = kwargs | {"position_ids": self.keywords.position_ids}
@@ -357,7 +359,7 @@ class SpeculativeLoop:
             logits=logits,
             hidden_states=hidden_states,
             speculation=self.statistics,
-            **cast(Any, {CACHE: self.target.cache}),
+            **untyped({CACHE: self.target.cache}),
         )
 
     def _drop_what_ran_ahead(self, ends: list[int]) -> None:

@@ -43,7 +43,7 @@ from .call.processing import counts_calls
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, SpeculativeCache
 from .drafter import BaseDrafter
-from .tensors.wrapped_models import Kwargs, is_base, peft_arguments
+from .tensors.wrapped_models import Kwargs, is_base, peft_arguments, untyped
 from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
@@ -283,7 +283,7 @@ def _obstacle_before(call: Call) -> str | None:
     if not has_own_cache:
         if not is_repackable(cache, backbone.config) and not isinstance(cache, SpeculativeCache):
             return f"{CACHE} with layers that cannot be rolled back ({type(cache).__name__})"
-        if not can_roll_back(backbone) or not backbone._supports_default_dynamic_cache():
+        if not can_roll_back(backbone) or not untyped(backbone)._supports_default_dynamic_cache():
             return f"the recurrent states of {type(backbone).__name__}, which cannot be rolled back after a rejection"
     crosses = field_of(backbone.config.get_text_config(), "cross_attention_layers")
     if crosses and model_kwargs.get("pixel_values") is not None:

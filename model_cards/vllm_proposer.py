@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch import nn
 from ..configuration import MTPHeadConfig
 from ..generation.tensors.sampling import draw
 from ..generation.tensors.tensor_files import read_tensors
+from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.backbone_parts import BackboneParts
 from ..modeling.heads.family import FAMILIES
 from ..modeling.heads.registry import build_head, distribution_after
@@ -135,7 +136,7 @@ class HeadProposer:
             raise ValueError(f"{self.directory}: its tensors do not make {self.config.head_type!r} heads: {wrong[:5]}")
         dtype = self.vllm_config.model_config.dtype
         self.head = head.to(weight.device, dtype).requires_grad_(False).eval()
-        self.parts = _TargetParts(cast(Any, target_model))
+        self.parts = _TargetParts(untyped(target_model))
         repair_sampler(weight.device)
         shards = self.vllm_config.parallel_config.tensor_parallel_size
         if shards > 1:
@@ -264,7 +265,7 @@ class _TargetParts(BackboneParts):
         return self._unembed
 
     def _unembed(self, states: torch.Tensor) -> torch.Tensor:
-        logits = cast(Any, self.model).compute_logits(states.reshape(-1, states.shape[-1]))
+        logits = untyped(self.model).compute_logits(states.reshape(-1, states.shape[-1]))
         if logits is None:
             raise RuntimeError(
                 "tensor_parallel_size: this platform of vLLM gathers logits on one rank only, so heads that share the "

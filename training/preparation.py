@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from ..configuration.transformers_names import obstacle_of_peft
 from ..generation.drafter import BaseDrafter
-from ..generation.tensors.wrapped_models import carries_adapters
+from ..generation.tensors.wrapped_models import carries_adapters, untyped
 from ..modeling.common.outputs import TrainableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
@@ -56,7 +56,7 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
     if strategy.train != "drafter":
         check_no_adapters(model, type(owner).__name__, strategy)
     if strategy.train != "lora":
-        owner.train_only(strategy.train)
+        untyped(owner).train_only(strategy.train)
         return model
     [drafter] = owner.parts().values()
     name = next(name for name, module in model.named_modules() if module is drafter)

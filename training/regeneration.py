@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.utils import logging
 
+from ..generation.tensors.wrapped_models import untyped
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
 from .features import checksum
@@ -204,7 +205,7 @@ def _completed(
     pad = backbone.generation_config.pad_token_id or 0
     padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0), value=pad) for prompt in prompts])
     real = torch.arange(longest)[None] >= longest - torch.tensor([len(prompt) for prompt in prompts])[:, None]
-    output = backbone.generate(
+    output = untyped(backbone).generate(
         input_ids=padded.to(backbone.device),
         attention_mask=real.long().to(backbone.device),
         max_new_tokens=max_new_tokens,

@@ -18,7 +18,7 @@ from ..call.options import CallOptions, DraftOptions
 from ..contract import DraftSession
 from ..tensors.masks import check_attention
 from ..tensors.saving import reads_whole, whole_directory
-from ..tensors.wrapped_models import has_learned_prompts, has_own_cache, uncompiled, unwrap
+from ..tensors.wrapped_models import has_learned_prompts, has_own_cache, uncompiled, untyped, unwrap
 from .models import borrows_states, fills_blocks, first_layers, load_assistant
 from .session import AssistantSession, SharedVocabulary, shared_vocabulary
 from .state_readers import DFlashSession, Gemma4Chain, check_lender, check_source
@@ -176,7 +176,7 @@ class AssistantDrafter(AttachableDrafter):
             self.vocabulary = shared_vocabulary(self.model, backbone, self.vocab_size)
         if borrows_states(self.model.config):
             check_lender(self.model, backbone)
-        is_free = self.model._supports_default_dynamic_cache() and can_roll_back(self.model)
+        is_free = untyped(self.model)._supports_default_dynamic_cache() and can_roll_back(self.model)
         has_states = is_recurrent(DynamicCache(config=self.model.config))
         if not is_free or (has_states and not has_short_convolutions(self.model.config)):
             name = type(self.model).__name__

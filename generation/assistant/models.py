@@ -22,7 +22,7 @@ from transformers.utils import find_adapter_config_file
 
 from ...configuration.fields import field
 from ..tensors.tensor_files import HUB_OPTIONS, check_index
-from ..tensors.wrapped_models import carries_adapters, has_own_cache, unwrap
+from ..tensors.wrapped_models import carries_adapters, has_own_cache, untyped, unwrap
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -52,7 +52,7 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     config.num_hidden_layers = layers
     with torch.device(model.device):
         small = type(model)(config)
-    cast(nn.Module, small).to(model.dtype)
+    untyped(small).to(model.dtype)
     known = small.state_dict()
     copied = {name: tensor for name, tensor in model.state_dict().items() if name in known}
     if missing := [name for name in known if name not in copied]:
@@ -82,7 +82,7 @@ class _Reusing:
         """How each layer shares keys and values, as in transformers."""
         if self.num_kv_shared_layers == self.num_hidden_layers:
             return ["reuse"] * self.num_hidden_layers
-        return cast(Any, super()).kv_sharing_modes
+        return untyped(super()).kv_sharing_modes
 
 
 class Gemma4TextConfig(_Reusing, transformers.Gemma4TextConfig):

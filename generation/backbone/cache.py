@@ -27,6 +27,7 @@ from ...configuration.fields import mask_kinds
 from ..call.sequences import NewTokens
 from ..contract import DraftTree
 from ..tensors.masks import cached_arange, cached_range, model_mask
+from ..tensors.wrapped_models import untyped
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
 """Widths that are allocated, and that attention reads, are multiples; a cache begins with room for so many tokens."""
@@ -88,7 +89,7 @@ class CacheLayout:
             if isinstance(layer, DynamicLayer):
                 cache.layers[index] = kind(self, layer)
         if (new := cache.layer_class_to_replicate) is not None:  # layers are made when they are first written to
-            cache.layer_class_to_replicate = cast(Any, lambda: kind(self, cast(DynamicLayer, new())))
+            cache.layer_class_to_replicate = untyped(lambda: kind(self, cast(DynamicLayer, new())))
 
     def restore_layers(self, cache: Cache, columns: int) -> None:
         """Lay a cache out as after plain decoding, with so many columns."""

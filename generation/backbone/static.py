@@ -23,7 +23,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from ...configuration.cache_names import CACHE
 from ..contract import DraftTree, States, TargetOutput, each_state
 from ..tensors.masks import cached_range
-from ..tensors.wrapped_models import Kwargs
+from ..tensors.wrapped_models import Kwargs, untyped
 from .cache import CacheLayout, RaggedLayer, rounded
 from .target import RaggedBackbone
 
@@ -55,7 +55,7 @@ def planned_cache(
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
     cache.room = max(layer.get_max_length() for layer in model_kwargs[CACHE].layers)
     cache.has_singles = has_singles
-    if model._valid_auto_compile_criteria(model_kwargs, config):
+    if untyped(model)._valid_auto_compile_criteria(model_kwargs, config):
         cache.compiled = lambda runner: runner.get_compiled_call(config.compile_config)
     return cache
 

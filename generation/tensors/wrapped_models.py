@@ -24,6 +24,14 @@ _PER_SEQUENCE = {"adapter_names", "alora_offsets"}
 """Arguments of a PeftModel that its layers get by hooks, with one value for each sequence."""
 
 
+def untyped(value: object) -> Any:
+    """Return a value without its type, where transformers' own hides what it has.
+
+    The methods of `GenerationMixin` are typed for a protocol that no `PreTrainedModel` satisfies.
+    """
+    return value
+
+
 def uncompiled(model: Model) -> Model:
     """Return the model that `torch.compile` has wrapped, or the model itself."""
     return getattr(model, "_orig_mod", model)
@@ -63,7 +71,7 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     """
     if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None
-    unembedding, parts = model.get_output_embeddings(), [*cast(Any, model).get_decoder().children()]
+    unembedding, parts = model.get_output_embeddings(), [*untyped(model).get_decoder().children()]
     norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
     weight = getattr(unembedding, "weight", None)
     weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]
@@ -301,7 +309,7 @@ def base_layer(layer: nn.Module) -> nn.Module:
     """Return the layer that peft has adapted, or the layer itself."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     is_adapted = tuners is not None and isinstance(layer, tuners.BaseTunerLayer)
-    return cast(Any, layer).get_base_layer() if is_adapted else layer
+    return untyped(layer).get_base_layer() if is_adapted else layer
 
 
 def has_learned_prompts(model: Any) -> bool:

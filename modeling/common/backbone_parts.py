@@ -29,7 +29,7 @@ from ...configuration.fields import field, has_short_convolutions, masks_padding
 from ...configuration.mtp_families import REFUSED
 from ...generation.tensors.masks import model_mask
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import Kwargs, call_frozen, is_unit, weights_fetched
+from ...generation.tensors.wrapped_models import Kwargs, call_frozen, is_unit, untyped, weights_fetched
 from .draft_vocabulary import DraftVocabulary
 
 Map = Callable[[Tensor], Tensor]
@@ -251,7 +251,7 @@ def layer_options(
             config=config,
             inputs_embeds=states,
             attention_mask=attention_mask,
-            **cast(Any, {CACHE: cache}),
+            **untyped({CACHE: cache}),
             position_ids=text_positions(position_ids),
             layer_idx=slot,
         )

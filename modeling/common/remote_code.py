@@ -77,7 +77,7 @@ def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[s
 
 def is_ours(kind: type) -> bool:
     """Return whether a class is part of this library, or of the code that it was loaded from."""
-    root = __package__ if TRAVELS else __package__.partition(".")[0]
+    root = __package__ if TRAVELS else (__package__ or "").partition(".")[0]
     return kind.__module__.startswith(f"{root}.")
 
 

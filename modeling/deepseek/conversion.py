@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from ...configuration.mtp_families import (
     set_modules,
 )
 from ...generation.tensors.tensor_files import weight_files
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ..common.backbone_parts import final_norm, layer_kind
 from ..common.loading import StrictLoadingMixin
 from .checkpoint_files import dequantized_tensors
@@ -122,7 +122,7 @@ def main_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if config.get_text_config() is not config and type(config) in whole:
         return whole[type(config)]
-    return _OWN_CLASSES.get(config.model_type) or cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+    return _OWN_CLASSES.get(config.model_type) or untyped(MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
 def module_kinds(config: PreTrainedConfig, name: str, count: int) -> list[Any]:
@@ -323,7 +323,7 @@ def load(
     if isinstance(devices := options.get("device_map"), dict) and len(devices) > 1:
         with torch.device("meta"):
             options["device_map"] = _spread(devices, extended(extended_config(config, count)))
-    model, report = cast(Any, extended).from_pretrained(
+    model, report = untyped(extended).from_pretrained(
         name,
         config=extended_config(config, count),
         key_mapping=family.renames(layers, count) or None,
@@ -356,7 +356,7 @@ def _ignored(config: PreTrainedConfig, stored: int, inference_only: bool) -> lis
     """Return patterns of tensors that are not loaded: copies, other towers and, with `inference_only`, all modules."""
     family, layers = family_of(config), num_layers(config)
     theirs = [prefix for k in range(max(stored, 1)) for prefix in family.prefixes(layers, k)]
-    own = cast(Any, main_class(config))._keys_to_ignore_on_load_unexpected or []
+    own = untyped(main_class(config))._keys_to_ignore_on_load_unexpected or []
     others = [pattern for pattern in own if not any(re.search(pattern, prefix) for prefix in theirs)]
     if inference_only:
         return others + ["^" + re.escape(prefix) for prefix in theirs]

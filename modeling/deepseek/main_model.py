@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, family_of
-from ...generation.tensors.wrapped_models import Kwargs, input_embeddings
+from ...generation.tensors.wrapped_models import Kwargs, input_embeddings, untyped
 from ..common.backbone_parts import final_norm
 from .modules import LMHeadView, MTPModules
 
@@ -58,7 +58,7 @@ class OverMainModel(nn.Module):
         if (family.own_heads or family.own_embeddings) and self.mtp.count:
             own = "heads" if family.own_heads else "embeddings"
             raise ValueError(f"modules of model_type={kind!r} have their own {own}, which cannot be resized")
-        return cast(Any, super()).resize_token_embeddings(*args, **kwargs)
+        return untyped(super()).resize_token_embeddings(*args, **kwargs)
 
     def get_decoder(self, *args: object, **kwargs: object) -> nn.Module:
         """Return the main model without its head, and without towers of other modalities."""
@@ -68,7 +68,7 @@ class OverMainModel(nn.Module):
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> Kwargs:
         """Return the main model's inputs; teacher-forced logits are off."""
-        prepare = cast(Any, self.main).prepare_inputs_for_generation
+        prepare = untyped(self.main).prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         return inputs | {"output_mtp_logits": False}
 
@@ -76,13 +76,13 @@ class OverMainModel(nn.Module):
         """Return the main model's positions, which may be three with images; None where it ignores them."""
         if family_of(self.main.config).counts_columns:
             return None
-        return cast(Any, self.main)._prepare_position_ids_for_generation(*args, **kwargs)
+        return untyped(self.main)._prepare_position_ids_for_generation(*args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, object]) -> None:
         """Refuse keyword arguments that neither the main model (with its pixels) nor this one takes."""
         own = inspect.signature(self.forward).parameters
         others = {name: value for name, value in model_kwargs.items() if name not in own}
-        cast(Any, self.main)._validate_model_kwargs(others)
+        untyped(self.main)._validate_model_kwargs(others)
 
 
 @dataclass

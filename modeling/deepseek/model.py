@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from os import PathLike
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AutoConfig, Cache, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -20,7 +20,7 @@ from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS, building, check_stored
-from ...generation.tensors.wrapped_models import Kwargs, PicklableMixin, WrapperMixin, checkpointing_paused
+from ...generation.tensors.wrapped_models import Kwargs, PicklableMixin, WrapperMixin, checkpointing_paused, untyped
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..common.outputs import DeepSeekMTPOutput, OwnLossMixin
@@ -144,7 +144,7 @@ class DeepSeekMTP(
         if name is not None:
             check_stored(name, config, kwargs.get("variant"), **hub)
         if not isinstance(config, PreTrainedConfig):
-            config = AutoConfig.from_pretrained(cast(Any, config or name), **hub)
+            config = AutoConfig.from_pretrained(untyped(config or name), **hub)
         wants_info = kwargs.pop("output_loading_info", False)
         if name is None:
             if not kwargs.get("state_dict"):
@@ -164,7 +164,7 @@ class DeepSeekMTP(
         if devices := vars(main).get("hf_device_map"):
             vars(model)["hf_device_map"] = own_device_map(devices, main.config)
         model.set_draft_vocabulary(stored_ids(name, **hub) if draft_vocabulary is None else draft_vocabulary)
-        return cast(Any, (model, report)) if wants_info else model
+        return untyped((model, report)) if wants_info else model
 
     @classmethod
     def from_backbone(

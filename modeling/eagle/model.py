@@ -21,7 +21,7 @@ from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, read_tensors, refuse_unknown, weight_files
-from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, unwrap
+from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, untyped, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.learning import States, counted_positions, run_backbone
@@ -130,7 +130,7 @@ class EagleHead(EagleNetwork):
         """Follow the backbone's dtype and device, take over its special ids, and warn of what may not fit."""
         if backbone.device.type != "meta":  # not offloaded
             dtype = backbone.dtype if backbone.dtype.is_floating_point else None
-            cast(nn.Module, self).to(backbone.device, dtype)
+            untyped(self).to(backbone.device, dtype)
         adopt_special_ids(self.config, backbone)
         warn_of_misfit(self.config, backbone)
 

@@ -27,6 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from ...configuration.cache_names import CACHE
 from ...configuration.eagle import EagleHeadConfig
 from ...generation.tensors.masks import model_mask
+from ...generation.tensors.wrapped_models import untyped
 from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
 from ..common.learning import DraftModel, States
 from .conversion import resolved_aux_layers
@@ -34,7 +35,7 @@ from .conversion import resolved_aux_layers
 
 def build_attention(config: EagleHeadConfig, index: int, width: int) -> nn.Module:
     """Return Llama's or (with `qk_norm`) Qwen3's attention over states [.., width]; its output has no bias."""
-    attention = Qwen3Attention(cast(Any, config), index) if config.qk_norm else LlamaAttention(config, index)
+    attention = Qwen3Attention(untyped(config), index) if config.qk_norm else LlamaAttention(config, index)
     for name in ("q_proj", "k_proj", "v_proj"):
         rows = getattr(attention, name).out_features
         setattr(attention, name, nn.Linear(width, rows, bias=config.attention_bias))
@@ -248,7 +249,7 @@ class EagleNetwork(DraftModel):
             inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=position_ids,
-            **cast(Any, {CACHE: cache}),
+            **untyped({CACHE: cache}),
         )
 
 

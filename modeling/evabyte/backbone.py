@@ -8,7 +8,7 @@ adds how drafts are made and verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, given_cache
 from ...configuration.evabyte import EvaByteConfig
+from ...generation.tensors.wrapped_models import untyped
 from ..common.loading import StrictLoadingMixin
 from ..heads.registry import init_head
 from .cache import EvaByteCache, EvaCacheLayer, SequenceLengths, States
@@ -263,7 +264,7 @@ class EvaByteModel(StrictLoadingMixin, EvaBytePreTrainedModel):
         inputs = hidden, attention_mask, position_ids, cache, output_hidden_states
         last, states = self._runner(cache)(*inputs, tree=draft_tree)
         found = cast(tuple[Tensor, ...] | None, states)  # entries that were not requested are None
-        return BaseModelOutputWithPast(last_hidden_state=last, hidden_states=found, **cast(Any, {CACHE: cache}))
+        return BaseModelOutputWithPast(last_hidden_state=last, hidden_states=found, **untyped({CACHE: cache}))
 
     def continue_from(
         self,

@@ -26,7 +26,7 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import unwrap
+from ...generation.tensors.wrapped_models import untyped, unwrap
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
@@ -186,7 +186,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         config, tensors, embedding = read_official(Path(folder), options)
         heads = cls(config)
         load_tensors(heads.head, tensors, f"{folder}: its tensors do not make {config.head_type!r} heads")
-        heads = heads.to(dtype=next(iter(tensors.values())).dtype)
+        heads = untyped(heads).to(dtype=next(iter(tensors.values())).dtype)
         heads._expected_embedding = embedding
         return heads.eval()
 
@@ -243,7 +243,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's dtype and device, and adopt its special ids."""
-        self.to(device=compute_device(backbone), dtype=backbone.dtype if backbone.dtype.is_floating_point else None)
+        dtype = backbone.dtype if backbone.dtype.is_floating_point else None
+        untyped(self).to(device=compute_device(backbone), dtype=dtype)
         adopt_special_ids(self.config, backbone)
         self.config.vocab_size = backbone.config.get_text_config().vocab_size
         if self.draft_vocabulary is None:

@@ -21,7 +21,7 @@ from ...generation.tensors.tensor_files import (
     warn_of_numbers,
     write_json,
 )
-from ...generation.tensors.wrapped_models import input_embeddings
+from ...generation.tensors.wrapped_models import input_embeddings, untyped
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING
 from .layer import PARAMS, read_backbone
@@ -72,7 +72,7 @@ def backbone_from_official(folder: Path) -> PreTrainedModel:
     if (folder / PARAMS).is_file():
         config, tensors = read_backbone(folder)
         config.dtype = next(iter(tensors.values())).dtype
-        model = LlamaForCausalLM(config).to(dtype=config.dtype)
+        model = untyped(LlamaForCausalLM(config)).to(dtype=config.dtype)
         model.load_state_dict(tensors)
         return model.eval()
     if not holds_backbone(folder, read_json(folder / "config.json")):

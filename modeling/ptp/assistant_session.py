@@ -21,7 +21,7 @@ from ...generation.call.processing import Processing
 from ...generation.call.sequences import Sequences
 from ...generation.contract import CacheView, DraftTree, PrefillOutput, TargetOutput, VerificationResult
 from ...generation.tensors.masks import cached_arange, cached_range
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...generation.verification.verifiers import Uniforms
 from ..heads.window_distribution import WindowDistribution
 from .generation import ParallelDrafter, make_uniforms
@@ -55,7 +55,7 @@ class ParallelAssistant(ParallelDrafter, AssistantDrafter):
 
     def slot_distribution(self, states: Tensor, before: Tensor) -> WindowDistribution:
         """Return the drafting model's."""
-        return self.model.slot_distribution(states, before)
+        return untyped(self.model).slot_distribution(states, before)
 
     @property
     def window(self) -> int:
@@ -104,7 +104,7 @@ class SeparateSession(ParallelSession):
     def __init__(
         self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms, vocabulary: SharedVocabulary
     ) -> None:
-        super().__init__(model.config, options, uniforms, distribution=model.slot_distribution)
+        super().__init__(model.config, options, uniforms, distribution=untyped(model).slot_distribution)
         self.hidden_layers = None  # a sampler head reads states of its own model
         self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
         self.unread: list[int] = []

@@ -24,6 +24,7 @@ from ...generation.tensors.wrapped_models import (
     checkpointing_paused,
     checkpoints_activations,
     merged_copy,
+    untyped,
 )
 from ..common.loading import StrictLoadingMixin
 from ..common.outputs import OwnLossMixin, PTPOutput
@@ -356,7 +357,7 @@ class PTPForCausalLM(
 
     def prepare_inputs_for_generation(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Kwargs:
         """Return the backbone's inputs; transformers looks for `inputs_embeds` in this signature."""
-        return self.backbone.prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
+        return untyped(self.backbone).prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def _positions(self, embeds: Tensor, tokens: int, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
         past = 0 if cache is None else cache.get_seq_length()

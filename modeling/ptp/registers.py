@@ -15,7 +15,7 @@ from ...generation.attach import AttachableDrafter
 from ...generation.tensors.masks import additive_mask
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import below
-from ...generation.tensors.wrapped_models import WrapperMixin, unwrap
+from ...generation.tensors.wrapped_models import WrapperMixin, untyped, unwrap
 from ..heads.joint import load_trained
 from .inputs import check_config, check_model, packed_mask, packed_positions
 
@@ -55,7 +55,7 @@ class RegisterModel(WrapperMixin, PreTrainedModel):
         backbone.config._attn_implementation = attention  # the new model resets it
         self.backbone = backbone
         self._no_split_modules = plain._no_split_modules
-        table = plain.get_input_embeddings().weight.detach()
+        table = untyped(plain).get_input_embeddings().weight.detach()
         mean = table.to(torch.promote_types(table.dtype, torch.float32)).mean(0, keepdim=True)  # [1, H]
         self.register = nn.Parameter(mean)
 

@@ -14,7 +14,7 @@ from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.drafter import DRAFTERS
-from ...generation.tensors.wrapped_models import Kwargs, adapter_marks, unwrap
+from ...generation.tensors.wrapped_models import Kwargs, adapter_marks, untyped, unwrap
 from ..common.loading import StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
@@ -143,7 +143,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's device; its own parts have float32 at least."""
-        self.to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
+        untyped(self).to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
         adopt_special_ids(self.config, backbone)
         self._models = [_state_of(backbone), self._joined(backbone)]
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import (
@@ -22,6 +22,7 @@ from transformers import (
 from ...configuration import PTPConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafter import DRAFTERS
+from ...generation.tensors.wrapped_models import untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.heads.losses import IGNORE
@@ -156,7 +157,7 @@ def _own(model: Any, options: dict[str, Any]) -> Any:
             f"{type(model).__name__} has no drafter of its own: set drafter: heads, eagle, modules or parallel"
         )
     if options and model.head_config is not None:
-        model.set_head(**options)
+        untyped(model).set_head(**options)
     elif options:
         raise ValueError(f"drafter_options={options}: the {type(model).__name__} exists already; leave them out")
     return model
@@ -287,7 +288,7 @@ def store_features(trainer: Trainer, settings: Settings) -> None:
     if directory is None or not isinstance(rows, Dataset):
         return
     data = _Collated(rows, trainer.data_collator)
-    trainer.train_dataset = cache_features(cast(Any, trainer.model), data, directory)
+    trainer.train_dataset = cache_features(untyped(trainer.model), data, directory)
     trainer.data_collator = _Either(trainer.data_collator)
     trainer.args.remove_unused_columns = False  # TRL's list of columns knows no states
 

@@ -209,7 +209,7 @@ class AttachableDrafter(BaseDrafter):
             "backbone_link": GeneratePatch.of(self.backbone).link if self.is_attached else CopyLink(),
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Kwargs) -> None:
         """Attach to the copy of the backbone, where there is one in the same copy or pickle."""
         link = state.pop("backbone_link", CopyLink())
         parent = getattr(super(), "__setstate__", self.__dict__.update)

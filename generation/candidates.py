@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
 from .contract import DraftSession, TargetOutput, VerificationResult
 from .drafter import BaseDrafter
+from .tensors.wrapped_models import Kwargs
 
 
 class _View:
@@ -116,7 +117,7 @@ def candidate_generator(
     backbone: PreTrainedModel,
     config: GenerationConfig,
     processors: LogitsProcessorList,
-    model_kwargs: dict[str, Any],
+    model_kwargs: Kwargs,
     input_ids: Tensor,
 ) -> CandidateAdapter:
     """Return a drafter's chains for transformers' own assisted loop (batch 1).

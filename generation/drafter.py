@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -38,7 +38,7 @@ _KINDS = {
 """The drafters that have an option in `CallOptions.extra`; the others are of parallel token prediction."""
 
 
-DRAFTERS: dict[str, Any] = {}
+DRAFTERS: Kwargs = {}
 """The classes of drafters by name; each enters at the end of its file."""
 
 

@@ -45,7 +45,7 @@ from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .loop import SpeculativeLoop
 from .plan import Call, SpeculationPlan
-from .tensors.wrapped_models import checkpointing_paused, drop_peft_arguments, readable, untyped
+from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments, readable, untyped
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -62,9 +62,9 @@ def prepared_call(
     backbone: PreTrainedModel,
     drafter: BaseDrafter | None,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Kwargs,
     new_cache: Callable[[], SpeculativeCache] | None = None,
-) -> dict[str, Any]:
+) -> Kwargs:
     """Parse the options of a call of `generate`, and return its keyword arguments for transformers' own.
 
     Args:
@@ -177,7 +177,7 @@ def _choose_tree(plan: SpeculationPlan) -> None:
     """Set the tree that `draft_tree="auto"` finds by trials on this prompt."""
     call = plan.call
 
-    def trial(drafter: BaseDrafter, prompt: Tensor, kwargs: dict[str, Any]) -> Any:
+    def trial(drafter: BaseDrafter, prompt: Tensor, kwargs: Kwargs) -> Any:
         if isinstance(config := kwargs["generation_config"], ResolvedConfig):  # the trial resolves it again
             config.resolved -= {"use_mtp"}
         return call.generate(**prepared_call(call.generate, call.backbone, drafter, (prompt,), kwargs, call.new_cache))
@@ -236,7 +236,7 @@ class ResolvedConfig(GenerationConfig):
 
 
 def add_cache(
-    call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel, new_cache: Callable[[], SpeculativeCache]
+    call: Kwargs, config: GenerationConfig, backbone: PreTrainedModel, new_cache: Callable[[], SpeculativeCache]
 ) -> set[str]:
     """Pass a cache of the backbone's own class, where the call starts with an empty one; return the resolved fields."""
     if config.use_cache is False or call.get(CACHE) is not None:
@@ -254,7 +254,7 @@ def add_cache(
     return {"cache_implementation"}
 
 
-def resolve_tokenizer(call: dict[str, Any], config: GenerationConfig, backbone: PreTrainedModel) -> set[str]:
+def resolve_tokenizer(call: Kwargs, config: GenerationConfig, backbone: PreTrainedModel) -> set[str]:
     """Apply the fields that need the tokenizer, which transformers drops for a callable; return the resolved fields."""
     tokenizer, resolved = call["tokenizer"], set()
     if config.stop_strings is not None:
@@ -277,7 +277,7 @@ def _mask_of(ids: Tensor, config: GenerationConfig) -> Tensor:
     return torch.ones_like(ids) if pad is None or is_eos else ids.ne(pad).long()
 
 
-def with_resolved(call: dict[str, Any], resolved: set[str]) -> dict[str, Any]:
+def with_resolved(call: Kwargs, resolved: set[str]) -> Kwargs:
     """Return a call whose config shows these fields as unset."""
     passed = call.get("generation_config")
     config = ResolvedConfig.of(passed, resolved)

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..configuration.fields import check_values
+from ..generation.tensors.tensor_files import Fields
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
 from .evaluation.methods import drafting_method
@@ -201,5 +202,5 @@ def _first(data: Any, count: int | None) -> Any:
     return torch.utils.data.Subset(data, range(min(count, len(data)))) if hasattr(data, "__len__") else data
 
 
-def _rows(data: Any, count: int) -> list[dict[str, Any]]:
+def _rows(data: Any, count: int) -> list[Fields]:
     return list(islice(iter(_first(data, count)), count))

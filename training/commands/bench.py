@@ -11,7 +11,6 @@ import shlex
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 
 from ... import __version__
+from ...generation.tensors.wrapped_models import Kwargs
 from ..evaluation.bench import LINES, PLAIN, Bench, Protocol
 from ..evaluation.decoding import DecodingMode
 from ..evaluation.methods import methods_of
@@ -41,9 +41,9 @@ BENCH_FIGURE, FRONTIER_FIGURE = "bench.png", "frontier.png"
 _SETTINGS = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "force_length"
 """Options that must be the same where a run continues."""
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
-_HOLLOW: dict[str, Any] = {"fillstyle": "full", "markerfacecolor": "white"}  # markers without a claim
-_POINT: dict[str, Any] = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
-_PLAIN: dict[str, Any] = _POINT | {"marker": "x", "color": "black"}
+_HOLLOW: Kwargs = {"fillstyle": "full", "markerfacecolor": "white"}  # markers without a claim
+_POINT: Kwargs = {"linestyle": "none", "markersize": 9, "markeredgewidth": 1.8}
+_PLAIN: Kwargs = _POINT | {"marker": "x", "color": "black"}
 
 
 def run_bench(request: BenchRequest, console: Console | None = None) -> MeasuredResults:
@@ -148,7 +148,7 @@ def bench_figure(measured: MeasuredResults) -> Figure:
     categories = list(dict.fromkeys(name for row in measured.results for name in row.category_speed_ups))
     figure, panels = _grid(measured, max(3.6, 0.7 * len(categories) + 1.2), 3.4)
     width = 0.8 / max(1, len(methods))
-    turned: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if len(categories) > 4 else {}
+    turned: Kwargs = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if len(categories) > 4 else {}
     for title, rows, axes in panels:
         shown = [row for row in rows if row.method in methods and not row.is_unstable]
         for row in shown:
@@ -187,7 +187,7 @@ def frontier_figure(measured: MeasuredResults) -> Figure:
     named = [Line2D([], [], label=name, **_POINT | style) for name, (_, style) in methods.items()]
     named.append(Line2D([], [], label=f"one {measured.unit} at a time", **_PLAIN))
     if not all(row.claims_speed for row in measured.results):
-        point: dict[str, Any] = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
+        point: Kwargs = _POINT | {"marker": "o", "color": "grey"} | _HOLLOW
         named.append(Line2D([], [], label="hollow: loops or unstable, no claim", **point))
     figure.legend(handles=named, loc="outside lower center", ncols=3)
     return figure
@@ -222,7 +222,7 @@ def _grid(
     return figure, grid
 
 
-def _styles(measured: MeasuredResults) -> dict[str | None, tuple[int, dict[str, Any]]]:
+def _styles(measured: MeasuredResults) -> dict[str | None, tuple[int, Kwargs]]:
     """Return the index, the colour and the marker of every method that drafts."""
     names = dict.fromkeys(row.method for row in measured.results if row.draft_length or _per_call(row) > 1)
     return {

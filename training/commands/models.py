@@ -22,7 +22,7 @@ from transformers import (
 from ...configuration import PTPConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafter import DRAFTERS
-from ...generation.tensors.wrapped_models import untyped
+from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.heads.losses import IGNORE
@@ -77,7 +77,7 @@ def build(settings: Settings) -> Trainee:
             "them into it, and name the merged one"
         )
     model = settings.model
-    options: dict[str, Any] = {"revision": model.model_revision, "dtype": model.dtype or "float32"}
+    options: Kwargs = {"revision": model.model_revision, "dtype": model.dtype or "float32"}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
     if settings.training.trust_remote_code:
@@ -142,7 +142,7 @@ def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrain
     return DRAFTERS[arguments.drafter].from_backbone(backbone, **options)
 
 
-def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
+def _drafter_options(arguments: DrafterArguments) -> Kwargs:
     """Return the options of a new drafter."""
     options = arguments.options("drafter_options")
     for name in ("draft_ids", "draft_vocabulary"):
@@ -151,7 +151,7 @@ def _drafter_options(arguments: DrafterArguments) -> dict[str, Any]:
     return options
 
 
-def _own(model: Any, options: dict[str, Any]) -> Any:
+def _own(model: Any, options: Kwargs) -> Any:
     if not isinstance(model, MTPGenerationMixin):
         raise ValueError(
             f"{type(model).__name__} has no drafter of its own: set drafter: heads, eagle, modules or parallel"

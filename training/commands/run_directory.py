@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
+from ...generation.tensors.tensor_files import Fields
 from ...modeling.heads.joint import BACKBONE
 from ..checkpoints import fault_of, last_whole_checkpoint, write_checksums
 from ..loading import has_adapters, holds_model
@@ -107,7 +108,7 @@ def write_run(directory: Path, settings: Settings, facts: dict[str, object]) -> 
     """Write `run.json` and `config.yaml`."""
     run = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
     replace_file(directory / RUN, run + "\n")
-    written: dict[str, Any] = settings.given | {"flags": _without_tokens(settings.given["flags"])}
+    written: Fields = settings.given | {"flags": _without_tokens(settings.given["flags"])}
     if "file" in written:
         written["file"] = {name: value for name, value in written["file"].items() if not name.endswith("token")}
     config = {"given": json.loads(json.dumps(written, default=str)), "resolved": _resolved(settings)}

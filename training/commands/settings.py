@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn, Union, get_args, get_origin, get_typ
 import torch
 
 from ...configuration.fields import refuse
+from ...generation.tensors.wrapped_models import Kwargs
 from ..requests import option
 from ..strategy import TrainingStrategy
 from ..utils import needs_extra
@@ -71,7 +72,7 @@ class DrafterArguments:
         for name in _SECTIONS:
             setattr(self, name, _section(name, vars(self)[name]))
 
-    def options(self, section: str) -> dict[str, Any]:
+    def options(self, section: str) -> Kwargs:
         """Return a copy of the options of a section; empty where it is not set."""
         return dict(vars(self)[section] or {})
 
@@ -131,7 +132,7 @@ class Settings:
     training: TrainConfig
     model: ModelConfig
     drafter: DrafterArguments
-    given: dict[str, Any]
+    given: Kwargs
     adapters: str | None = None
 
     def __post_init__(self) -> None:
@@ -235,7 +236,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
         SystemExit: After `--help`.
     """
     flags, usage = list(argv), "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]"
-    given: dict[str, Any] = {"flags": list(argv)}
+    given: Kwargs = {"flags": list(argv)}
     if flags and not flags[0].startswith("-"):
         flags = ["--config", *flags]
     parser = _Parser(_CLASSES, prog="tokenahead train", usage=usage, allow_abbrev=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -19,6 +18,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from ...generation.tensors.tensor_files import Fields
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
 from ..trainer_base import BaseTrainer, without_peft
@@ -141,7 +141,7 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
     with_evaluation = training.eval_strategy != "no"
     vocab_size = trainee.backbone.config.get_text_config().vocab_size
     data = load_data(settings, with_evaluation, vocab_size)
-    options: dict[str, Any] = {
+    options: Fields = {
         "train_dataset": data["train"],
         "eval_dataset": data.get("eval"),
         "processing_class": trainee.tokenizer,
@@ -178,7 +178,7 @@ def _callbacks(settings: Settings) -> list[TrainerCallback]:
     return chosen
 
 
-def facts_of(trainee: Trainee, settings: Settings) -> dict[str, Any]:
+def facts_of(trainee: Trainee, settings: Settings) -> Fields:
     """Return the facts of a model for `run.json`."""
     model, head = trainee.model, without_peft(trainee.model).head_config
     return {

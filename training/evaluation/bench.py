@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ...configuration.cache_names import CACHE, cache_of
 from ...generation.drafter import BaseDrafter
+from ...generation.tensors.tensor_files import Fields
 from ..utils import one_line, replace_file
 from .decoding import GREEDY, MODES, DecodingMode, Method, Run, decode
 from .drafts import DraftMeasures, text_of
@@ -296,7 +296,7 @@ class NearTies:
 
     def difference(
         self, prompt: torch.Tensor, expected: Sequence[int], got: Sequence[int], batch_size: int
-    ) -> dict[str, Any] | None:
+    ) -> Fields | None:
         """Return where two outputs differ after a prompt [L]; None if they are equal.
 
         Returns:
@@ -307,7 +307,7 @@ class NearTies:
             return None
         pairs = enumerate(zip(expected, got))
         index = next((i for i, (one, other) in pairs if one != other), min(len(expected), len(got)))
-        result: dict[str, Any] = {"index": index, "expected": None, "got": None, "gap": None}
+        result: Fields = {"index": index, "expected": None, "got": None, "gap": None}
         if index < min(len(expected), len(got)):
             one, other = expected[index], got[index]
             ids = torch.cat([prompt, prompt.new_tensor(expected[:index])])[None]
@@ -341,6 +341,6 @@ def block_error(model: PreTrainedModel, prompt: torch.Tensor, output: torch.Tens
     return float((blocks - singles).gather(-1, likeliest).abs().max())
 
 
-def is_near_tie(difference: dict[str, Any], error: float) -> bool:
+def is_near_tie(difference: Fields, error: float) -> bool:
     """Return whether rounding of that error explains a difference."""
     return difference["gap"] is not None and difference["gap"] <= 2 * error

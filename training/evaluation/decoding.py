@@ -14,6 +14,7 @@ import torch
 
 from ...configuration.cache_names import cache_of
 from ...generation.call.options import first_set
+from ...generation.tensors.wrapped_models import Kwargs
 from ..utils import eos_ids, until_end
 from .drafts import has_probs, usual_drafts
 from .expected import GREEDY_RULE, SAMPLED
@@ -32,7 +33,7 @@ class DecodingMode:
     """A way of decoding: its name in tables, and keyword arguments of `generate`."""
 
     name: str
-    options: dict[str, Any]
+    options: Kwargs
 
     @property
     def is_sampled(self) -> bool:
@@ -87,7 +88,7 @@ class Method:
 
     name: str
     model: Any
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Kwargs = field(default_factory=dict)
     drafter: Any = None
     is_foreign: bool = False
     source: str | None = None
@@ -138,8 +139,8 @@ class Run:
     cache_bytes: int = 0
     accepted: list[list[int]] = field(default_factory=list)
     drafted: list[list[int]] = field(default_factory=list)
-    differences: list[dict[str, Any] | None] = field(default_factory=list)
-    expected: dict[str, Any] | None = None
+    differences: list[Kwargs | None] = field(default_factory=list)
+    expected: Kwargs | None = None
     error: str | None = None
 
     @property

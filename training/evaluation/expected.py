@@ -24,10 +24,10 @@ verified tokens alone. Near its end, drafts are cut to what is left.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from ...generation.tensors.tensor_files import Fields
 from ...modeling.common.teacher import cycle_starts
 from ...modeling.heads.losses import tokens_ahead
 
@@ -126,7 +126,7 @@ class ExpectedCalls:
         calls, accepted = (torch.tensor(lists[name], dtype=torch.float64) for name in ("calls", "accepted"))
         return cls(torch.tensor(lists["tokens"]), calls, accepted)
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Fields:
         """Return the fields of a `DecodingResult`."""
         names = "expected_tokens_per_call", "expected_standard_error", "expected_by_position"
         return dict(zip(names, (self.tokens_per_call, self.standard_error, self.by_position)))

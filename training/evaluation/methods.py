@@ -18,7 +18,7 @@ from ...generation.lookups.cascade import DrafterCascade
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.tensor_files import check_index
-from ...generation.tensors.wrapped_models import carries_adapters
+from ...generation.tensors.wrapped_models import Kwargs, carries_adapters
 from ..loading import load_drafter
 from ..results import source_mark
 from ..utils import one_line
@@ -72,7 +72,7 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
     return methods, refused
 
 
-def _parsed(spec: str) -> tuple[str, str, str, dict[str, Any]]:
+def _parsed(spec: str) -> tuple[str, str, str, Kwargs]:
     match = _SPEC.fullmatch(spec)
     kind = "" if match is None else match["kind"]
     if match is not None and kind in _KINDS and (kind == "suffix" or bool(match["source"]) == (kind in _WITH_SOURCE)):
@@ -93,7 +93,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _method(name: str, kind: str, model: Any, source: str, options: dict[str, Any]) -> Method:
+def _method(name: str, kind: str, model: Any, source: str, options: Kwargs) -> Method:
     drafts_itself = isinstance(model, MTPGenerationMixin)
     if kind == "own":
         if not drafts_itself:
@@ -116,24 +116,24 @@ def _method(name: str, kind: str, model: Any, source: str, options: dict[str, An
 def _trained(kind: str, *own: str) -> Callable[..., AttachableDrafter]:
     """Return a maker of drafters of a kind; `own` are options of its loading, and not of `generate`."""
 
-    def load(model: PreTrainedModel, source: str, options: dict[str, Any]) -> AttachableDrafter:
+    def load(model: PreTrainedModel, source: str, options: Kwargs) -> AttachableDrafter:
         taken = {name: options.pop(name) for name in own if name in options}
         return load_drafter(source, model, "--methods", kind, shared=True, **taken)
 
     return load
 
 
-def _suffix(model: PreTrainedModel, source: str, options: dict[str, Any]) -> SuffixDrafter:
+def _suffix(model: PreTrainedModel, source: str, options: Kwargs) -> SuffixDrafter:
     return (SuffixDrafter.from_pretrained(source) if source else SuffixDrafter()).attach(model)
 
 
-def _cascade(model: PreTrainedModel, source: str, options: dict[str, Any]) -> DrafterCascade:
+def _cascade(model: PreTrainedModel, source: str, options: Kwargs) -> DrafterCascade:
     own = {name: options.pop(name) for name in ("least", "joins") if name in options}
     last = load_drafter(source, model, "--methods", shared=True)
     return DrafterCascade([SuffixDrafter(), last], **own).attach(model)
 
 
-def _assistant(model: PreTrainedModel, source: str, options: dict[str, Any]) -> AssistantDrafter:
+def _assistant(model: PreTrainedModel, source: str, options: Kwargs) -> AssistantDrafter:
     return AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device).attach(model)
 
 

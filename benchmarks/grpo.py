@@ -95,7 +95,7 @@ class Notes(TrainerCallback):
 
         def noting(**kwargs: object) -> torch.Tensor:
             started = time.process_time()
-            out = generate(**kwargs, return_dict_in_generate=True)
+            out: Any = generate(**kwargs, return_dict_in_generate=True)
             accepted = accepted_of(out)
             prompt = cast(torch.Tensor, kwargs["input_ids"])
             self.rollout = {

@@ -37,7 +37,7 @@ SAVED_EVERY = 5
 
 def conversations(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str]]:
     """Return prompts, up to where the answer begins, and answers."""
-    texts = [tokenizer.decode(row["ids"]) for row in RegeneratedText(path).rows]
+    texts = [str(tokenizer.decode(row["ids"])) for row in RegeneratedText(path).rows]
     parts = [text.split(OPENER, 1) for text in texts if OPENER in text]
     return [(prompt + OPENER, answer.split("<|im_end|>")[0]) for prompt, answer in parts]
 

@@ -153,7 +153,7 @@ class Builder:
         layers = 2
         base = self.backbone(family, layers)
         torch.manual_seed(0)
-        heads = MTPHeads.from_backbone(base, window=WINDOW, **options)
+        heads: MTPHeads = MTPHeads.from_backbone(base, window=WINDOW, **options)
         heads = train(heads, 8 * self.steps) if is_slow else unsettle(train(heads, self.steps))
         folder = self.folder / f"{family}_{label}_{custom}".replace(" ", "_")
         if custom:

@@ -8,7 +8,7 @@ it seldom repeats itself.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tokenahead import DeepSeekMTP
 from tokenahead.configuration.mtp_families import set_modules
+from tokenahead.generation.tensors.wrapped_models import untyped
 
+Module = TypeVar("Module", bound=nn.Module)
 VOCABULARY, WIDTH = 128, 64
 REJECTED = 0.3
 """The share of a module's first drafts that its main model rejects, at least."""
@@ -117,7 +119,7 @@ def text(rows: int, length: int, seed: int, noise: float = 0.0) -> torch.Tensor:
     return ids
 
 
-def train(model: nn.Module, steps: int, rate: float = 3e-3) -> nn.Module:
+def train(model: Module, steps: int, rate: float = 3e-3) -> Module:
     """Trains what is not frozen on fresh text, and leaves the model in evaluation mode."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
@@ -134,7 +136,7 @@ def train(model: nn.Module, steps: int, rate: float = 3e-3) -> nn.Module:
 
 
 @torch.no_grad()
-def unsettle(drafter: nn.Module, share: float = 0.5) -> nn.Module:
+def unsettle(drafter: Module, share: float = 0.5) -> Module:
     """Adds noise to every matrix that learned, `share` of its spread, so that rejected drafts are compared as well."""
     generator = torch.Generator().manual_seed(0)
     for parameter in drafter.parameters():
@@ -175,5 +177,5 @@ def backbone(name: str, steps: int, **changes: Any) -> PreTrainedModel:
     """A trained plain model."""
     torch.manual_seed(0)
     model = train(AutoModelForCausalLM.from_config(config(name, **changes)), steps)
-    model.generation_config.eos_token_id = None
+    untyped(model).generation_config.eos_token_id = None
     return model.requires_grad_(False)

@@ -35,6 +35,7 @@ class Process(Protocol):
     """What is asked of a server's process, as of `subprocess.Popen`."""
 
     pid: int
+    returncode: int | None
 
     def poll(self) -> int | None:
         """Return its exit code; None while it runs."""

@@ -115,8 +115,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for what, value in MALLOPT.items() if mallopt else ():
-        mallopt(what, value)
+    if mallopt is not None:
+        for what, value in MALLOPT.items():
+            mallopt(what, value)
     heads, rows = model_and_rows(arguments)
     found = pairs([Trainer, MTPTrainer], heads, rows, arguments.steps)
     found += [pair[::-1] for pair in pairs([MTPTrainer, Trainer], heads, rows, arguments.steps)]

@@ -71,12 +71,12 @@ class Paired(SampledVerifier):
 
     def __init__(self, rule: str, rows: dict[str, list[torch.Tensor]]) -> None:
         super().__init__(rule)
-        self.rows = rows
+        self.kept = rows
 
     def verify(self, tree: DraftTree, scores: torch.Tensor) -> Any:
         """See `Verifier`."""
         if tree.tokens.shape[1]:
-            for rule, known in self.rows.items():
+            for rule, known in self.kept.items():
                 known.append(expected(tree, scores.softmax(-1).double(), rule))
         return super().verify(tree, scores)
 
@@ -146,7 +146,7 @@ def first_drafts(head: EagleHead, texts: torch.Tensor, seed: int, **options: Any
     """Expected tokens per call of the first draft behind every text [B, L], by rule: [B] each."""
     notes: dict[str, list[torch.Tensor]] = {"token": [], "block": []}
     over = StoppingCriteriaList([lambda ids, *_, **__: (ids >= 0).all(1) & (ids.shape[1] > texts.shape[1] + 1)])
-    head.make_verifier = lambda options, drafter: Paired("block", notes)
+    vars(head)["make_verifier"] = lambda options, drafter: Paired("block", notes)
     torch.manual_seed(seed)
     untyped(head.backbone).generate(texts, assistant_model=head, max_new_tokens=40, stopping_criteria=over, **options)
     del head.make_verifier
@@ -183,7 +183,7 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
         if heat:
             for rule, name in {"token": "drawn tree, recursion", "block": "drawn tree, traversal"}.items():
                 notes: dict[str, list[torch.Tensor]] = {"token": [], "block": []}
-                head.make_verifier = lambda options, drafter: Paired(rule, notes)  # noqa: B023
+                vars(head)["make_verifier"] = lambda options, drafter: Paired(rule, notes)  # noqa: B023
                 rows[name] = counted(backbone, prompts, new, notes, draft_tree=tree, **common, **how)
                 del head.make_verifier
         figures[f"T = {heat:g}"] = rows

@@ -21,6 +21,7 @@ from ..generation.call.options import GENERATE_KWARGS
 from ..generation.drafter import BaseDrafter
 from ..generation.tensors.saving import whole_directory
 from ..generation.tensors.tensor_files import tensor_dtypes
+from ..generation.tensors.wrapped_models import untyped
 from ..modeling import DeepSeekMTP
 from ..modeling.common.draft_vocabulary import FILE as DRAFT_VOCABULARY
 from ..modeling.deepseek.main_model import has_towers
@@ -155,7 +156,8 @@ def export(
         raise ValueError(f"engine={engine!r} is unknown; choose 'vllm' or 'sglang'")
     options = {"tokenizer": tokenizer, "copies": copies, "max_shard_size": max_shard_size}
     reason = getattr(model, "not_served", BaseDrafter.not_served)
-    if isinstance(model, PreTrainedModel) and not isinstance(model, BaseDrafter):
+    kind = type(untyped(model))
+    if issubclass(kind, PreTrainedModel) and not issubclass(kind, BaseDrafter):
         reason = (
             "a plain model is written by its own save_pretrained; to draft for it, use DeepSeekMTP.from_backbone, "
             "MTPHeads.from_backbone or EagleHead.from_backbone"

@@ -146,7 +146,7 @@ def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) ->
             "them; merge_and_unload() them, or put them on the plain backbone with backbone.load_adapter(directory)"
         )
     names = backbone.active_adapters()
-    for config in (backbone.peft_config[name] for name in names):
+    for config in (untyped(backbone).peft_config[name] for name in names):
         stored = {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
         asked = {name: getattr(strategy, name) for name in stored}
         if isinstance(strategy.lora_targets, list) and not isinstance(config.target_modules, str):

@@ -123,7 +123,7 @@ class Author:
 
         def generate() -> list[int]:
             make = drafter.make_verifier
-            drafter.make_verifier = lambda *arguments: _Observer(make(*arguments), cycles)
+            vars(drafter)["make_verifier"] = lambda *arguments: _Observer(make(*arguments), cycles)
             try:
                 torch.manual_seed(seed)
                 return method.generate(**batch, **mode.options, max_new_tokens=new_tokens).sequences[0].tolist()

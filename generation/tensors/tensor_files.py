@@ -317,7 +317,7 @@ def renamed(
     return {new: tensors[name] for name, new in new_names.items()}
 
 
-def count_of(owner: str | PathLike[str], numbers: Iterable[int], what: str) -> int:
+def count_of(owner: object, numbers: Iterable[int], what: str) -> int:
     """Return how many numbers there are in names of tensors, which count from 0 without gaps.
 
     Args:

@@ -103,8 +103,8 @@ def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
         )
 
 
-def _class_of(kind: str) -> str:
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)
+def _class_of(kind: str | None) -> str | None:
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind) if kind else kind
 
 
 def _shared(config: PreTrainedConfig, name: str) -> Any:

@@ -16,7 +16,7 @@ from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions, Sources, first_set
 from ...generation.contract import DraftSession
 from ...generation.drafter import BaseDrafter, DrafterFacts
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...generation.verification.verifiers import CoupledVerifier, GreedyVerifier, SampledVerifier, Uniforms, Verifier
 from ..heads.window_distribution import WindowDistribution
 from .session import BestOfSession, CentralVerifier, ParallelSession
@@ -166,7 +166,7 @@ class ParallelGenerationMixin(ParallelDrafter, MTPGenerationMixin):
 
 def _check_options(options: CallOptions, config: GenerationConfig, own: PTPConfig) -> None:
     """Refuse slots that draft nothing, and uniforms, seeds and best-of-M where they would not fix or choose tokens."""
-    extra, rule, samples, beams = options.extra, options.verification, config.do_sample, config.num_beams or 1
+    extra, rule, samples, beams = untyped(options.extra), options.verification, config.do_sample, config.num_beams or 1
     budget, many, uniforms = extra.get("slot_budget", _LAYOUTS[0]), extra.get("best_of", 1), extra.get("uniforms")
     least, is_number = 1 + own.predicts_first, isinstance(budget, int) and not isinstance(budget, bool)
     is_count = isinstance(many, int) and not isinstance(many, bool) and many >= 1

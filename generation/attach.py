@@ -218,30 +218,6 @@ class AttachableDrafter(BaseDrafter):
         self._backbones = [link.backbone] if link.backbone is not None else []
 
 
-class LookUpDrafter(AttachableDrafter):
-    """A drafter that looks its drafts up in text and has no model: they may be of any length.
-
-    Attributes:
-        num_tokens: Tokens to draft where no option sets a number.
-    """
-
-    drafts_trees, reads_prompt = True, False
-    num_tokens: int
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The backbone's: its vocabulary and special ids are the drafter's."""
-        return self.backbone.config
-
-    def longest_draft(self) -> int | None:
-        """Return None: any number."""
-        return None
-
-    def default_draft(self) -> int:
-        """Return `num_tokens`."""
-        return self.num_tokens
-
-
 class NoGenerationMixin:
     """Refuses `generate` of a drafter, which is called where it assists a model that it is not attached to.
 

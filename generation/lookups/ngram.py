@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..attach import LookUpDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange
+from .base import LookUpDrafter
 
 
 class NgramDrafter(LookUpDrafter):

@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..attach import LookUpDrafter
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..tensors.saving import whole_file
 from ..tensors.tensor_files import naming
+from .base import LookUpDrafter
 from .suffix_counts import Reader, SuffixCounts
 
 _FILE = "suffixes.safetensors"

@@ -96,10 +96,10 @@ def interval(token: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         low and high, [...] float64; the last possible token's interval ends at 1, an impossible token's is empty.
     """
-    cumulative = torch.nn.functional.pad(probs.double().cumsum(-1), (1, 0))  # [..., v + 1]: F of the tokens before
-    low = cumulative.gather(-1, token[..., None])[..., 0]  # [...]
-    high = cumulative.gather(-1, token[..., None] + 1)[..., 0]  # [...]
-    return low, torch.where(token == _last_possible(probs), torch.ones_like(high), high)
+    cumulative = probs.double().cumsum(-1)  # [..., v]: F up to every token
+    before = cumulative.gather(-1, (token - 1).clamp(min=0)[..., None])[..., 0]  # [...]
+    high = cumulative.gather(-1, token[..., None])[..., 0]  # [...]
+    return before.masked_fill(token == 0, 0.0), high.masked_fill(token == _last_possible(probs), 1.0)
 
 
 def _speeds(weights: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -124,7 +124,8 @@ def exponentials(
 
 def _last_possible(probs: Tensor) -> Tensor:
     """Return the last token of positive probability, [...]."""
-    return probs.shape[-1] - 1 - (probs > 0).flip(-1).long().argmax(-1)  # argmax is the first True, from the end
+    possible = (probs > 0).flip(-1).view(torch.uint8)  # [..., v], from the end: argmax is the first that is possible
+    return probs.shape[-1] - 1 - possible.argmax(-1)
 
 
 _LOW = 0xFFFFFFFF

@@ -144,19 +144,19 @@ def chunked_sums(
     parts = [part.only_scored() for part in parts]
     states = [part.hidden_states for part in parts]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    task = ChunkJob(terms, module, parts, _chunk_size(logits_per_position, states[0].device))
+    task = ChunkJob(terms, module, parts, rows_per_chunk(logits_per_position, states[0].device))
     return made_in_forward(task.made, [*states, *parameters])
 
 
 @torch.no_grad()
 def term_rows(terms: TermFunction, part: LossSegment, logits_per_position: int) -> Tensor:
     """Return the terms of all positions of a part one by one, [positions, n], without gradients."""
-    size = _chunk_size(logits_per_position, part.hidden_states.device)
+    size = rows_per_chunk(logits_per_position, part.hidden_states.device)
     return torch.cat([terms(states, *arguments) for states, arguments in part.chunks(size)])
 
 
-def _chunk_size(logits: int, device: torch.device) -> int:
-    """Return the number of positions of a chunk."""
+def rows_per_chunk(logits: int, device: torch.device) -> int:
+    """Return the number of positions of a chunk, each of which makes so many logits."""
     most = max(1, LOGITS_PER_CHUNK // logits)
     return min(most, max(_SIZE_ON_PROCESSOR, _LOGITS_ON_PROCESSOR // logits)) if device.type == "cpu" else most
 

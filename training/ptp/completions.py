@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...generation.tensors.sampling import interval
 from ...generation.tensors.uniforms import beta_shares, uniform_between
-from ...modeling.common.chunks import LOGITS_PER_CHUNK
+from ...modeling.common.chunks import rows_per_chunk
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.inputs import token_positions
 from .losses import target_probs
@@ -50,7 +50,7 @@ class Scores:
         """Return the scores at columns [B, ...] of scores [B, T]."""
         return Scores(at_columns(self.states, columns), self.head, self.size)
 
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Scores:
+    def __getitem__(self, index: slice | tuple[slice | Tensor, ...]) -> Scores:
         """Return the scores at an index that does not touch the last axis."""
         return Scores(self.states[index], self.head, self.size)
 
@@ -68,7 +68,7 @@ class Scores:
     @torch.no_grad()
     def mapped(self, function: Callable[..., tuple[Tensor, ...]], *values: Tensor) -> list[Tensor]:
         """Return the tensors [B, ...] of a function of logits [n, v] and of chunks [n] of values [B, ...]."""
-        shape, size = self.states.shape[:-1], max(1, LOGITS_PER_CHUNK // self.size)
+        shape, size = self.states.shape[:-1], rows_per_chunk(self.size, self.states.device)
         chunks = zip(self.states.flatten(0, -2).split(size), *(each.flatten().split(size) for each in values))
         results = [function(self.logits(states), *parts) for states, *parts in chunks]
         return [torch.cat(parts).unflatten(0, shape) for parts in zip(*results)]
@@ -189,9 +189,14 @@ def completion_tokens(
     return columns, at_columns(sequences.tokens, columns), known, known & at_columns(sequences.scored, columns)
 
 
-def token_intervals(scores: Scores, tokens: Tensor, sampling: dict) -> tuple[Tensor, Tensor]:
-    """Return the intervals (low and high, float64) of tokens [B, ...] under the verified distribution."""
-    low, high = scores.mapped(lambda logits, own: interval(own, target_probs(logits, **sampling)), tokens)
+def token_intervals(scores: Scores, tokens: Tensor, read: Tensor, sampling: dict) -> tuple[Tensor, Tensor]:
+    """Return the intervals of tokens [B, ...] under the verified distribution: low and high [B, ...] float64.
+
+    They are computed where `read` [B, ...] bool, and 0 elsewhere. On an accelerator this waits once, for their number.
+    """
+    rows = read.nonzero(as_tuple=True)
+    found = scores[rows].mapped(lambda logits, own: interval(own, target_probs(logits, **sampling)), tokens[rows])
+    low, high = (torch.zeros_like(tokens, dtype=torch.float64).index_put(rows, edge) for edge in found)
     return low, high
 
 

@@ -174,15 +174,17 @@ class Teacher:
     def pieces(self, sequences: Sequences, scores: Scores, starts: Tensor, exists: Tensor, length: int) -> Completions:
         """Return pieces of the sequences as completions, verified by the scores [B, T] of the sequences."""
         columns, tokens, known, scored = completion_tokens(sequences, starts, exists, length)
-        low, high = token_intervals(scores[:, :-1], sequences.tokens[:, 1:], self.sampling)
+        read = torch.zeros_like(sequences.scored)  # a column of several completions is computed once
+        read.scatter_(1, torch.where(known, columns, 0).flatten(1), True)  # column 0 has no context
+        low, high = token_intervals(scores[:, :-1], sequences.tokens[:, 1:], read[:, 1:], self.sampling)
         low, high = (at_columns(edge, columns - 1) for edge in (low, high))
         return Completions(starts, tokens, known, scored, low, high, scores.at(columns - 1))
 
     def drafts(self, sequences: Sequences, starts: Tensor, exists: Tensor, tokens: Tensor) -> Completions:
         """Return completions of tokens [B, C, K], verified in one forward with all of them packed."""
         scores = self._of_completions(sequences, starts, tokens)
-        low, high = token_intervals(scores, tokens, self.sampling)
         known = exists[..., None] & self.belong(tokens)
+        low, high = token_intervals(scores, tokens, known, self.sampling)
         return Completions(starts, tokens, known, known, low, high, scores)
 
     def belong(self, tokens: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ def target_probs(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p
     Returns:
         [..., v] float64 probabilities.
     """
-    scores = logits.double() / temperature
+    scores = logits.double()
+    if temperature != 1:
+        scores = scores / temperature
     if top_k and top_k < scores.shape[-1]:
         least = scores.topk(top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)

@@ -110,9 +110,12 @@ class TaskMaker:
         if options.method == "inverse" and own is not None:
             completions, (u, reached) = _inverse(packed, sequences, own, exists, shares)
         else:
-            completions = self._completions(packed, own, exists)
+            chosen = self._greedy_indices(starts)
+            others = exists if chosen is None else exists.index_fill(1, chosen, False)
+            completions = self._completions(packed, own, others)
             u, reached = completions.place(shares)
-            completions, u, reached = self._with_greedy(packed, own, exists, completions, u, reached)
+            if chosen is not None:
+                completions, u, reached = self._with_greedy(packed, own, exists, chosen, completions, u, reached)
         # a categorical slot predicts the token after its own; a one-hot one its own, with probability 1
         with_distribution = options.loss != "ce" and not self.config.predicts_tokens
         slots = SlotInputs(u[..., : self.config.num_slots], are_masks=not self.config.reads_uniforms)
@@ -136,14 +139,12 @@ class TaskMaker:
         packed: PackedBatch,
         own: Scores | None,
         exists: Tensor,
+        chosen: Tensor,
         completions: Completions,
         u: Tensor,
         reached: Tensor,
     ) -> tuple[Completions, Tensor, Tensor]:
-        """Replace some completions by the most likely continuations."""
-        chosen = self._greedy_indices(packed.starts)
-        if chosen is None:
-            return completions, u, reached
+        """Replace the chosen completions, [G] indices, by the most likely continuations."""
         starts = packed.starts[:, chosen]
         if self.is_own and own is not None:
             tokens, scores = packed.most_likely(own.at(starts - 1), starts, self.length)
@@ -153,6 +154,7 @@ class TaskMaker:
         joined = replace(
             completions,
             tokens=completions.tokens.index_copy(1, chosen, tokens),
+            known=completions.known.index_copy(1, chosen, known),
             scored=completions.scored.index_copy(1, chosen, known),
             scores=None if completions.scores is None else completions.scores.replaced(chosen, scores),
         )

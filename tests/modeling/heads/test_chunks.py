@@ -131,4 +131,4 @@ def test_chunks_are_smaller_on_a_processor_unless_they_are_few_positions_already
     """Of 4,096 tokens at rank 8 and window 4; of 32,768; and of one state."""
     wanted = {2**17: (32, 128), 2**20: (16, 16), 2**14: (256, 1024), 2**25: (1, 1)}
     devices = torch.device("cpu"), torch.device("meta")
-    assert {logits: tuple(chunks._chunk_size(logits, each) for each in devices) for logits in wanted} == wanted
+    assert {logits: tuple(chunks.rows_per_chunk(logits, each) for each in devices) for logits in wanted} == wanted

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.internals import heads_chunks as chunks
-from tests.internals import ptp_completions as scores
 from tests.ptp_models import VOCABULARY, Places, backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
 
@@ -72,8 +71,7 @@ def test_pieces_of_the_loss_give_what_all_of_it_gives(variant, loss, tmp_path, m
     options = {"loss": loss, "completions": 4, "greedy_share": 0.5}
     torch.manual_seed(7)
     whole = gradients(model, tmp_path, rows, 4, **options)
-    for module in (chunks, scores):
-        monkeypatch.setattr(module, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
     seen = []
     model.get_output_embeddings().register_forward_hook(lambda layer, inputs, output: seen.append(output.numel()))
     torch.manual_seed(7)

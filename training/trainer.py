@@ -35,7 +35,8 @@ class MTPTrainer(BaseTrainer):
     - gradients are exact under accumulation: the targets of a whole update are counted per depth, with the model's own
       rules for padding and packed documents, and the loss of depth j is divided by count j;
     - the log carries `loss_head_1` to `loss_head_n` (evaluation: `eval_loss_head_1`, ...): the plain mean in nats per
-      target of each depth since the last log, whatever the discount and the number of micro-batches; and
+      target of each depth since the last log, whatever the discount and the number of micro-batches (of Medusa and
+      Hydra heads, whose first depth is the backbone's and not computed in training, from `loss_head_2` on); and
       `loss_backbone`, if the backbone's own head learns, too, and the drafter has another distribution of the next
       token;
     - `eval_loss` is that of all data, made from sums and counts per depth, whatever the size of the batches;

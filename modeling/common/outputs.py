@@ -28,6 +28,7 @@ class MTPOutput(CausalLMOutputWithPast):
         past_key_values: The cache, where one is used.
         hidden_states: Tuple over layers of [B, L, D], the last after the final norm; unselected entries are None.
         head_losses: [n] detached mean cross-entropy in nats per depth, the ordinary next token first; with labels only.
+            Medusa and Hydra heads in training mode have NaN at depth 1, the backbone's own, where it weighs nothing.
         backbone_loss: Detached scalar, the mean cross-entropy in nats of the backbone's own next-token head, where that
             trains together with a head that also has a distribution of the first token; then a part of `loss`.
         acceptances: [n] detached mean probability that a token drawn at a depth is accepted after the true tokens

@@ -79,18 +79,21 @@ class Teacher:
     ) -> tuple[Tensor, Tensor]:
         """Return the terms and acceptances of some positions, [N, n] each; at depth 1 the likelihood, and 0.
 
-        `tokens` are [N, n] int64; `inputs` are chunks of `arguments`.
+        `tokens` are [N, n] int64; `inputs` are chunks of `arguments`. Of a distribution without depth 1, given its
+        token, both are [N, n - 1].
         """
-        log_probs = distribution.conditional_log_probs(tokens)  # [N, n, v]
-        likelihood = at_tokens(log_probs, tokens)  # [N, n]
-        log_q, depths = log_probs[..., 1:, :], tokens.shape[-1] - 1  # [N, n - 1, v]
+        tokens, depths = tokens[..., -distribution.window :], tokens.shape[-1] - 1
+        log_probs = distribution.conditional_log_probs(tokens)  # [N, n or n - 1, v]
+        likelihood = at_tokens(log_probs, tokens)
+        log_q = log_probs[..., -depths:, :]  # [N, n - 1, v]
         parts = [part.unflatten(-1, (depths, -1)) for part in inputs]  # [N, n - 1, d], [N, n - 1, 1]
         with torch.no_grad():
             log_p = self.backbone.unembed(parts[0]).to(log_q.dtype)  # [N, n - 1, v]
             log_p = log_p.log_softmax(-1) if len(parts) == 1 else log_p - parts[1].to(log_q.dtype)
         kind, share = self.options.divergence, self.options.label_weight
-        mixed, accepted = teacher_terms(kind, share, log_p, log_q, likelihood[..., 1:])
-        return torch.cat([-likelihood[..., :1], mixed], -1), nn.functional.pad(accepted, (1, 0))  # [N, n]
+        mixed, accepted = teacher_terms(kind, share, log_p, log_q, likelihood[..., -depths:])
+        first = likelihood[..., :-depths]  # [N, 1], or [N, 0]
+        return torch.cat([-first, mixed], -1), nn.functional.pad(accepted, (first.shape[-1], 0))
 
 
 @torch.no_grad()
@@ -314,12 +317,13 @@ class BlockTarget:
     ) -> tuple[Tensor, Tensor]:
         """Return the terms and m_k of some positions, [N, n] each; see `Teacher.terms`."""
         log_p, drafted, weights = inputs
-        log_q, share = distribution.token_log_probs(tokens), self.label_weight  # [N, n]
-        accepted = accepted_along(log_q[..., 1:], log_p.to(log_q.dtype), drafted)  # [N, n - 1]
+        log_q, share = distribution.token_log_probs(tokens[..., -distribution.window :]), self.label_weight
+        first, log_q = log_q.tensor_split([log_q.shape[-1] - drafted.shape[-1]], -1)  # [N, 1 or 0], [N, n - 1]
+        accepted = accepted_along(log_q, log_p.to(log_q.dtype), drafted)  # [N, n - 1]
         terms = -(1 - share) * weights.to(log_q.dtype) * accepted
         if share:
-            terms = terms - share * torch.where(drafted, log_q[..., 1:], 0.0)
-        return torch.cat([-log_q[..., :1], terms], -1), pad(accepted.detach(), (1, 0))  # [N, n]
+            terms = terms - share * torch.where(drafted, log_q, 0.0)
+        return torch.cat([-first, terms], -1), pad(accepted.detach(), (first.shape[-1], 0))
 
     def weigh_by_calls(self, accepted: Tensor) -> None:
         """Weigh positions by the calls that a rejection there costs, from m_k at all of them, [B, L, n - 1]."""

@@ -14,7 +14,7 @@ from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.outputs import MTPOutput
 from ..common.teacher import BlockTarget, Teacher
-from .registry import window_distribution
+from .registry import distribution_after, window_distribution
 
 IGNORE = -100
 
@@ -274,25 +274,30 @@ def head_loss(
     elif config.loss_target == "teacher":
         teacher = Teacher.of(options, backbone, last_states, scored, summaries)
     balanced = options.balance == "rms" and torch.is_grad_enabled()  # it moves while heads learn
+    skips = unknown is None and not balanced and head.training and torch.is_grad_enabled() and skips_first(config)
 
     def terms(
         part: Tensor, tokens: Tensor, scored: Tensor, unknown: Tensor | None, shares: Tensor | None, *inputs: Tensor
     ) -> Tensor:
-        distribution = window_distribution(head, config, part, backbone)
+        if skips:
+            distribution = distribution_after(head, config, part, tokens[..., 0], window - 1, backbone)
+        else:
+            distribution = window_distribution(head, config, part, backbone)
         distribution.reads_codes = vocabulary is not None
         if teacher is None:
-            values = [-distribution.token_log_probs(tokens, unknown)]
+            values = [-distribution.token_log_probs(tokens[..., -distribution.window :], unknown)]
         else:
             values = list(teacher.terms(distribution, tokens, inputs))
         if balanced and balance is not None:
             values.append(values[0].detach().square())
+        values = [nn.functional.pad(value, (window - value.shape[-1], 0)) for value in values]  # [N, n]
         values = [torch.where(scored, value, 0.0) for value in values]
         return torch.cat(values if shares is None else [value * shares for value in values], -1)
 
     weights = depth_weights(config, counts_of_update(own, counts, (targets[..., 0] != IGNORE).sum()).to(dtype)) * scale
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
-    part = LossSegment(features, arguments, weights, scored=scored.any(-1))
-    size = window * config.rank * num_columns * (1 if teacher is None else 2)
+    part = LossSegment(features, arguments, weights, scored=scored[..., int(skips) :].any(-1))
+    size = (window - skips) * config.rank * num_columns * (1 if teacher is None else 2)
     if isinstance(teacher, BlockTarget) and options.position_weighting == "expected_calls" and torch.is_grad_enabled():
         accepted = term_rows(terms, part, size).unflatten(0, scored.shape[:2])[..., window + 1 :]
         teacher.weigh_by_calls(accepted)
@@ -304,6 +309,8 @@ def head_loss(
     part.weights = nn.functional.pad(weights, (0, window * reported))  # reported values have the weight 0
     loss, (sums,) = chunked_sums(terms, head, [part], size)
     means = list(sums.unflatten(0, (-1, window)) / own)
+    if skips:
+        means[0][0] = torch.nan
     if teacher is not None:
         means[1][0] = torch.nan  # nothing is drafted at depth 1
     return MTPOutput(
@@ -312,6 +319,19 @@ def head_loss(
         acceptances=None if teacher is None else means[1],
         head_squares=means[-1] if balanced and balance is not None else None,
     )
+
+
+def skips_first(config: MTPHeadConfig) -> bool:
+    """Return whether depth 1 weighs nothing: it is the backbone's own, by the family's recipe.
+
+    Training leaves it out: it is a share of 1/n of all logits, and a constant where the backbone is frozen.
+    """
+    options, recipe, window = config.loss_options, config.family.loss_weights, config.num_depths
+    if window < 2 or recipe is None or recipe(window)[0] != 0:
+        return False
+    if options.divergence == "block":
+        return options.label_weight == 0
+    return options.weights is None or options.weights[0] == 0
 
 
 def depth_weights(config: MTPHeadConfig, counts: Tensor) -> Tensor:

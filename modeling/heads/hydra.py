@@ -6,6 +6,7 @@ Directories of their authors, `hydra_lm_head.pt` and `config.json`, are read and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -92,12 +93,25 @@ class HydraHead(BlockHead):
 
     def logits(self, k: int, state: Tensor, known: Tensor, backbone: BackboneParts | None) -> Tensor:
         """Return logits [..., V] of head k (from 0) given s [..., d] and embeddings of k + 1 tokens [..., k + 1, d]."""
+        return self.unembed(self.drafted(k, state, known), k, backbone)
+
+    def drafted(self, k: int, state: Tensor, known: Tensor) -> Tensor:
+        """Return the state [..., d] that head k unembeds; arguments as for `logits`."""
         block = self._first(k)
         inputs = (
             torch.cat([state.expand(*known.shape[:-2], -1), known.flatten(-2)], -1) if self.config.grounded else state
         )
-        states = self.blocks[k](block(inputs.to(block.linear.weight.dtype)))  # [..., d]
-        return self.unembed(states, k, backbone)
+        return self.blocks[k](block(inputs.to(block.linear.weight.dtype)))
+
+    def together(self, features: Tensor, known: Tensor, bound: int, backbone: BackboneParts | None) -> Tensor:
+        """Return the logits [..., m + 1 - bound, V] after the first `bound`, .., m of m known tokens [..., m, d].
+
+        They are one product with the unembedding that all heads share.
+        """
+        state, first = self.state(features), features[..., : self._width(features)]
+        counts = range(bound, known.shape[-2] + 1)
+        states = [self.drafted(k - 1, state, known[..., :k, :]) if k else first for k in counts]
+        return required(backbone).unembed(torch.stack(torch.broadcast_tensors(*states), -2))
 
 
 class PrefixLayer(nn.Module):
@@ -175,7 +189,8 @@ def _distribution(
         return head.first(features, backbone) if count == 0 else head.logits(count - 1, state, prefix, backbone)
 
     if config.grounded:
-        return SequentialDistribution(next_logits, required(backbone).embed, config.num_depths, known)
+        together = None if head.unembeddings is not None else partial(head.together, features, backbone=backbone)
+        return SequentialDistribution(next_logits, required(backbone).embed, config.num_depths, known, together)
     logits = [next_logits(known), *(head.logits(k, state, known, backbone) for k in range(config.num_drafts))]
     return FactorisedDistribution(torch.stack([exact(part) for part in logits], -2).unsqueeze(-2))  # [..., n, 1, V]
 

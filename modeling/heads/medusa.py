@@ -54,6 +54,9 @@ class MedusaHead(BlockHead):
     ) -> dict[str, Tensor]:
         """Return `leaf_logits` [..., n, 1, V] of states [..., d], or those of positions start .. stop - 1."""
         positions = range(len(self.blocks) + 1)[start:stop]
+        if self.unembeddings is None:  # one product for all positions
+            states = [self.blocks[position - 1](hidden_states) if position else hidden_states for position in positions]
+            return {"leaf_logits": exact(required(backbone).unembed(torch.stack(states, -2))).unsqueeze(-2)}
         logits = [self._logits(position, hidden_states, backbone) for position in positions]
         return {"leaf_logits": torch.stack([exact(part) for part in logits], -2).unsqueeze(-2)}  # [..., n, 1, V]
 

@@ -150,10 +150,20 @@ class SequentialDistribution(_ConditionalsDistribution):
         embed: From token ids [...] to embeddings [..., d].
         window: n, positions that are still free.
         known: Embeddings [..., j, d] of the tokens that are bound already.
+        together: From embeddings [..., m, d] and j to the conditionals [..., m + 1 - j, V] after the first j, .., m of
+            them, where that is cheaper than one by one.
     """
 
-    def __init__(self, next_logits: NextLogits, embed: Callable[[Tensor], Tensor], window: int, known: Tensor) -> None:
+    def __init__(
+        self,
+        next_logits: NextLogits,
+        embed: Callable[[Tensor], Tensor],
+        window: int,
+        known: Tensor,
+        together: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> None:
         self.next_logits, self.embed, self.window, self.known = next_logits, embed, window, known
+        self.together = together
 
     @property
     def leaf_logits(self) -> Tensor:
@@ -164,6 +174,8 @@ class SequentialDistribution(_ConditionalsDistribution):
         """Return teacher-forced conditionals: each reads the tokens before it."""
         prefix = self._extended(tokens[..., :-1])  # [..., j + n - 1, d]
         bound = self.known.shape[-2]
+        if self.together is not None:
+            return normalised_logits(exact(self.together(prefix, bound)))  # [..., n, V]
         steps = [self._logits(prefix[..., : bound + i, :]) for i in range(self.window)]  # n of [..., V]
         return normalised_logits(torch.stack(torch.broadcast_tensors(*steps), -2))  # [..., n, V]
 
@@ -183,7 +195,8 @@ class SequentialDistribution(_ConditionalsDistribution):
 
     def condition(self, first: Tensor) -> SequentialDistribution:
         """Bind the embedding of `first`."""
-        return SequentialDistribution(self.next_logits, self.embed, self.window - 1, self._extended(first[..., None]))
+        known = self._extended(first[..., None])
+        return SequentialDistribution(self.next_logits, self.embed, self.window - 1, known, self.together)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Draft one token after the other."""

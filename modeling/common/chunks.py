@@ -25,6 +25,8 @@ _LOGITS_ON_PROCESSOR = 2**22
 """The same on the processor: above 32 MiB malloc returns memory, and every operation gets new pages."""
 _SIZE_ON_PROCESSOR = 32
 """Least size of a chunk, because every chunk passes over all weights."""
+_PRODUCT_ROWS, _PRODUCT_ROWS_ON_PROCESSOR = 256, 128
+"""Least rows of a product with an unembedding W: with fewer, reading W takes longer than multiplying."""
 TermFunction = Callable[..., Tensor]
 """From hidden states [N, D] and a part's arguments to terms [N, n], 0 where nothing is scored."""
 _ROWS = 4096
@@ -125,7 +127,7 @@ class _SummedLinears(TorchFunctionMode):
 
 
 def chunked_sums(
-    terms: TermFunction, module: nn.Module, parts: Sequence[LossSegment], logits_per_position: int
+    terms: TermFunction, module: nn.Module, parts: Sequence[LossSegment], logits_per_position: int, together: int = 1
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the sums of the terms of all positions, part by part, and their weighted total.
 
@@ -136,6 +138,7 @@ def chunked_sums(
         module: The module.
         parts: The positions.
         logits_per_position: Numbers that `terms` makes of one position, which determine the size of a chunk.
+        together: See `rows_per_chunk`.
 
     Returns:
         A scalar, the weighted sum of all sums; and, detached, the sums of each part, [n].
@@ -144,7 +147,7 @@ def chunked_sums(
     parts = [part.only_scored() for part in parts]
     states = [part.hidden_states for part in parts]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    task = ChunkJob(terms, module, parts, rows_per_chunk(logits_per_position, states[0].device))
+    task = ChunkJob(terms, module, parts, rows_per_chunk(logits_per_position, states[0].device, together))
     return made_in_forward(task.made, [*states, *parameters])
 
 
@@ -155,10 +158,17 @@ def term_rows(terms: TermFunction, part: LossSegment, logits_per_position: int) 
     return torch.cat([terms(states, *arguments) for states, arguments in part.chunks(size)])
 
 
-def rows_per_chunk(logits: int, device: torch.device) -> int:
-    """Return the number of positions of a chunk, each of which makes so many logits."""
+def rows_per_chunk(logits: int, device: torch.device, together: int = 4) -> int:
+    """Return the number of positions of a chunk, each of which makes so many logits.
+
+    `together` are the rows that a position has in one product with an unembedding: all its depths where they share it,
+    1 where each has its own; by default more, for logits without gradients, which read the unembedding once.
+    """
     most = max(1, LOGITS_PER_CHUNK // logits)
-    return min(most, max(_SIZE_ON_PROCESSOR, _LOGITS_ON_PROCESSOR // logits)) if device.type == "cpu" else most
+    if device.type != "cpu":
+        return max(most, min(_PRODUCT_ROWS // together, 8 * most))  # memory has its limit, too
+    least = max(_SIZE_ON_PROCESSOR, _PRODUCT_ROWS_ON_PROCESSOR // together)
+    return min(most, max(least, _LOGITS_ON_PROCESSOR // logits))
 
 
 @dataclass

@@ -297,7 +297,8 @@ def head_loss(
     weights = depth_weights(config, counts_of_update(own, counts, (targets[..., 0] != IGNORE).sum()).to(dtype)) * scale
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = LossSegment(features, arguments, weights, scored=scored[..., int(skips) :].any(-1))
-    size = (window - skips) * config.rank * num_columns * (1 if teacher is None else 2)
+    rows = (window - skips) * config.rank  # of logits per position
+    size, together = rows * num_columns * (1 if teacher is None else 2), 1 if config.unembedding == "own" else rows
     if isinstance(teacher, BlockTarget) and options.position_weighting == "expected_calls" and torch.is_grad_enabled():
         accepted = term_rows(terms, part, size).unflatten(0, scored.shape[:2])[..., window + 1 :]
         teacher.weigh_by_calls(accepted)
@@ -307,7 +308,7 @@ def head_loss(
         weights = weights * factors
     reported = (teacher is not None) + (balanced and balance is not None)
     part.weights = nn.functional.pad(weights, (0, window * reported))  # reported values have the weight 0
-    loss, (sums,) = chunked_sums(terms, head, [part], size)
+    loss, (sums,) = chunked_sums(terms, head, [part], size, together)
     means = list(sums.unflatten(0, (-1, window)) / own)
     if skips:
         means[0][0] = torch.nan

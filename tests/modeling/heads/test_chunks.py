@@ -129,6 +129,13 @@ def test_bfloat16_heads_have_a_float32_loss():
 
 def test_chunks_are_smaller_on_a_processor_unless_they_are_few_positions_already():
     """Of 4,096 tokens at rank 8 and window 4; of 32,768; and of one state."""
-    wanted = {2**17: (32, 128), 2**20: (16, 16), 2**14: (256, 1024), 2**25: (1, 1)}
+    wanted = {2**17: (32, 128), 2**20: (16, 16), 2**14: (256, 1024), 2**25: (1, 8)}
     devices = torch.device("cpu"), torch.device("meta")
-    assert {logits: tuple(chunks.rows_per_chunk(logits, each) for each in devices) for logits in wanted} == wanted
+    assert {logits: tuple(chunks.rows_per_chunk(logits, each, 32) for each in devices) for logits in wanted} == wanted
+
+
+def test_products_have_rows_enough_to_be_worth_reading_the_unembedding():
+    """Of 131,072 tokens: window 4 that shares one, window 4 with an own one per depth, and a module."""
+    wanted = {(2**19, 4): (32, 64), (2**19, 1): (32, 256), (2**17, 1): (128, 256), (2**15, 1): (128, 512)}
+    devices = torch.device("cpu"), torch.device("meta")
+    assert {key: tuple(chunks.rows_per_chunk(key[0], each, key[1]) for each in devices) for key in wanted} == wanted

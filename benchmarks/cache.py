@@ -112,7 +112,7 @@ def memory(run: Callable[[], Any], cache: Cache) -> tuple[float, float]:
     """Megabytes that one run moves, and megabytes of the cache at its peak."""
     with Moved() as moved:
         run()
-    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if isinstance(t, torch.Tensor))
+    held = sum(t.nbytes for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor))
     return moved.bytes / 1e6, (held + moved.largest) / 1e6
 
 

@@ -139,7 +139,7 @@ class Part:
 def checksum_of(tensor: Tensor, of: str) -> int:
     """Return a checksum of a part's tensor with its dtype and shape, and of what the part is made of."""
     kind = zlib.crc32(f"{of} {tensor.dtype} {list(tensor.shape)}".encode())
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy(), kind)
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, kind)
 
 
 class PartWriter:
@@ -207,7 +207,7 @@ class Places:
         self.part, self.number, self.start = np.full(total, -1), np.zeros(total, int), np.zeros(total, int)
         for index, part in enumerate(parts):
             if (twice := part.rows[self.part[part.rows] >= 0]).size:
-                other = parts[self.part[twice[0]]].path.name
+                other = parts[int(self.part[twice[0]])].path.name
                 raise ValueError(f"{part.path} and {other} both hold row {twice[0]}: remove one of them")
             self.part[part.rows], self.number[part.rows] = index, np.arange(len(part.rows))
             self.start[part.rows] = np.cumsum(part.lengths) - part.lengths

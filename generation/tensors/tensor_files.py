@@ -195,7 +195,7 @@ def weight_files(name: str | PathLike[str], variant: str | None = None, pickles:
             if not path.endswith(".json"):
                 return [path]
             read_index(Path(path))  # whose names are followed now
-            return get_checkpoint_shard_files(name, path, **hub)[0]
+            return get_checkpoint_shard_files(name, path, **hub)[0] or []
     raise ValueError(f"{name}: no weights; none of {', '.join(names)} exists")
 
 

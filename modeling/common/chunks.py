@@ -146,7 +146,7 @@ def chunked_sums(
     gather(module.modules())
     parts = [part.only_scored() for part in parts]
     states = [part.hidden_states for part in parts]
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parameters = [*filter(_learns, module.parameters())]
     task = ChunkJob(terms, module, parts, rows_per_chunk(logits_per_position, states[0].device, together))
     return made_in_forward(task.made, [*states, *parameters])
 
@@ -229,14 +229,19 @@ class ChunkJob:
     def made(self, needed: list[bool]) -> Made:
         """Return the weighted total, the sums of every part, and the gradients of its states and of parameters."""
         count, device = len(self.parts), self.parts[0].weights.device
-        learning = [p for p in self.module.parameters() if p.requires_grad] if any(needed) else []
-        totals = {p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning}
+        totals: dict[Tensor, Tensor] = {}
+        for parameter in filter(_learns, self.module.parameters() if any(needed) else ()):
+            totals[parameter] = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
         scale = torch.cat([part.weights.to(device) for part in self.parts]).max()
         passes = [_pass(self, part, totals, scale, want) for part, want in zip(self.parts, needed[:count])]
         into_states, sums = zip(*passes)
         weighted = (summed * part.weights.to(summed) for summed, part in zip(sums, self.parts))
         value = reduce(torch.add, [part.sum().to(device) for part in weighted])
         return Made(value, list(sums), [*into_states, *(total.to(p.dtype) for p, total in totals.items())], scale)
+
+
+def _learns(parameter: Tensor) -> bool:
+    return parameter.requires_grad
 
 
 def _pass(

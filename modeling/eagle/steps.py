@@ -99,7 +99,7 @@ def summed_steps(
     `weights` [S] are the factors of the sums of the steps in the loss.
     """
     gather(head.modules())
-    parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    parameters: list[Tensor] = [each for each in head.parameters() if each.requires_grad]
     job = _SummedSteps(Steps(head, batch, options), weights, features, parameters)
     loss, (sums,) = made_in_forward(job.made, [features, *parameters])
     return loss, sums

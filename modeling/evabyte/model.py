@@ -15,6 +15,7 @@ from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.evabyte import EvaByteConfig
 from ...configuration.fields import check_options
 from ...configuration.heads import MTPHeadConfig
+from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DrafterFacts
@@ -353,7 +354,7 @@ class EvaByteForMTPC(
         has_own = self.mtp_head is None and config.loss_options.divergence != "block"  # which leaves depth 1 out
         if has_own or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
             return dict(output)
-        next_byte = MTPHeadConfig(window=1, loss_options={"normalization": self.loss_normalization})
+        next_byte = MTPHeadConfig(window=1, loss_options=HeadLossOptions(normalization=self.loss_normalization))
         own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
         return dict(output) | dict(loss=output["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 

@@ -248,7 +248,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         adopt_special_ids(self.config, backbone)
         self.config.vocab_size = backbone.config.get_text_config().vocab_size
         if self.draft_vocabulary is None:
-            self.draft_size = self.head.vocab_size = self.config.vocab_size
+            self.draft_size = self.config.vocab_size  # type: ignore[assignment]
+            self.head.vocab_size = self.config.vocab_size  # type: ignore[assignment]
         self.family.fit(self.head, self.config, backbone)
         self._expected_embedding = None
 

@@ -34,7 +34,7 @@ def gate_linears(model: nn.Module, rank: int, alpha: float, skip: nn.Module | No
     targets = [name for name, layer in model.named_modules() if isinstance(layer, kinds) and layer is not skip]
     if not targets:
         raise ValueError(f"{type(model).__name__} has no linear layers that gated adapters could be added to")
-    config: LoraConfig = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
+    config: LoraConfig = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)  # type: ignore[arg-type]
     config._register_custom_module(dict.fromkeys(kinds, GatedLinear))
     inject_adapter_in_model(config, model, ADAPTER)
     for layer in model.modules():

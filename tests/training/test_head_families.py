@@ -23,7 +23,9 @@ def test_accumulation_is_exact_and_the_backbone_stays(kind, tmp_path):
         trainer = trainer_for(heads, tmp_path, rows, per_device_train_batch_size=size, logging_steps=1, **options)
         trainer.train()
         found.append(heads.state_dict())
-        assert {f"loss_head_{depth}" for depth in (1, 2, 3, 4)} <= trainer.state.log_history[0].keys()
+        first = 2 if kind.startswith(("medusa", "hydra")) else 1  # depth 1 is the backbone's own, and weighs nothing
+        shown = {name for name in trainer.state.log_history[0] if name.startswith("loss_head_")}
+        assert shown == {f"loss_head_{depth}" for depth in range(first, 5)}
         heads.detach()
     assert any((found[0][name] - value).abs().max() > 1e-3 for name, value in made.state_dict().items())
     for name, value in found[0].items():

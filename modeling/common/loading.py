@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,6 +28,8 @@ from ...generation.tensors.tensor_files import (
 from ...generation.tensors.wrapped_models import fingerprint
 from .remote_code import TRAVELS, RemoteCodeTokenizerMixin, add_code, code_obstacle, handed, is_ours
 
+LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)
+"""Whether a checkpoint is being read: what it lacks is an error, and needs no values that take minutes to draw."""
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
 _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision", "commit_description")
@@ -37,6 +41,15 @@ def check_is_there(name: str | PathLike) -> None:
     is_path = path.startswith((".", "~")) or Path(path).is_absolute() or path.count("/") > 1
     if is_path and not Path(path).exists():
         raise FileNotFoundError(f"{path}: no such directory")
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    token = LOADS.set(True)
+    try:
+        yield
+    finally:
+        LOADS.reset(token)
 
 
 class StrictLoadingMixin:
@@ -74,7 +87,7 @@ class StrictLoadingMixin:
         wants_info = kwargs.pop("output_loading_info", False)
         name = str(pretrained_model_name_or_path or getattr(kwargs.get("config"), "_name_or_path", "") or cls.__name__)
         try:
-            with building(name):
+            with building(name), _loading():
                 model, info = super().from_pretrained(
                     pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
                 )

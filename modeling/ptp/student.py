@@ -15,7 +15,7 @@ from ...configuration.ptp import PTPConfig, PTPStudentConfig
 from ...generation.attach import AttachableDrafter, adopt_special_ids
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.wrapped_models import Kwargs, adapter_marks, untyped, unwrap
-from ..common.loading import StrictLoadingMixin
+from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
 from .embedding import SLOT_PARTS, slot_parts
@@ -161,6 +161,8 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if LOADS.get() and next(module.parameters(recurse=False), None) is not None:
+            return
         super()._init_weights(module)
         if isinstance(module, _Up):
             for up in module.parameters():

@@ -89,6 +89,7 @@ TRAINER = {
         "_load_best_model": "loads the best checkpoint of a sharded model",
         "_load_from_checkpoint": "overridden: loads what our models save",
         "_prepare_inputs": "moves a batch to the device",
+        "_save": "overridden: model, tokenizer and arguments are one version of a directory",
         "_set_signature_columns_if_needed": "overridden: retains the columns that registers need",
         "_signature_columns": "the columns that a batch retains",
     }

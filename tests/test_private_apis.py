@@ -45,6 +45,7 @@ PARAMETERS = {
     "_finish_current_push": "",
     "_get_num_items_in_batch": "batch_samples device",
     "_load_best_model": "",
+    "_save": "output_dir state_dict",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_prepare_inputs": "inputs",
     "_set_signature_columns_if_needed": "",
@@ -53,6 +54,7 @@ PARAMETERS = {
 
 OTHERS = [
     (torch.nn.Module, "_apply"),
+    (torch.nn.Linear(1, 1), "_backward_hooks"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
     (torch.nn.Linear(1, 1), "_forward_pre_hooks"),
     (torch.Tensor, "_version"),

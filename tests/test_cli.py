@@ -297,7 +297,7 @@ def test_ctrl_c_during_imports_is_no_traceback():
     program = (
         "import os, signal, sys, time; sys.argv = ['tokenahead', 'card', 'x']\n"
         "signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 1.0)\n"
         "import tokenahead\n"
         "time.sleep(60)\n"
     )

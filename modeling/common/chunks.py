@@ -81,6 +81,21 @@ class LossSegment:
             yield states, [None if argument is None else argument.to(states.device) for argument in arguments]
 
 
+def new_total(parameter: Tensor) -> Tensor:
+    """Return zeros in which the gradients of a parameter are summed up, in float32 at least."""
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:
+    """Add a weight's gradient [R, D], of that of its outputs [N, R] and its inputs [N, D], to a total in place."""
+    if total.dtype == gradient.dtype:
+        total.addmm_(gradient.T, rows)
+        return
+    # by rows of the weight: a product in another dtype exists for some of them at a time
+    for part, block in zip(gradient.split(_ROWS, -1), total.split(_ROWS)):
+        block += part.T @ rows
+
+
 class SummedLinear(torch.autograd.Function):
     """x W^T whose gradient for W is added to a tensor in place."""
 
@@ -99,11 +114,7 @@ class SummedLinear(torch.autograd.Function):
         """Return the gradient of the inputs, where one is wanted, and 0 for the anchor."""
         inputs, weight = ctx.saved_tensors
         flat, rows = gradient.flatten(0, -2), inputs.flatten(0, -2).to(gradient.dtype)  # [N, R], [N, D]
-        if ctx.total.dtype == flat.dtype:
-            ctx.total.addmm_(flat.T, rows)
-        else:  # by rows of W: a product in another dtype exists for some of them at a time
-            for part, total in zip(flat.split(_ROWS, -1), ctx.total.split(_ROWS)):
-                total += part.T @ rows
+        add_product(ctx.total, flat, rows)
         wanted = ctx.needs_input_grad[0]
         into_inputs = (gradient @ weight.to(gradient.dtype)).to(inputs.dtype) if wanted else None  # [..., D]
         return into_inputs, None, None, ctx.total.new_zeros(())
@@ -231,7 +242,7 @@ class ChunkJob:
         count, device = len(self.parts), self.parts[0].weights.device
         totals: dict[Tensor, Tensor] = {}
         for parameter in filter(_learns, self.module.parameters() if any(needed) else ()):
-            totals[parameter] = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            totals[parameter] = new_total(parameter)
         scale = torch.cat([part.weights.to(device) for part in self.parts]).max()
         passes = [_pass(self, part, totals, scale, want) for part, want in zip(self.parts, needed[:count])]
         into_states, sums = zip(*passes)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...configuration.loss_options import ResolvedEagleOptions
+from ..common.chunks import add_product
 from .modules import EagleNetwork
 from .terms import TeacherRows
 
@@ -99,10 +100,7 @@ def product_terms(
     gradient = gradient.to(weight.dtype)
     if total is not None:
         normed = (features if head.config.norm_output else head.norm(features)).to(weight.dtype)
-        if total.dtype == weight.dtype:
-            total.addmm_(gradient.T, normed)
-        else:
-            total += gradient.T @ normed
+        add_product(total, gradient, normed)
     return torch.stack([loss, distance, accepted], dim=-1), gradient @ weight
 
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.loss_options import ResolvedEagleOptions
 from ...generation.tensors.wrapped_models import gather
-from ..common.chunks import LOGITS_PER_CHUNK, Made, made_in_forward
+from ..common.chunks import LOGITS_PER_CHUNK, Made, made_in_forward, new_total
 from .batch import TrainingBatch
 from .modules import EagleNetwork
 from .products import TeacherProbs, has_products, product_terms
@@ -257,6 +257,5 @@ class _SummedSteps:
     def _total(self, parameter: Tensor) -> Tensor:
         """Return where the gradient of a parameter is summed up."""
         if parameter not in self.totals:
-            wide = torch.promote_types(parameter.dtype, torch.float32)
-            self.totals[parameter] = torch.zeros_like(parameter, dtype=wide)
+            self.totals[parameter] = new_total(parameter)
         return self.totals[parameter]

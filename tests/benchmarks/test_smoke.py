@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from tests.benchmark_modules import ROOT
 from tokenahead import EagleHead, EvaByteTokenizer
+from tokenahead.training.regeneration import regenerate
 
 FOLDER = ROOT / "benchmarks"
 GROUPS = "--steps 2 --turn 2 --group 2 --tokens 4"
@@ -34,7 +35,7 @@ SCRIPTS = {
     "marginal": "llama --depth 2 --rows 2 --branches 2",
     "cache, loops": "--loop --shapes 20x1",
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
-    "online": "--model llama --head eagle1 --answers answers.jsonl --steps 2 --batch 1 --tokens 4 --rows 2",
+    "online": "--model llama --head eagle1 --answers answers --steps 2 --batch 1 --tokens 4 --rows 2",
     "ptp_chain": "--steps 2 --layers 1 --width 16 --prompts 1 --new-tokens 4 --backbone-steps 2",
     "ptp_chain, tables": "--minutes 0.001 --tables best_of losses --rows one_hot --slots 2 --contexts 16",
     "ptp_text": "--backbone llama --minutes 0 0.001 --slots 2 --texts 4 --prompts 1 --new-tokens 8 --kinds one_hot",
@@ -72,9 +73,7 @@ def work(tmp_path_factory):
     rows = [{"question_id": number, "category": "writing", "turns": ["def main(arguments):"]} for number in range(3)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ids = tokenizer("q<|im_start|>assistant\nHello there, you.<|im_end|>")["input_ids"]
-    (folder / "answers.jsonl").write_text((json.dumps({"ids": ids}) + "\n") * 2)
-    (folder / "answers").mkdir()
-    (folder / "answers" / "text.jsonl").write_text((json.dumps({"ids": ids, "prompt": 12}) + "\n") * 6)
+    regenerate(model, [ids] * 6, folder / "answers", max_new_tokens=16)
     return folder
 
 

@@ -82,7 +82,7 @@ class CandidateAdapter(CandidateGenerator):
         tree = self.session.propose(Sequences(input_ids), max(length, 0))
         self.drafted = tree.tokens.shape[1]
         numbers = self.options.numbers.taken(input_ids.device)
-        if numbers is not None and not bool(numbers.isfinite().all()):
+        if numbers is not None and not bool((numbers < torch.inf).all()):
             self.is_left_out = True
             if self.drafter is not None:
                 self.drafter.warn_of_numbers()

@@ -41,7 +41,7 @@ from .plan import SpeculationPlan, decode_plainly
 from .tensors.masks import to_device
 from .tensors.wrapped_models import has_foreign_hooks, untyped
 from .trees.growth import most_nodes
-from .verification.verifiers import Cycle, GreedyVerifier, added
+from .verification.verifiers import Cycle, GreedyVerifier
 
 
 class SpeculativeLoop:
@@ -303,10 +303,11 @@ class SpeculativeLoop:
         self.tokens.write(cycle.result.tokens)
         if cycle.numbers is None and cycle.fed is not self.empty:
             cycle.numbers = self.plan.draft_options.numbers.taken(self.tokens.ids.device)
-        check = self.verifier.check(cycle.result)
+        rows = self.verifier.path_rows(cycle.result)
         if self.processing is not None and cycle.fed.auxiliary is not None:  # processors may make numbers of NaN
-            check = added(check, cycle.outputs.logits.amax((1, 2)))
-        is_faulty, cycle.faults = cycle.read(added(check, cycle.numbers)), []
+            largest = cycle.outputs.logits.amax((1, 2))[:, None]  # [B, 1]
+            rows = largest if rows is None else rows + largest
+        is_faulty, cycle.faults = cycle.read(rows), []
         if any(is_faulty):
             ignored = zip(is_faulty, self.done, self._waiting())
             cycle.faults = [row for row, (fault, done, waits) in enumerate(ignored) if fault and not (done or waits)]

@@ -30,11 +30,11 @@ class NumberCheck:
         self.noted.append(values)
 
     def taken(self, device: torch.device) -> Tensor | None:
-        """Return [B], NaN or +inf where anything is that was noted since the last call; None: nothing was."""
+        """Return [B], NaN or +inf where anything is that was noted since the last call (-inf are masks); or None."""
         noted, self.noted = [values.reshape(len(values), -1).to(device) for values in self.noted], []
         if not noted:
             return None
-        return (noted[0] if len(noted) == 1 else torch.cat(noted, 1)).amax(1).relu()  # -inf are masks
+        return (noted[0] if len(noted) == 1 else torch.cat(noted, 1)).amax(1)
 
 
 def draw(weights: Tensor, generator: torch.Generator | None = None) -> Tensor:

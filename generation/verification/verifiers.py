@@ -42,13 +42,22 @@ class Verifier(Protocol):
         """Return the verification result of a draft, from processed scores [B, m + 1, v]."""
         ...
 
-    def check(self, result: VerificationResult) -> Tensor | None:
-        """Return numbers [B], NaN or infinite where any of the `rows` on the accepted path is; None without rows."""
-        return None if self.rows is None else _along_path(self.rows, result)
+    def path_rows(self, result: VerificationResult) -> Tensor | None:
+        """Return `rows` along the accepted path, [B, k + 1], of which the first `result.num_accepted` + 1 count.
+
+        A drawn chain accepts no draft without a distribution, so that the draw of the added token tells: [B, 1].
+        """
+        if result.check is not None:
+            return result.check[:, None]
+        if self.rows is None or result.tree_path is None or self.rows.shape[1] == 1:
+            return self.rows
+        return self.rows.gather(1, result.tree_path)
 
 
 _NO_NUMBER = 0xFF << 23
 """The bits of a float32 that are all set in NaN and in infinity, and in no number."""
+_MASKED = -1 << 23
+"""The bits of -inf as int32: what was noted of a row that processors masked."""
 
 
 @dataclass(eq=False)
@@ -78,18 +87,33 @@ class Cycle:
     drafts: list[list[int]] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
 
-    def read(self, check: Tensor | None) -> list[bool]:
-        """Read all that the host needs, in one copy, and return in which sequences `check` [B] is no number."""
-        real, width, result = self.tree.num_nodes, self.result.tokens.shape[1], self.result
-        bits = None if check is None else check.float().view(torch.int32).long()  # `cat` copies one dtype at once
-        parts = [part[:, None] for part in (result.num_accepted, real, bits) if part is not None]
-        # [B, up to 3 + (k + 1) + m]
-        sequences = torch.cat([*parts, result.tokens, self.tree.tokens], dim=1).tolist()
-        self.accepted = [ids.pop(0) for ids in sequences]
-        counts = [self.tree.tokens.shape[1] if real is None else ids.pop(0) for ids in sequences]
-        is_faulty = [bits is not None and ids.pop(0) & _NO_NUMBER == _NO_NUMBER for ids in sequences]
-        self.new = [ids[:width] for ids in sequences]
-        self.drafts = [ids[width:][:count] for ids, count in zip(sequences, counts)]
+    def read(self, rows: Tensor | None) -> list[bool]:
+        """Read all that the host needs, in one copy.
+
+        Args:
+            rows: `Verifier.path_rows`, or [B, 1].
+
+        Returns:
+            In which sequences a row of the path, or a number that the draft was chosen from, is none.
+        """
+        real, numbers, width = self.tree.num_nodes, self.numbers, self.result.tokens.shape[1]
+        counts = [part[:, None] for part in (self.result.num_accepted, real) if part is not None]
+        floats = [part for part in (None if numbers is None else numbers[:, None], rows) if part is not None]
+        joined = torch.cat(floats, 1) if len(floats) > 1 else floats[0] if floats else None  # [B, 1 + r]
+        bits = [] if joined is None else [joined.float().view(torch.int32).long()]
+        # [B, up to 3 + r + (k + 1) + m]; `cat` copies one dtype at once
+        sequences = torch.cat([*counts, *bits, self.result.tokens, self.tree.tokens], dim=1).tolist()
+        start, is_faulty = len(counts), []
+        first = start + (numbers is not None)
+        text = first + (0 if rows is None else rows.shape[1])
+        self.accepted, self.new, self.drafts = [], [], []
+        for ids in sequences:
+            read = ids[first : min(text, first + 1 + ids[0])]
+            read += [] if numbers is None or ids[start] == _MASKED else [ids[start]]
+            is_faulty.append(any(number & _NO_NUMBER == _NO_NUMBER for number in read))
+            self.accepted.append(ids[0])
+            self.new.append(ids[text : text + width])
+            self.drafts.append(ids[text + width :] if real is None else ids[text + width :][: ids[1]])
         return is_faulty
 
     def has_finite_scores(self) -> bool:
@@ -98,7 +122,7 @@ class Cycle:
 
     def has_finite_drafts(self) -> bool:
         """Return whether their drafts were chosen from numbers; the host waits."""
-        return self.numbers is None or bool(self.numbers[self.faults].isfinite().all())
+        return self.numbers is None or bool((self.numbers[self.faults] < torch.inf).all())
 
     def refusal(self, backbone: object, processing: Processing | None) -> ValueError:
         """Return the error of a sequence that has no token to choose."""
@@ -114,11 +138,6 @@ class Cycle:
             f"{first} has no token to choose: its scores are NaN, or all -inf, after the logits processors, and those "
             f"of the backbone are finite; look for processors that exclude every token (here: {names or 'none'})"
         )
-
-
-def added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the sum, which is NaN or infinite where any of both is; None counts as 0."""
-    return second if first is None else first if second is None else first + second
 
 
 class GreedyVerifier(Verifier):
@@ -147,11 +166,11 @@ class GreedyVerifier(Verifier):
         self.rows = best.values
         return best.indices
 
-    def check(self, result: VerificationResult) -> Tensor | None:
+    def path_rows(self, result: VerificationResult) -> Tensor | None:
         """See `Verifier`."""
         if self.takes_infinity and self.rows is not None:
             self.rows = self.rows.clamp(None if self.may_exclude_all else -1, 1)
-        return super().check(result)
+        return super().path_rows(result)
 
 
 class SampledVerifier(Verifier):
@@ -254,20 +273,6 @@ def race(tree: DraftTree, p: Tensor, generator: torch.Generator | None = None) -
 def distribution_of(scores: Tensor) -> Tensor:
     """Return probabilities in float64: cumulative sums over a large vocabulary in float32 misplace picks."""
     return scores.double().softmax(-1)
-
-
-def _along_path(rows: Tensor, result: VerificationResult) -> Tensor:
-    """Return numbers [B], NaN or infinite where any of `rows` [B, m + 1] on the accepted path is.
-
-    A drawn chain accepts no draft without a distribution, so that the draw of the added token tells.
-    """
-    if result.check is not None:
-        return result.check
-    if rows.shape[1] == 1:
-        return rows[:, 0]
-    if result.tree_path is not None:
-        return rows.gather(1, result.tree_path).sum(1)
-    return rows.cumsum(1).gather(1, result.num_accepted[:, None])[:, 0]
 
 
 _CHUNK = 256

@@ -38,10 +38,11 @@ class Steered(LlamaForCausalLM):
     """Adds `steering` [V], [B, 1, V], or a column per token, and what `names` say, to the logits of every forward."""
 
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, steering=None, boost=None,
-        **kwargs,
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, cache=None, steering=None,
+        boost=None, **kwargs,
     ):  # fmt: skip
-        kwargs |= dict(attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values)
+        kwargs |= dict(attention_mask=attention_mask, position_ids=position_ids)
+        kwargs[CACHE] = past_key_values if cache is None else cache
         return with_bias(super().forward(input_ids, **kwargs), steering, boost)
 
 

@@ -345,7 +345,7 @@ _NAMES = {
         "load_model",
         "put_adapters",
     ),
-    "tokenahead.training.trainer_base": ("drafter_of",),
+    "tokenahead.training.trainer_base": ("check_kernels", "drafter_of"),
     "tokenahead.training.ptp.completions": (
         "CompletionSequences",
         "at_columns",

@@ -61,8 +61,8 @@ class MTPTrainer(BaseTrainer):
     Raises:
         TypeError: A model without heads that train here, or a path instead of a model.
         ValueError: A strategy that the model cannot follow, an empty dataset, one without a single target (at the first
-            step), label smoothing, noise on embeddings (NEFTune) of a drafter that has none, or context or sequence
-            parallelism, where windows would end at a shard's border.
+            step), label smoothing, `torch_compile`, `use_liger_kernel` without a GPU, noise on embeddings (NEFTune) of
+            a drafter that has none, or context or sequence parallelism, where windows would end at a shard's border.
 
     Example:
         >>> model.train_only("drafter")

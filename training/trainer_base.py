@@ -10,13 +10,15 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_compiled_module
 from peft import PeftModel
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from ..configuration.fields import refuse
 from ..configuration.transformers_names import TRAINER, check_names
 from ..generation.tensors.saving import finish, whole_directory
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
@@ -75,6 +77,43 @@ def check_ids(batches: Sequence[Inputs], vocab_size: int) -> None:
             )
         for name, ids in tensors.items():
             check_targets(ids.cpu(), vocab_size, name)
+
+
+def check_kernels(args: TrainingArguments, model: nn.Module | None = None) -> None:
+    """Refuse what losses cannot have: compiled steps, and kernels of liger where there is no GPU, or in their place.
+
+    Raises:
+        ValueError: `torch_compile`, also of `accelerate launch --dynamo_backend`, or a model that is compiled already;
+            `use_liger_kernel` without a GPU, or with its fused cross-entropy.
+    """
+    of_launcher = TorchDynamoPlugin().backend  # from accelerate's environment
+    is_asked = args.torch_compile or of_launcher != DynamoBackend.NO
+    backend = args.torch_compile_backend or of_launcher.value.lower()
+    is_compiled = model is not None and (is_compiled_module(model) or model._compiled_call_impl is not None)
+    why = (
+        "losses make their gradients in their forward, in chunks of the rows that have targets, so that every other "
+        "batch would be compiled again, in dozens of graphs"
+    )
+    fused, device = "fused_linear_cross_entropy", args.device.type
+    is_fused, liger = (args.liger_kernel_config or {}).get(fused), args.use_liger_kernel
+    right = "leave torch_compile, torch_compile_backend and torch_compile_mode out, and accelerate's --dynamo_backend"
+    refuse(
+        [
+            (is_asked, f"torch_compile=True (backend {backend!r}): {why}; {right}"),
+            (is_compiled, f"torch_compile: the model is compiled, and {why}; pass it as it was before"),
+            (
+                liger and device in ("cpu", "mps"),
+                f"use_liger_kernel=True needs a GPU, and device={device!r}; leave it out: losses have chunks here, too",
+            ),
+            (
+                liger and is_fused,
+                f"liger_kernel_config={{{fused!r}: True}} would replace the loss, and drafters would learn nothing; "
+                "leave it out",
+            ),
+        ]
+    )
+    if liger:
+        args.liger_kernel_config = {**(args.liger_kernel_config or {}), fused: False}  # which is on by default
 
 
 @dataclass(frozen=True)
@@ -142,6 +181,7 @@ class BaseTrainer(TrainerPushMixin, Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_kernels(self.args, cast(nn.Module, self.model))
         for name in ("train_dataset", "eval_dataset"):
             if isinstance(data := getattr(self, name), Sized) and not len(data):
                 raise ValueError(f"{name} is empty; give at least one row with a target, or None")

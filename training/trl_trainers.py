@@ -21,7 +21,7 @@ from ..generation.attach import MTPGenerationMixin
 from ..modeling.common.outputs import TrainableDrafter
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
-from .trainer_base import Inputs, without_peft
+from .trainer_base import Inputs, check_kernels, without_peft
 from .utils import needs_extra
 
 with needs_extra("train", "a trainer of TRL"):
@@ -119,7 +119,7 @@ class MTPDPOTrainer(DPOTrainer):
 
     Raises:
         TypeError: Attached heads, or a model that does not draft for itself.
-        ValueError: A weight below 0 or not finite.
+        ValueError: A weight below 0 or not finite; `torch_compile`, or `use_liger_kernel` without a GPU.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
@@ -144,6 +144,7 @@ class MTPDPOTrainer(DPOTrainer):
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
         self.drafter_weight = drafter_weight
         super().__init__(model, ref_model, args, **kwargs)
+        check_kernels(self.args, model)
 
     def compute_loss(
         self,

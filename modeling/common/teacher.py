@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ...configuration.loss_options import LossOptions
+from ...configuration.loss_options import DIVERGENCES, LossOptions
 from ..heads.window_distribution import WindowDistribution, at_tokens
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK
@@ -164,7 +164,12 @@ def divergence(kind: str, log_p: Tensor, log_q: Tensor) -> Tensor:
 
     Returns:
         [...].
+
+    Raises:
+        ValueError: Another kind.
     """
+    if kind not in DIVERGENCES:
+        raise ValueError(f"divergence={kind!r} is unknown here; choose one of {', '.join(map(repr, DIVERGENCES))}")
     if kind in ("cross_entropy", "kl"):
         p = log_p.exp()
         if kind == "kl":

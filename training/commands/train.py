@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ...generation.tensors.tensor_files import Fields
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
-from ..trainer_base import BaseTrainer, without_peft
+from ..trainer_base import BaseTrainer, check_kernels, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra, replace_file
 from .data import load_data
@@ -86,6 +86,7 @@ def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCall
     if resumed is None:
         check_nothing_is_lost(directory, requested)
     # settings that need no data are checked before the backbone writes any
+    check_kernels(settings.training)
     settings.drafter.training_strategy()
     check_features(settings, trainee.model)
     _callbacks(settings)

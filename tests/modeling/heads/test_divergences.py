@@ -3,7 +3,16 @@
 import pytest
 import torch
 
+from tests.families import family_model
 from tests.internals import DIVERGENCES, acceptance, divergence, log_acceptance
+from tests.ptp_models import backbone
+from tokenahead import EagleHead, MTPHeads
+
+DRAFTERS = {
+    "heads": lambda: MTPHeads.from_backbone(backbone(), window=3),
+    "eagle": lambda: EagleHead.from_backbone(backbone(), version=3),
+    "modules": lambda: family_model("llama"),
+}
 
 
 def probs(scale=3.0, rows=50, size=40):
@@ -46,3 +55,11 @@ def test_gradients_are_right_and_finite_where_distributions_hardly_meet(kind):
     p = torch.tensor([[-60.0, 60.0, 0.0]]).log_softmax(-1)
     divergence(kind, p, far.log_softmax(-1)).sum().backward()
     assert far.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_an_unknown_one_is_named(kind):
+    model, ids = DRAFTERS[kind](), torch.arange(1, 9)[None]
+    model.loss_options.target, model.loss_options.divergence = "teacher", "jsd"
+    with pytest.raises(ValueError, match="divergence='jsd' is unknown.*'reverse_kl'"):
+        model(ids, labels=ids)

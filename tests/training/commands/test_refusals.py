@@ -38,6 +38,8 @@ WRONG = {
     "an unknown field of a strategy": ({"strategy": {"trian": "all"}}, "'trian'"),
     "a loss that is not there": ({"loss_options": {"weight": 1}}, "no option 'weight'"),
     "an unknown loss option": ({"drafter": "parallel", "loss_options": {"weight": 1}}, "no option 'weight'"),
+    "a compiled step": ({"torch_compile": True}, "torch_compile=True"),
+    "liger without a GPU": ({"use_liger_kernel": True}, "use_liger_kernel=True needs a GPU"),
     "wrapped packing": ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'"),
     "a loss of TRL": ({"loss_type": "dft"}, "loss_type='dft'"),
     "an unknown field of acceptance": (

@@ -54,6 +54,7 @@ PARAMETERS = {
 
 OTHERS = [
     (torch.nn.Module, "_apply"),
+    (torch.nn.Linear(1, 1), "_compiled_call_impl"),
     (torch.nn.Linear(1, 1), "_backward_hooks"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
     (torch.nn.Linear(1, 1), "_forward_pre_hooks"),

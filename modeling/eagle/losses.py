@@ -95,9 +95,9 @@ class _BlockLoss(Steps):
         following = batch.following
         log_p = sequence_log_probs(BackboneParts(self.head.backbone), batch.states, following)
         log_p = torch.stack([batch.ahead(log_p, 0, rows, 1 + step) for step in steps], -1)
-        targets = torch.stack([batch.ahead(batch.labels, 0, rows, 2 + step) for step in steps], -1)
+        targets = torch.stack([batch.ahead(self.columns, 0, rows, 2 + step) for step in steps], -1)
         counted = self.counted.permute(1, 2, 0)
-        drafted = counted & torch.isin(targets, self.head.draft_ids)
+        drafted = counted & (targets >= 0)
         starts, share = self.counted[0] & (following[:, :rows] != IGNORE), self.options.label_weight
         both = block_terms(log_q.permute(1, 2, 0), log_p, drafted, starts, self.options.position_weighting, share)
         terms, accepted = (part.permute(2, 0, 1) for part in both)
@@ -135,9 +135,9 @@ class _BlockLoss(Steps):
         return whole.view(2, *features.shape[:2])
 
     def _chunks(self, features: Tensor, start: int, step: int, rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield features, states and labels of some of the rows, [N, ..] each."""
+        """Yield features, states and draft columns of some of the rows, [N, ..] each."""
         stop = start + features.shape[1]
         states = self.batch.ahead(self.batch.states, start, stop, 1 + step)
-        labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step)
-        inputs = (features, states.to(features.device), labels.to(features.device))
+        columns = self.batch.ahead(self.columns, start, stop, 2 + step)
+        inputs = (features, states.to(features.device), columns.to(features.device))
         yield from zip(*(values.flatten(0, 1)[rows.to(values.device)].split(self.size) for values in inputs))

@@ -57,8 +57,8 @@ class TeacherProbs:
 @torch.no_grad()
 def product_terms(
     head: EagleNetwork,
-    features: Tensor,
-    labels: Tensor,
+    normed: Tensor,
+    columns: Tensor,
     teacher: TeacherProbs,
     options: ResolvedEagleOptions,
     weights: Tensor,
@@ -68,16 +68,15 @@ def product_terms(
 
     Args:
         head: The head.
-        features: Output of rows, [N, d].
-        labels: [N] ids of the predicted tokens.
+        normed: Output of rows as the unembedding reads it, [N, d].
+        columns: [N], the draft columns of the predicted tokens, -1 where they are not drafted.
         teacher: What they learn, N rows.
         options: How the loss is computed.
         weights: [N], the factors of the rows' losses.
         total: Where the gradient of the unembedding is added, [Vd, d]; None: it learns nothing.
     """
-    logits = head.draft_logits(features)
-    weight, width = head.lm_head.weight, torch.promote_types(logits.dtype, torch.float32)
-    logits = logits.to(width)
+    logits, weight = head.lm_head(normed), head.lm_head.weight
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     expected = torch.bmm(teacher.p[:, None], logits[:, :, None])[:, 0, 0] / teacher.mass  # sum_x p(x) logit(x)
     q = logits.softmax(-1)
     logsumexp = logits.amax(-1) - q.amax(-1).log()
@@ -90,22 +89,14 @@ def product_terms(
     factor = (1 - share) * weights * teacher.is_known
     scale = factor
     if share:
-        column, is_drafted = _columns(head.draft_ids, labels)
-        likelihood = torch.where(is_drafted, logits.gather(-1, column[:, None])[:, 0] - logsumexp, 0.0)
+        is_drafted, columns = columns >= 0, columns.clamp(min=0)[:, None]
+        likelihood = torch.where(is_drafted, logits.gather(-1, columns)[:, 0] - logsumexp, 0.0)
         loss = (1 - share) * distance - share * likelihood
         scale = factor + share * weights * is_drafted
     gradient = q.mul_(scale[:, None]).addcmul_(teacher.p, (factor / teacher.mass)[:, None], value=-1)  # [N, Vd]
     if share:
-        gradient.scatter_add_(-1, column[:, None], -(share * weights * is_drafted)[:, None])
+        gradient.scatter_add_(-1, columns, -(share * weights * is_drafted)[:, None])
     gradient = gradient.to(weight.dtype)
     if total is not None:
-        normed = (features if head.config.norm_output else head.norm(features)).to(weight.dtype)
-        add_product(total, gradient, normed)
+        add_product(total, gradient, normed.to(weight.dtype))
     return torch.stack([loss, distance, accepted], dim=-1), gradient @ weight
-
-
-def _columns(ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column of each label in the draft vocabulary, and whether it is there, [N] each."""
-    order = ids.argsort()
-    found = torch.searchsorted(ids[order], labels).clamp(max=len(ids) - 1)
-    return order[found], ids[order[found]] == labels

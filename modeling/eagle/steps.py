@@ -25,7 +25,7 @@ from ..common.chunks import LOGITS_PER_CHUNK, Made, made_in_forward, new_total
 from .batch import TrainingBatch
 from .modules import EagleNetwork
 from .products import TeacherProbs, has_products, product_terms
-from .terms import TeacherRows, draft_summaries, row_terms
+from .terms import TeacherRows, draft_columns, draft_summaries, row_terms
 
 BLOCK = 128
 """Rows of a sequence in one block of the later steps."""
@@ -43,6 +43,7 @@ class Steps:
         starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         self.first = starts[:, : batch.num_rows]
         self.summaries = draft_summaries(head, batch)
+        self.columns = draft_columns(head, batch.labels)  # [B, L]
 
     @property
     def block(self) -> int:
@@ -196,39 +197,40 @@ class _SummedSteps:
         rows = self.steps.counted_on_host[step, :, start:stop].flatten().nonzero()[:, 0]
         places = where[:, step : step + features.shape[1]].flatten()[rows].to(features.device)
         rows = rows.to(features.device)
-        labels = self.batch.ahead(self.batch.labels, start, stop, 2 + step).flatten()[rows.to(self.batch.labels.device)]
+        drafted = self.steps.columns
+        columns = self.batch.ahead(drafted, start, stop, 2 + step).flatten()[rows.to(drafted.device)]
         first = self.steps.first[:, start:stop].flatten()[rows.to(self.steps.first.device)].to(features.device)
         flat = features.detach().flatten(0, 1)
         into = torch.zeros_like(flat) if features.requires_grad else None
         sums = self.weights.new_zeros(2, 3)
         size = self.steps.size
-        chunks = zip(*(each.split(size) for each in (rows, places, labels.to(features.device), first)))
-        for rows, places, labels, first in chunks:
+        chunks = zip(*(each.split(size) for each in (rows, places, columns.to(features.device), first)))
+        for rows, places, columns, first in chunks:
             chosen = torch.stack([torch.ones_like(first), first]).to(sums)  # [2, N]
             chunk = flat[rows].requires_grad_(features.requires_grad)
-            terms, gradient = self._chunk(chunk, labels, learned.at(places), self.shares[step] @ chosen)
+            terms, gradient = self._chunk(chunk, columns, learned.at(places), self.shares[step] @ chosen)
             sums += chosen @ terms.to(sums)
             if into is not None and gradient is not None:
                 into.index_copy_(0, rows, gradient.to(into.dtype))
         return sums, None if into is None else into.view_as(features)
 
     def _chunk(
-        self, features: Tensor, labels: Tensor, teacher: TeacherRows | TeacherProbs, weights: Tensor
+        self, features: Tensor, columns: Tensor, teacher: TeacherRows | TeacherProbs, weights: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return the terms of rows [N, 3] and the gradient of their features, both by `weights` [N]."""
         head, options = self.steps.head, self.steps.options
         if isinstance(teacher, TeacherRows):
             with torch.set_grad_enabled(self.learns):
-                terms = row_terms(head, features, labels, teacher, options)
+                terms = row_terms(head, features, columns, teacher, options)
                 loss = (terms[:, 0] * weights.to(terms)).sum()
             return terms.detach(), self._backward([loss], [None], [features])[0]
-        unembedding = head.lm_head.weight
+        unembedding, is_normed = head.lm_head.weight, head.config.norm_output
         total = self._total(unembedding) if self.learns and unembedding.requires_grad else None
-        terms, gradient = product_terms(head, features, labels, teacher, options, weights.to(teacher.p), total)
-        if head.config.norm_output or not self.learns:
+        with torch.set_grad_enabled(self.learns):
+            normed = features if is_normed else head.norm(features)
+        terms, gradient = product_terms(head, normed, columns, teacher, options, weights.to(teacher.p), total)
+        if is_normed or not self.learns:
             return terms, gradient
-        with torch.enable_grad():
-            normed = head.norm(features)
         return terms, self._backward([normed], [gradient.to(normed.dtype)], [features])[0]
 
     def _backward(

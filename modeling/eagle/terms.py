@@ -73,8 +73,17 @@ def draft_summaries(head: EagleNetwork, batch: TrainingBatch) -> Tensor:
     return torch.stack([totals, torch.isin(likeliest.long(), ids.to(likeliest.device)).to(totals)], -1)
 
 
+def draft_columns(head: EagleNetwork, labels: Tensor) -> Tensor:
+    """Return the column of each label in the draft vocabulary, -1 where it is not drafted; shaped as `labels`."""
+    if head.offsets is None:
+        return labels
+    ids, order = head.draft_ids.to(labels.device).sort()
+    found = torch.searchsorted(ids, labels).clamp(max=len(ids) - 1)
+    return torch.where(ids[found] == labels, order[found], -1)
+
+
 def row_terms(
-    head: EagleNetwork, features: Tensor, labels: Tensor, teacher: TeacherRows, options: ResolvedEagleOptions
+    head: EagleNetwork, features: Tensor, columns: Tensor, teacher: TeacherRows, options: ResolvedEagleOptions
 ) -> Tensor:
     """Return the terms of rows, [N, 3] float32: the loss, its reported part, and the detached acceptance.
 
@@ -87,7 +96,7 @@ def row_terms(
     Args:
         head: The head.
         features: Output of rows, [N, d].
-        labels: [N] ids of the predicted tokens.
+        columns: [N] `draft_columns` of the predicted tokens.
         teacher: What they learn, N rows.
         options: How the loss is computed.
     """
@@ -99,8 +108,8 @@ def row_terms(
         log_p = log_p.log_softmax(-1)
     distance = divergence(options.divergence, log_p, log_q)
     distance = torch.where(teacher.is_known, distance, 0.0) if is_part else distance
-    # a label outside the draft vocabulary has no likelihood
-    mixed = (1 - share) * distance - share * _of_labels(log_q, labels, head.draft_ids) if share else distance
+    # a token outside the draft vocabulary has no likelihood
+    mixed = (1 - share) * distance - share * _of_columns(log_q, columns) if share else distance
     if is_ttt:
         return torch.stack([mixed, distance, accepted], dim=-1)
     loss = _regression(features, teacher.states) + DISTRIBUTION_WEIGHT * mixed
@@ -111,7 +120,7 @@ def row_terms(
 
 
 def row_likelihoods(
-    head: EagleNetwork, features: Tensor, states: Tensor, labels: Tensor, options: ResolvedEagleOptions
+    head: EagleNetwork, features: Tensor, states: Tensor, columns: Tensor, options: ResolvedEagleOptions
 ) -> Tensor:
     """Return log q of the labels of rows, 0 where they are not drafted, and what the loss has besides, [2, N] float32.
 
@@ -119,7 +128,7 @@ def row_likelihoods(
     likeliest tokens.
     """
     log_q = _log_q(head, features)
-    likelihood = _of_labels(log_q, labels, head.draft_ids)
+    likelihood = _of_columns(log_q, columns)
     if options.objective == "ttt":
         return torch.stack([likelihood, torch.zeros_like(likelihood)])
     others = _regression(features, states)
@@ -140,8 +149,8 @@ def _likeliest_again(log_p: Tensor, log_q: Tensor, options: ResolvedEagleOptions
     return options.topk_weight * (best * log_q.gather(-1, likeliest)).sum(-1)
 
 
-def _of_labels(log_q: Tensor, labels: Tensor, ids: Tensor) -> Tensor:
-    return torch.where(labels[:, None] == ids, log_q, 0.0).sum(-1)
+def _of_columns(log_q: Tensor, columns: Tensor) -> Tensor:
+    return torch.where(columns >= 0, log_q.gather(-1, columns.clamp(min=0)[:, None])[:, 0], 0.0)
 
 
 def _regression(features: Tensor, states: Tensor) -> Tensor:

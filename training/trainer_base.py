@@ -25,6 +25,7 @@ from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
 from .checkpoints import check_checkpoint
+from .progress import TokenProgress
 from .pushing import TrainerPushMixin
 
 logger = logging.get_logger(__name__)
@@ -197,6 +198,13 @@ class BaseTrainer(TrainerPushMixin, Trainer):
                 f"{type(self).__name__} has a loss of its own; set it to 0"
             )
         self._means = {True: RunningMeans(), False: RunningMeans()}
+        self._bar = TokenProgress.replace_bar(self)
+
+    def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in `Trainer`; tokens are counted for the bar."""
+        if self._bar is not None:
+            self._bar.count(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def _mean_names(self) -> list[str]:
         raise NotImplementedError

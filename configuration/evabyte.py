@@ -1,7 +1,8 @@
 """Configuration of EvaByte models: the official fields, and the head that predicts the next bytes. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from typing import TYPE_CHECKING, Any, ClassVar
+from os import PathLike
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -142,3 +143,18 @@ class EvaByteConfig(PreTrainedConfig):
         output["rope_theta"] = rope.pop("rope_theta", 10000.0)
         output["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
         return output
+
+
+def config_and_options(
+    name: str | PathLike | None, config: Any = None, **options: Any
+) -> tuple[EvaByteConfig, dict[str, Any]]:
+    """Return the configuration to load, and the options that are no fields of it.
+
+    `config` may be a configuration, also of code that was loaded with another directory, or where to read one.
+    """
+    if isinstance(config, EvaByteConfig):
+        return config, options
+    if isinstance(config, PreTrainedConfig):
+        return EvaByteConfig.from_dict(config.to_dict()), options
+    read, unused = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
+    return cast(EvaByteConfig, read), cast(dict[str, Any], unused)

@@ -6,7 +6,9 @@ The draft LoRA runs the last k layers once more, with adapters and a separate ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -18,11 +20,14 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from ...configuration.evabyte import EvaByteConfig
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.masks import to_device
+from ...generation.tensors.tensor_files import below, warn_of_numbers
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts
+from ..heads.conversion import load_tensors
 from ..heads.draft_layers import LayerAdapters
 from ..heads.ff import FFHead
-from ..heads.registry import init_head
+from ..heads.official import LAYERS, MTPC
+from ..heads.registry import build_head, init_head
 from ..heads.window_distribution import WindowDistribution
 from .backbone import EvaByteDecoderLayer, EvaByteModel
 
@@ -138,6 +143,47 @@ class DraftLayersMixin:
         wanted = {"use_cache": False, "output_hidden_states": self.hidden_layers}
         states = self.model(input_ids, attention_mask, position_ids, **wanted).hidden_states
         return self.distribution_of_features(self.features(states, attention_mask, position_ids))
+
+
+def install_published(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model the heads in a directory of MtPC's authors, in place of its own.
+
+    Of independent heads, the file's first one is left out: position 1 is the model's own `lm_head`.
+
+    Raises:
+        ValueError: Unknown tensors or settings, or another model; nothing is changed.
+    """
+    if not MTPC.recognises(folder, {}):
+        raise ValueError(f"{folder}: no model@N.pt of MtPC's authors")
+    fields, tensors = MTPC.read(folder)
+    made_for = {name: fields.pop(name) for name in ("hidden_size", "vocab_size")} | fields.pop("backbone_config", {})
+    for name, value in made_for.items():
+        if (own := getattr(model.config, name)) != value:
+            raise ValueError(f"{folder}: {name} of its backbone is {value}, and this backbone has {own}")
+    del fields["base_model_name_or_path"]
+    warn_of_numbers(folder, tensors.items())
+    config = cast(EvaByteConfig, deepcopy(model.config))  # which also says how the layers attend
+    config.mtp_head = MTPHeadConfig(**fields)
+    config.validate()
+    adapters, what = below(tensors, LAYERS), f"{folder}: its tensors do not make {fields['head_type']!r} heads"
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYERS)}
+    layers = EvaDraftLayers(config) if adapters else None
+    if layers is not None:
+        load_tensors(layers, adapters, what)
+    sizes, window = (config.hidden_size, config.vocab_size), config.mtp_head.num_depths
+    is_independent = config.mtp_head.family.rows_of_lm_head
+    if is_independent:
+        tensors = {"weight": tensors["weight"][config.vocab_size :].clone()}  # [(n - 1) V, D]
+    with torch.device("meta"):
+        head = FFHead(*sizes, window - 1) if is_independent else build_head(config.mtp_head, *sizes)
+    load_tensors(head, tensors, what, assign=True)
+    own_head = cast(nn.Linear, model.get_output_embeddings())
+    parts = {"draft_layers": layers, "mtp_head": None if is_independent else head}
+    if is_independent:
+        parts["draft_heads"], config.num_pred_heads = head, window
+    for name, part in parts.items():
+        setattr(model, name, part if part is None else part.to(own_head.weight))
+    model.config.mtp_head, model.config.num_pred_heads = config.mtp_head, config.num_pred_heads
 
 
 def with_layer(layer: int, wanted: bool | int | list[int] | None) -> bool | list[int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.cache_names import CACHE, cache_of, given_cache
-from ...configuration.evabyte import EvaByteConfig
+from ...configuration.evabyte import EvaByteConfig, config_and_options
 from ...configuration.fields import check_options
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
@@ -34,7 +34,7 @@ from ..heads.registry import build_head, init_head
 from ..heads.session import DraftLayersSession, HeadSession
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
-from .heads import DraftLayersMixin, EvaDraftLayers, OwnAndDraftHeads, split_state_dict, with_layer
+from .heads import DraftLayersMixin, EvaDraftLayers, OwnAndDraftHeads, install_published, split_state_dict, with_layer
 
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
@@ -99,7 +99,7 @@ class EvaByteForMTPC(
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         dtypes = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if key in kwargs}  # a config would keep them
         cls.check_model_type(name, kwargs.get("config"), **hub)
-        config, kwargs = _config_and_options(name, **kwargs)
+        config, kwargs = config_and_options(name, **kwargs)
         wanted = config.mtp_head
         stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
         if not wanted.same_parameters(stored) and not stored.family.rows_of_lm_head:
@@ -118,6 +118,25 @@ class EvaByteForMTPC(
             model.set_head(**wanted.options())
         model._freeze()  # loading replaces every parameter
         return loaded
+
+    @classmethod
+    @reads_whole
+    def from_official(cls, folder: str | PathLike, backbone: str | PathLike | EvaByteForMTPC, **options: Any) -> Any:
+        """Load MtPC's published heads, which hold no backbone, onto the EvaByte that they were trained on.
+
+        Args:
+            folder: A directory with `model@N.pt` (the last one is read) and `config.yaml`.
+            backbone: The model, which gets these heads in place of its own, or its directory or name on the Hub.
+            **options: Of `from_pretrained`, for a backbone that is loaded here.
+
+        Raises:
+            ValueError: Tensors or settings that are not known, by name, or another backbone.
+        """
+        model = backbone if isinstance(backbone, EvaByteForMTPC) else cls.from_pretrained(backbone, **options)
+        install_published(model, Path(folder))
+        model.train(model.training)
+        model._freeze()
+        return model
 
     @property
     def window(self) -> int:
@@ -378,18 +397,3 @@ class EvaByteForMTPC(
 
     def _new_cache(self) -> EvaByteCache:
         return EvaByteCache(self.config)
-
-
-def _config_and_options(
-    name: str | PathLike | None, config: Any = None, **options: Any
-) -> tuple[EvaByteConfig, Kwargs]:
-    """Return the configuration to load, and the options that are no fields of it.
-
-    `config` may be a configuration, also of code that was loaded with another directory, or where to read one.
-    """
-    if isinstance(config, EvaByteConfig):
-        return config, options
-    if isinstance(config, PreTrainedConfig):
-        return EvaByteConfig.from_dict(config.to_dict()), options
-    read, unused = EvaByteConfig.from_pretrained(config or name, return_unused_kwargs=True, **options)
-    return cast(EvaByteConfig, read), cast(Kwargs, unused)

@@ -36,8 +36,7 @@ from .conversion import (
     check_fit,
     engine_layout,
     export_head,
-    load_tensors,
-    read_official,
+    heads_from_official,
     refuse_published,
 )
 from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
@@ -169,26 +168,24 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     @classmethod
     @reads_whole
-    def from_official(cls, folder: str | PathLike, **options: Any) -> MTPHeads:
-        """Load heads from a directory of their authors: Medusa (version 1, 2, merged, vLLM's), Hydra, Gloeckle et al.
+    def from_official(cls, folder: str | PathLike, backbone: PreTrainedModel | None = None, **options: Any) -> MTPHeads:
+        """Load heads from a directory of their authors: Medusa, Hydra, Gloeckle et al., MtPC.
 
         Args:
-            folder: A local directory, whose files determine its layout.
+            folder: A local directory, whose files determine its layout: Medusa's version 1, 2, merged, vLLM's; MtPC's
+                `model@N.pt` (the last one) and `config.yaml`.
+            backbone: The model to attach them to; MtPC's with draft layers need it.
             **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
                 should differ, as `loss_options`.
 
         Returns:
-            The heads, in the dtype of their tensors, not attached.
+            The heads, attached if there is a backbone, else in the dtype of their tensors.
 
         Raises:
-            ValueError: An unknown layout, unknown or missing tensors, or a pickle of more than tensors.
+            ValueError: An unknown layout, unknown or missing tensors, a pickle of more than tensors, another backbone.
         """
-        config, tensors, embedding = read_official(Path(folder), options)
-        heads = cls(config)
-        load_tensors(heads.head, tensors, f"{folder}: its tensors do not make {config.head_type!r} heads")
-        heads = untyped(heads).to(dtype=next(iter(tensors.values())).dtype)
-        heads._expected_embedding = embedding
-        return heads.eval()
+        heads, heads._expected_embedding = heads_from_official(cls, Path(folder), options, backbone)
+        return heads if backbone is None else heads.attach(backbone)
 
     @classmethod
     def check_model_type(cls, name: str | PathLike | None, config: Any = None, **hub: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -16,19 +18,26 @@ from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import (
     Fields,
     Tensors,
+    below,
     check_index,
     read_json,
     warn_of_numbers,
     write_json,
 )
 from ...generation.tensors.wrapped_models import input_embeddings, untyped
+from .draft_layers import DraftLayers
 from .family import FAMILIES, HeadLayout
 from .hydra import EMBEDDING
 from .layer import PARAMS, read_backbone
+from .official import LAYERS, with_backbone
+
+Heads = TypeVar("Heads", bound=PreTrainedModel)
 
 
-def read_official(folder: Path, fields: Fields) -> tuple[MTPHeadConfig, Tensors, Tensor | None]:
-    """Return the config and tensors of heads in a directory of their authors, and the embedding that Hydra's repeat.
+def heads_from_official(
+    kind: type[Heads], folder: Path, fields: Fields, backbone: PreTrainedModel | None
+) -> tuple[Heads, Tensor | None]:
+    """Return heads from a directory of their authors, and the embedding that Hydra's repeat; see `from_official`.
 
     `fields` are those that the directory lacks, or that should differ.
     """
@@ -36,19 +45,36 @@ def read_official(folder: Path, fields: Fields) -> tuple[MTPHeadConfig, Tensors,
     if own == MTPHeadConfig.model_type:
         raise ValueError(f"{folder} is in this library's own layout: load it with MTPHeads.from_pretrained")
     if layout is None:
-        names = "medusa_lm_head.*, hydra_lm_head.*, params.json, medusa_head.* among the tensors, ..."
+        names = "medusa_lm_head.*, hydra_lm_head.*, params.json, model@N.pt, medusa_head.* among the tensors, ..."
         raise ValueError(f"{folder}: no known layout of heads ({names})")
     found, tensors = layout.read(folder)
     check_counts(folder, found, len(tensors))
-    embedding = tensors.pop(EMBEDDING, None)
-    warn_of_numbers(folder, tensors.items())
-    return MTPHeadConfig(**(found | fields)), tensors, embedding
+    embedding, adapters = tensors.pop(EMBEDDING, None), below(tensors, LAYERS)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(LAYERS)}
+    if adapters:
+        found = with_backbone(folder, found, backbone)
+    warn_of_numbers(folder, (tensors | adapters).items())
+    config = MTPHeadConfig(**(found | fields))
+    what = f"{folder}: its tensors do not make {config.head_type!r} heads"
+    is_circuit = FAMILIES[config.head_type].circuit is not None  # whose tensors are all there: nothing is drawn first
+    with torch.device("meta") if is_circuit else nullcontext():
+        heads = kind(config)
+    head = heads.get_submodule("head")
+    load_tensors(head, tensors, what, assign=is_circuit)
+    untyped(head).to(dtype=next(iter(tensors.values())).dtype)
+    if adapters:
+        heads.draft_layers = layers = DraftLayers(config)
+        load_tensors(layers, adapters, what)
+    return heads.eval(), embedding
 
 
-def load_tensors(head: nn.Module, tensors: Tensors, what: str) -> None:
-    """Load all tensors of a head and no others; `what` begins the message of an error."""
+def load_tensors(head: nn.Module, tensors: Tensors, what: str, assign: bool = False) -> None:
+    """Load all tensors of a head and no others; `what` begins the message of an error.
+
+    With `assign` they become the parameters themselves, in their own dtype.
+    """
     try:
-        result = head.load_state_dict(tensors, strict=False)
+        result = head.load_state_dict(tensors, strict=False, assign=assign)
     except RuntimeError as error:  # another shape
         raise ValueError(f"{what}: {error}") from error
     if names := [*result.missing_keys, *result.unexpected_keys]:

@@ -17,6 +17,7 @@ from ...generation.tensors.tensor_files import Fields, Tensors
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts, output_embeddings, required
 from .family import Circuit, Directory, HeadFamily, HeadLayout, register
+from .official import MTPC
 from .window_distribution import FactorisedDistribution, WindowDistribution, exact
 
 
@@ -173,7 +174,10 @@ register(
         lambda config, *sizes: (FFHead if config.unembedding == "own" else SharedHead)(*sizes, config.num_depths),
         _distribution,
         is_independent=True,
-        layouts=[HeadLayout("vllm", lambda directory, fields: False, _read_vllm, lambda config: None, _write_vllm)],
+        layouts=[
+            HeadLayout("vllm", lambda directory, fields: False, _read_vllm, lambda config: None, _write_vllm),
+            MTPC,
+        ],
         circuit=Circuit(FactorisedDistribution, ()),
     )
 )

@@ -9,6 +9,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.benchmark_modules import ROOT
+from tests.models import tiny_model
+from tests.mtpc_files import published, settings, write
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.training.regeneration import regenerate
 
@@ -35,6 +37,7 @@ SCRIPTS = {
     "marginal": "llama --depth 2 --rows 2 --branches 2",
     "cache, loops": "--loop --shapes 20x1",
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",
+    "mtpc": "published --backbone evabyte --prompts prompts.jsonl --count 1 --sets 2 --new-tokens 6 --dtype float32",
     "online": "--model llama --head eagle1 --answers answers --steps 2 --batch 1 --tokens 4 --rows 2",
     "ptp_chain": "--steps 2 --layers 1 --width 16 --prompts 1 --new-tokens 4 --backbone-steps 2",
     "ptp_chain, tables": "--minutes 0.001 --tables best_of losses --rows one_hot --slots 2 --contexts 16",
@@ -73,6 +76,11 @@ def work(tmp_path_factory):
     rows = [{"question_id": number, "category": "writing", "turns": ["def main(arguments):"]} for number in range(3)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ids = tokenizer("q<|im_start|>assistant\nHello there, you.<|im_end|>")["input_ids"]
+    evabyte = tiny_model(num_hidden_layers=3)
+    for part in (evabyte, tokenizer):
+        part.save_pretrained(folder / "evabyte")
+    for kind in ("ff", "hmm"):
+        write(folder / "published" / kind, published(kind, vocab=320), settings(kind, vocab=320))
     regenerate(model, [ids] * 6, folder / "answers", max_new_tokens=16)
     return folder
 

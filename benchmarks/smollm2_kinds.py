@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, Trainer
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPStudent
 from tokenahead.modeling.common.draft_vocabulary import FILE
 from tokenahead.training import PTPOptions, PTPTrainer
+from tokenahead.training.batches import Collator
 from tokenahead.training.loading import load_config, load_drafter
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
-from tokenahead.training.trainer_base import Collator
 
 _MULTI_STEP = 4
 """Steps that EAGLE-3 and a module learn to go on from their own outputs; HASS learns one less, as in its paper."""

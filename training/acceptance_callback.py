@@ -14,10 +14,11 @@ from transformers.utils import logging
 
 from ..configuration.fields import check_values
 from ..generation.tensors.tensor_files import Fields
+from .documents import at_rest
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
 from .evaluation.methods import drafting_method
-from .trainer_base import BaseTrainer, at_rest, drafter_of
+from .trainer_base import BaseTrainer, drafter_of
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")

@@ -43,6 +43,9 @@ class MTPTrainer(BaseTrainer):
     - where the backbone's distribution is what the drafter learns, the log carries `acceptance_head_2`, ...: the
       probability that a drafted token is accepted, given the true tokens before it; of EAGLE heads `loss_step_1`,
       `acceptance_step_1`, ..., of each step of drafting;
+    - rows of a training batch are joined without padding where the model reads joined rows apart (which is tried); else
+      a budget of tokens has rows of similar lengths, padded. A stream of one process is joined, too, and has
+      `per_device_train_batch_size` rows;
     - `strategy` decides which parts learn, when, how fast and from what;
     - where the next-token head is frozen (`model.train_only("drafter")`), its rows stay bit-equal: they share a tensor
       with the heads that learn, so that tensor gets no weight decay.
@@ -56,13 +59,17 @@ class MTPTrainer(BaseTrainer):
         model: The model; attached `MTPHeads` or `EagleHead`, `EvaByteForMTPC`, `DeepSeekMTP`, or one of these in peft.
         args: As for `Trainer`.
         strategy: Applied to the model (`training.preparation.prepare`); None: parameters that require gradients learn.
+        tokens_per_batch: Tokens of a batch of one process, which has as many rows as fit. None: 4,096, or as many as
+            the longest row has; where the arguments set another `per_device_train_batch_size` than transformers' 8,
+            that many rows, as with 0.
         kwargs: As for `Trainer`.
 
     Raises:
         TypeError: A model without heads that train here, or a path instead of a model.
-        ValueError: A strategy that the model cannot follow, an empty dataset, one without a single target (at the first
-            step), label smoothing, `torch_compile`, `use_liger_kernel` without a GPU, noise on embeddings (NEFTune) of
-            a drafter that has none, or context or sequence parallelism, where windows would end at a shard's border.
+        ValueError: A strategy that the model cannot follow, a budget of tokens that cannot be met, an empty dataset,
+            one without a single target (at the first step), label smoothing, `torch_compile`, `use_liger_kernel`
+            without a GPU, noise on embeddings (NEFTune) of a drafter that has none, or context or sequence parallelism,
+            where windows would end at a shard's border.
 
     Example:
         >>> model.train_only("drafter")
@@ -114,6 +121,11 @@ class MTPTrainer(BaseTrainer):
                 f"neftune_noise_alpha={self.args.neftune_noise_alpha} is noise on embeddings, and a "
                 f"{type(self._owner).__name__} reads those of its backbone, which is frozen; leave it out"
             )
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether rows are joined: not for a mean per sequence."""
+        return getattr(self._drafter, "loss_normalization", "tokens") != "paper"
 
     @property
     def _owner(self) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Sized
 from itertools import islice
 from typing import Any, cast
 
@@ -13,17 +11,17 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_compiled_module
 from peft import PeftModel
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..configuration.fields import refuse
-from ..configuration.transformers_names import TRAINER, check_names
 from ..generation.tensors.saving import finish, whole_directory
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
+from .batches import Inputs
+from .batching import BatchingMixin
 from .checkpoints import check_checkpoint
 from .progress import TokenProgress
 from .pushing import TrainerPushMixin
@@ -31,7 +29,6 @@ from .pushing import TrainerPushMixin
 logger = logging.get_logger(__name__)
 BATCHES_TO_SEARCH = 1000
 """Batches that are searched for a target, where the first update has none."""
-Inputs = dict[str, Any]
 _IDS = ("input_ids", "labels", "shift_labels")
 
 
@@ -117,35 +114,6 @@ def check_kernels(args: TrainingArguments, model: nn.Module | None = None) -> No
         args.liger_kernel_config = {**(args.liger_kernel_config or {}), fused: False}  # which is on by default
 
 
-@dataclass(frozen=True)
-class Collator:
-    """Makes a batch of rows, padded on the side of the tokenizer, or on the right without one."""
-
-    tokenizer: PreTrainedTokenizerBase | None = None
-
-    def __call__(self, rows: list[Inputs]) -> Mapping[str, torch.Tensor]:
-        """Return a batch; labels are padded with -100."""
-        for row in rows:  # padding would hide what is missing or too short
-            if missing := [name for name in ("input_ids", *rows[0]) if name not in row]:
-                hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
-                raise ValueError(f"a row of the data has no {missing[0]}{hint}")
-            for name in ("labels", "attention_mask", "position_ids"):
-                if name in row and len(row[name]) != len(row["input_ids"]):
-                    raise ValueError(
-                        f"a row of the data has {len(row['input_ids'])} input_ids and {len(row[name])} {name}: every "
-                        "id needs one" + (f", {IGNORE} where nothing is scored" if name == "labels" else "")
-                    )
-        if self.tokenizer is not None:
-            return DataCollatorForSeq2Seq(self.tokenizer)(rows)
-        columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
-        columns.setdefault("attention_mask", [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows])
-        fills = {"labels": IGNORE}
-        return {name: pad_sequence(column, True, fills.get(name, 0)) for name, column in columns.items()}
-
-
-check_names(TRAINER)
-
-
 class RunningMeans:
     """Sums and counts of several quantities, which stay on their device until they are taken."""
 
@@ -170,7 +138,7 @@ def named_means(totals: torch.Tensor | None, names: list[str], prefix: str = "")
     return {prefix + name: total / count for name, total, count in pairs if count}
 
 
-class BaseTrainer(TrainerPushMixin, Trainer):
+class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
     """A `Trainer` that logs exact means and writes whole models where parameters are sharded.
 
     A subclass names the quantities in `_mean_names` and adds them to `_means[model.training]`. If its evaluation loss
@@ -180,8 +148,9 @@ class BaseTrainer(TrainerPushMixin, Trainer):
 
     _owner: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, tokens_per_batch: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.tokens_per_batch = tokens_per_batch
         check_kernels(self.args, cast(nn.Module, self.model))
         for name in ("train_dataset", "eval_dataset"):
             if isinstance(data := getattr(self, name), Sized) and not len(data):
@@ -199,12 +168,17 @@ class BaseTrainer(TrainerPushMixin, Trainer):
             )
         self._means = {True: RunningMeans(), False: RunningMeans()}
         self._bar = TokenProgress.replace_bar(self)
+        self.check_batches()
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Trainer`; tokens are counted for the bar."""
         if self._bar is not None:
             self._bar.count(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
+
+    @property
+    def _reader(self) -> str:
+        return type(drafter_of(self._owner).policy).__name__
 
     def _mean_names(self) -> list[str]:
         raise NotImplementedError
@@ -302,17 +276,6 @@ class BaseTrainer(TrainerPushMixin, Trainer):
 def plugin_of_deepspeed(trainer: Trainer) -> Any:
     """Return DeepSpeed's settings; None where it is not used."""
     return trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
-
-
-@contextmanager
-def at_rest(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off within the context."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def without_peft(model: Any) -> Any:

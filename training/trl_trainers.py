@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..configuration.fields import refuse
 from ..generation.attach import MTPGenerationMixin
 from ..modeling.common.outputs import TrainableDrafter
+from .batching import BatchingMixin
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import Inputs, check_kernels, without_peft
@@ -28,10 +29,10 @@ with needs_extra("train", "a trainer of TRL"):
     from trl.trainer.dpo_config import DPOConfig
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 
-class _SFTBehaviour(Trainer):
+class _SFTBehaviour(BatchingMixin):
     """The behaviour of TRL's trainer besides its loss: unsupported settings are refused, and tokens are counted.
 
     Not derived from `SFTTrainer`, whose methods would then come before those of our trainers, the card among them.
@@ -54,6 +55,10 @@ class _SFTBehaviour(Trainer):
                 ]
             )
         super().__init__(model, args, *rest, **kwargs)
+
+    def collates_rows(self) -> bool:
+        """See `BatchingMixin`; TRL's collator of texts does nothing but pad, unless it joins rows itself."""
+        return isinstance(self.data_collator, DataCollatorForLanguageModeling) or super().collates_rows()
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of the next trainer among the bases, and count tokens as TRL does."""

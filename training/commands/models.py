@@ -26,6 +26,7 @@ from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.heads.losses import IGNORE
+from ..batches import Inputs, is_row_wise
 from ..features import STATES, FeatureDataset, cache_features
 from ..loading import (
     base_of,
@@ -40,7 +41,6 @@ from ..loading import (
 from ..preparation import set_loss_options
 from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
-from ..trainer_base import Inputs
 from ..utils import needs_extra
 from .data import load_data
 from .settings import DrafterArguments, Settings, filled
@@ -312,6 +312,10 @@ class _Either:
     """Collates rows with stored states, and rows without, as in evaluation; a class, for workers pickle it."""
 
     collator: DataCollator
+
+    @property
+    def is_row_wise(self) -> bool:
+        return is_row_wise(self.collator)
 
     def __call__(self, rows: list[Inputs]) -> dict[str, torch.Tensor]:
         return (FeatureDataset.collate if STATES in rows[0] else self.collator)(rows)

@@ -111,6 +111,12 @@ class TrainConfig(SFTConfig):
         None, help="The older name of activation_checkpointing, for backbones that learn."
     )
     disable_tqdm: bool | None = option(False, help="Leave out the bar of the run.")
+    tokens_per_batch: int | None = option(
+        None,
+        help="Tokens of a batch of one process, which has as many rows as fit, joined without padding where the model "
+        "reads joined rows apart. By default 4,096, or as many as the longest row has; 0, or a given "
+        "per_device_train_batch_size: that number of rows.",
+    )
 
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
@@ -165,6 +171,18 @@ class Settings:
     def output(self) -> Path:
         """The directory of the run."""
         return Path(str(self.training.output_dir))
+
+    @property
+    def tokens_per_batch(self) -> int | None:
+        """The budget of tokens: none where the user gives a number of rows, also transformers' own."""
+        budget, name = self.training.tokens_per_batch, "per_device_train_batch_size"
+        flags = {flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in self.given["flags"]}
+        if name not in flags | set(self.given.get("file") or ()):
+            return budget
+        if budget:
+            rows = self.training.per_device_train_batch_size
+            raise ValueError(f"tokens_per_batch={budget}: {name}={rows} is a number of rows; leave one of them out")
+        return 0
 
 
 _CLASSES: Any = (ScriptArguments, DatasetMixtureConfig, TrainConfig, ModelConfig, DrafterArguments)

@@ -147,6 +147,7 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
         "eval_dataset": data.get("eval"),
         "processing_class": trainee.tokenizer,
         "callbacks": [*_callbacks(settings), *callbacks],
+        "tokens_per_batch": settings.tokens_per_batch,
         "peft_config": get_peft_config(settings.model),
     }
     if is_parallel(trainee.model):

@@ -17,7 +17,9 @@ from ...configuration.ptp import SAMPLING
 from ...generation.tensors.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
-from ..trainer_base import BaseTrainer, Collator, Inputs, at_rest, check_depths, check_ids
+from ..batches import Collator
+from ..documents import at_rest
+from ..trainer_base import BaseTrainer, Inputs, check_depths, check_ids
 from .completions import Sequences
 from .forwards import Teacher
 from .losses import PTPOptions
@@ -199,6 +201,11 @@ class PTPTrainer(UpdateTrainer):
         if teacher is not None:
             teacher = teacher.to(self.args.device).requires_grad_(False).eval()
         self._external = None if teacher is None else Teacher(teacher, self._owner.config.sampling or {})
+
+    @property
+    def tokens_besides(self) -> int:
+        """The slots of a row's completions."""
+        return self.options.completions * self._owner.config.num_slots
 
     @property
     def _maker(self) -> TaskMaker:

@@ -230,3 +230,20 @@ def test_a_size_alone_is_refused_where_no_text_tells_the_tokens(settings_of):
         train(settings_of(drafter="heads", drafter_options={"draft_vocab_size": 90}, **streamed))
     with pytest.raises(ValueError, match="draft_vocab_size=3 must be at least 84"):
         train(settings_of(drafter="heads", drafter_options={"draft_vocab_size": 3}))
+
+
+def test_a_run_has_a_budget_of_tokens_unless_a_number_of_rows_is_given(settings_of, tmp_path):
+    assert settings_of().tokens_per_batch == 0  # its file has rows
+    settings = settings_of(drafter="heads", per_device_train_batch_size=None, max_steps=1)
+    assert settings.tokens_per_batch is None
+    trainer = train(settings)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert "attention_mask" not in batch and batch["input_ids"].shape[0] == 1
+    rows = ("--per_device_train_batch_size", "8")
+    assert settings_of(per_device_train_batch_size=None, flags=rows).tokens_per_batch == 0
+    assert settings_of(per_device_train_batch_size=None, tokens_per_batch=512).tokens_per_batch == 512
+    with pytest.raises(ValueError, match="tokens_per_batch=512.*per_device_train_batch_size=8"):
+        _ = settings_of(flags=("--per_device_train_batch_size=8", "--tokens_per_batch=512")).tokens_per_batch
+    with pytest.raises(ValueError, match="tokens_per_batch=16.*row"):
+        changes = dict(drafter="heads", per_device_train_batch_size=None, tokens_per_batch=16)
+        train(settings_of(output_dir=str(tmp_path / "other"), **changes))

@@ -1,0 +1,266 @@
+"""Batches by a budget of tokens, joined rows: what is computed, who sees which row, and what is refused."""
+
+import math
+import random
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Lfm2Config, MambaConfig, TrainingArguments
+
+from tests.every_model import llama
+from tests.ptp_models import backbone, student
+from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tests.training.process_client import MAKERS
+from tokenahead import MTPHeads
+from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer
+from tokenahead.training.batches import (
+    BatchedRows,
+    Collator,
+    JoinedCollator,
+    batches_by_tokens,
+    row_lengths,
+)
+from tokenahead.training.documents import mixes_documents
+
+DRAFTERS = {name: make for name, make in MAKERS.items() if name not in ("parallel", "masks")}
+RECURRENT = {
+    "mamba": MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+    "lfm2": Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    ),
+}  # fmt: skip
+
+
+def log_normal_lengths(count: int, seed: int = 0) -> list[int]:
+    """Lengths with a median of 400 and a mean of 550."""
+    draws, spread = random.Random(seed), math.sqrt(2 * math.log(550 / 400))
+    return [max(2, round(400 * math.exp(spread * draws.gauss(0, 1)))) for _ in range(count)]
+
+
+def rows_of(lengths: list[int], vocab_size: int = 64) -> list[dict[str, torch.Tensor]]:
+    draws = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(1, vocab_size, (length,), generator=draws)} for length in lengths]
+
+
+def recurrent_heads(name: str) -> MTPHeads:
+    torch.manual_seed(0)
+    return MTPHeads.from_backbone(AutoModelForCausalLM.from_config(RECURRENT[name]), window=3)
+
+
+def batches_of(trainer: MTPTrainer) -> list[dict[str, torch.Tensor]]:
+    return list(trainer.get_train_dataloader())
+
+
+def token_counts(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    """Useful tokens of a batch, and those that are computed."""
+    computed = batch["input_ids"].numel()
+    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else computed, computed
+
+
+def share(batches: list[dict[str, torch.Tensor]]) -> float:
+    """Tokens computed per useful one."""
+    useful, computed = (sum(each) for each in zip(*map(token_counts, batches)))
+    return computed / useful
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("multiple", [1, 3])
+def test_batches_hold_every_row_once_within_the_budget(is_padded, multiple):
+    lengths = log_normal_lengths(100)
+    order = sorted(range(100), key=lambda row: -lengths[row]) if is_padded else list(range(100))
+    batches = batches_by_tokens(lengths, max(lengths) + 1000, order, is_padded, multiple)
+    assert sorted(row for batch in batches for row in batch) == list(range(100))
+    assert len(batches) % multiple == 0
+    for batch in batches:
+        longest, total = max(lengths[row] for row in batch), sum(lengths[row] for row in batch)
+        assert (longest * len(batch) if is_padded else total) <= max(lengths) + 1000
+
+
+def test_dropping_the_last_batch_keeps_a_multiple():
+    batches = batches_by_tokens([4] * 19, 8, range(19), multiple=4, drop_last=True)
+    assert len(batches) == 8 and all(len(batch) == 2 for batch in batches)
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
+@pytest.mark.parametrize("size", [8, 4], ids=["budget", "rows"])
+def test_log_normal_rows_compute_no_padding(size, strategy, tmp_path):
+    rows = [row | {"labels": row["input_ids"]} for row in rows_of(log_normal_lengths(64))]
+    options = dict(per_device_train_batch_size=size, train_sampling_strategy=strategy)
+    trainer = trainer_for(MTPHeads.from_backbone(llama(), window=3), tmp_path, rows, **options)
+    batches = batches_of(trainer)
+    assert share(batches) == 1
+    assert sum(token_counts(batch)[0] for batch in batches) == sum(row_lengths(rows))
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 64
+    if size == 8:
+        assert max(token_counts(batch)[1] for batch in batches) <= max(4096, *row_lengths(rows))
+        assert min(token_counts(batch)[1] for batch in batches[:-1]) > 0
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_rows_of_a_backbone_that_mixes_them_are_padded_by_length(name, tmp_path, caplog):
+    rows = [row | {"labels": row["input_ids"]} for row in rows_of(log_normal_lengths(200))]
+    heads = recurrent_heads(name)
+    trainer = trainer_for(heads, tmp_path, rows, per_device_train_batch_size=8)
+    assert mixes_documents(heads, {}, heads.device)
+    batches = batches_of(trainer)
+    assert any("attention_mask" in batch for batch in batches) and all("position_ids" not in each for each in batches)
+    assert share(batches) <= 1.08
+    trainer = trainer_for(heads, tmp_path, rows[:4], per_device_train_batch_size=2, max_steps=1)
+    trainer.train()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_no_drafter_mixes_documents(name):
+    torch.manual_seed(0)
+    model = DRAFTERS[name]()
+    assert not mixes_documents(model, {}, model.device)
+
+
+@pytest.mark.core
+def test_an_epoch_takes_the_same_batches_in_another_order(tmp_path):
+    rows = [row | {"labels": row["input_ids"]} for row in rows_of(log_normal_lengths(40))]
+    loader = trainer_for(
+        MTPHeads.from_backbone(llama(), window=3), tmp_path, rows, per_device_train_batch_size=8
+    ).get_train_dataloader()
+    epochs = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        epochs.append([tuple(batch["input_ids"][0].tolist()) for batch in loader])
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) and len(loader) == len(epochs[0])
+
+
+def test_a_run_that_is_resumed_within_an_epoch_ends_with_the_same_weights(tmp_path):
+    rows = ragged_rows(18, 40, vocab_size=64)
+    options = dict(
+        per_device_train_batch_size=8, num_train_epochs=2, save_strategy="steps", save_steps=1, learning_rate=0.1,
+        optim="sgd", gradient_accumulation_steps=2,
+    )  # fmt: skip
+
+    def trained(folder, checkpoint=None):
+        torch.manual_seed(0)
+        heads = MTPHeads.from_backbone(llama(), window=3, unembedding="own")
+        arguments = trainer_for(heads, folder, rows, **options).args
+        trainer = MTPTrainer(heads, arguments, train_dataset=rows, tokens_per_batch=100)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    whole = trained(tmp_path / "whole")
+    assert whole.state.max_steps >= 4
+    resumed = trained(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-1"))
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name]), name
+
+
+def test_a_budget_below_the_longest_row_names_it(tmp_path):
+    rows = [row | {"labels": row["input_ids"]} for row in rows_of([5, 30, 7])]
+    heads = MTPHeads.from_backbone(llama(), window=3)
+    with pytest.raises(ValueError, match="tokens_per_batch=29.*row 1.*30"):
+        MTPTrainer(heads, TrainingArguments(str(tmp_path), report_to="none"), train_dataset=rows, tokens_per_batch=29)
+
+
+@pytest.mark.parametrize(
+    "options, budget, match",
+    [
+        ({}, -1, "tokens_per_batch=-1"),
+        ({}, 2.5, "tokens_per_batch=2.5"),
+        ({"per_device_train_batch_size": 4}, 64, "per_device_train_batch_size=4"),
+        ({"auto_find_batch_size": True}, 64, "auto_find_batch_size"),
+        ({"train_sampling_strategy": "batch_rebalance"}, 64, "batch_rebalance"),
+        ({"accelerator_config": {"split_batches": True}}, 64, "split_batches"),
+    ],
+)
+def test_a_budget_that_cannot_be_met_is_refused(options, budget, match, tmp_path):
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, **options)
+    heads = MTPHeads.from_backbone(llama(), window=3)
+    with pytest.raises(ValueError, match=match):
+        MTPTrainer(heads, arguments, train_dataset=ragged_rows(4, vocab_size=64), tokens_per_batch=budget)
+
+
+def test_a_stream_has_rows_and_no_budget(tmp_path):
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in rows_of([9, 30, 7, 12])]
+    stream = IterableDataset.from_generator(lambda: (row | {"labels": row["input_ids"]} for row in rows))
+    heads = MTPHeads.from_backbone(llama(), window=3)
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, max_steps=2,
+                                  per_device_train_batch_size=2)  # fmt: skip
+    with pytest.raises(ValueError, match="stream"):
+        MTPTrainer(heads, arguments, train_dataset=stream, tokens_per_batch=64)
+    shapes = [
+        batch["input_ids"].shape for batch in MTPTrainer(heads, arguments, train_dataset=stream).get_train_dataloader()
+    ]
+    assert shapes == [(1, 39), (1, 19)]
+
+
+def test_zero_keeps_the_number_of_rows(tmp_path):
+    rows = [row | {"labels": row["input_ids"]} for row in rows_of([10] * 12)]
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = MTPTrainer(MTPHeads.from_backbone(llama(), window=3), arguments, train_dataset=rows, tokens_per_batch=0)
+    assert [len(batch["input_ids"]) for batch in batches_of(trainer)] == [8, 4]
+
+
+def test_means_per_sequence_are_not_joined(tmp_path):
+    heads = MTPHeads.from_backbone(llama(), window=3, loss_options={"normalization": "paper"})
+    trainer = trainer_for(heads, tmp_path, ragged_rows(4, vocab_size=64))
+    assert all(len(batch["input_ids"]) == 2 for batch in batches_of(trainer))
+
+
+@pytest.mark.core
+def test_joined_rows_begin_at_position_0_and_score_no_first_token():
+    rows = ragged_rows(3, 10)
+    batch = JoinedCollator(Collator())(rows)
+    lengths = row_lengths(rows)
+    assert batch.keys() == {"input_ids", "labels", "position_ids"}
+    assert batch["position_ids"][0].tolist() == [place for length in lengths for place in range(length)]
+    assert (batch["labels"][batch["position_ids"] == 0] == -100).all()
+    assert torch.equal(batch["input_ids"][0], torch.cat([row["input_ids"][:n] for row, n in zip(rows, lengths)]))
+
+
+def test_rows_of_one_length_are_stacked():
+    rows = rows_of([6, 6])
+    assert JoinedCollator(Collator())(rows)["input_ids"].shape == (2, 6)
+
+
+@pytest.mark.parametrize("column", ["pixel_values", "position_ids"])
+def test_rows_that_cannot_be_joined_are_padded(column):
+    rows = rows_of([6, 4])
+    for row in rows:
+        length = len(row["input_ids"])
+        row[column] = torch.zeros(3, 2) if column == "pixel_values" else torch.arange(3, 3 + length)
+    assert JoinedCollator(Collator())(rows)["input_ids"].shape == (2, 6)
+
+
+@pytest.mark.parametrize("columns", [{}, {"length": [5, 3]}, {"attention_mask": [[1] * 5, [0, 1, 1, 1]]}])
+def test_lengths_come_from_the_columns_of_a_data_set(columns):
+    ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4] if "attention_mask" in columns else [1, 2, 3]]
+    data = Dataset.from_dict({"input_ids": ids} | columns)
+    assert row_lengths(data) == [5, 3] == row_lengths([data[number] for number in range(2)])
+    assert [row["input_ids"] for row in BatchedRows(data, [[1, 0]])[0]] == ids[::-1]
+
+
+def test_evabyte_trains_on_batches_of_a_budget(tmp_path):
+    trainer = trainer_for(small_model(), tmp_path, ragged_rows(), per_device_train_batch_size=8, num_train_epochs=2)
+    trainer.train()
+    assert trainer.state.max_steps == 2 and trainer.state.log_history[0]["loss"] > 0
+
+
+def test_slots_count_in_the_budget(tmp_path):
+    rows = ragged_rows(6, 20, vocab_size=64)
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    options = PTPOptions(completions=4)
+    model = student(base=backbone())
+    besides = 4 * model.config.num_slots
+    with pytest.raises(ValueError, match=f"row 0.*20 tokens and {besides} slots"):
+        PTPTrainer(model, arguments, options=options, train_dataset=rows, tokens_per_batch=19 + besides)
+    trainer = PTPTrainer(model, arguments, options=options, train_dataset=rows, tokens_per_batch=2 * (20 + besides))
+    assert [len(batch["input_ids"]) for batch in batches_of(trainer)] == [2, 2, 2]
+
+
+def test_joined_rows_on_a_backbone_that_mixes_them_are_refused(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    rows = [row | {"labels": row["input_ids"]} for row in rows_of([5, 30, 7])]
+    collator = DataCollatorWithFlattening()
+    trainer = MTPTrainer(recurrent_heads("mamba"), arguments, train_dataset=rows, data_collator=collator)
+    with pytest.raises(ValueError, match="DataCollatorWithFlattening.*MambaForCausalLM"):
+        trainer.train()

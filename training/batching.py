@@ -1,0 +1,179 @@
+"""How trainers make batches of training rows: by a budget of tokens, and joined where the model reads them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
+from transformers.utils import logging
+
+from ..configuration.fields import refuse
+from ..configuration.transformers_names import TRAINER, check_names
+from ..generation.tensors.wrapped_models import untyped
+from .batches import (
+    TOKENS_PER_BATCH,
+    BatchCollator,
+    BatchedRows,
+    Collator,
+    JoinedCollator,
+    batches_by_tokens,
+    check_budget,
+    is_row_wise,
+    row_lengths,
+    row_order,
+)
+from .documents import mixes_documents
+
+logger = logging.get_logger(__name__)
+check_names(TRAINER)
+
+
+class BatchingMixin(Trainer):
+    """A `Trainer` whose training batches have a budget of tokens, and no padding where rows may be joined.
+
+    Attributes:
+        tokens_per_batch: The budget that was asked for; see `MTPTrainer`.
+        joins_rows: Whether the loss of this trainer takes joined rows.
+        tokens_besides: Positions that the trainer adds to every row.
+        _owner: The model without wrappers of distribution.
+        _reader: The name of what reads the rows.
+    """
+
+    tokens_per_batch: int | None
+    joins_rows = False
+    tokens_besides: int = 0
+    _mixes: bool | None = None
+    _owner: Any
+    _reader: str
+
+    def check_batches(self) -> None:
+        """Refuse a budget that cannot be met.
+
+        Raises:
+            ValueError: A negative budget, one beside a number of rows, one where rows are not chosen by this trainer,
+                or one that the longest row does not fit.
+        """
+        budget = self.tokens_per_batch
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+            raise ValueError(f"tokens_per_batch={budget!r} must be a whole number of tokens, 0: no budget, or None")
+        if not budget:
+            return
+        reasons = self._obstacle(), self._rows_given()
+        refuse((reason, f"tokens_per_batch={budget}: {reason}") for reason in reasons)
+        if self.train_dataset is not None:
+            check_budget(self._row_costs(self.train_dataset), budget, self.tokens_besides)
+
+    def _rows_given(self) -> str | None:
+        """Return why there is no budget by default, where the arguments have a number of rows."""
+        size, default = self.args.per_device_train_batch_size, TrainingArguments.per_device_train_batch_size
+        if size == default:
+            return None
+        return f"per_device_train_batch_size={size} is a number of rows; leave one of them out"
+
+    def _obstacle(self) -> str | None:
+        """Return why this trainer cannot choose the rows of a batch, if it cannot."""
+        args, data, config = self.args, self.train_dataset, self.accelerator.dataloader_config
+        strategy = "batch_rebalance"
+        obstacles = {
+            "a stream does not know the lengths of its rows; set per_device_train_batch_size": data is not None
+            and (isinstance(data, IterableDataset) or not hasattr(data, "__len__")),
+            f"train_sampling_strategy={strategy!r} divides rows itself": args.train_sampling_strategy == strategy,
+            "auto_find_batch_size=True changes a number of rows": args.auto_find_batch_size,
+            "split_batches=True divides the rows of a batch among processes": config.split_batches,
+            "dispatch_batches=True divides the rows of a batch among processes": bool(config.dispatch_batches),
+            f"{args.n_gpu} devices of one process (DataParallel) divide the rows of a batch": args.n_gpu > 1,
+        }
+        return next((reason for reason, holds in obstacles.items() if holds), None)
+
+    def _row_costs(self, data: Any) -> list[int]:
+        return [length + self.tokens_besides for length in row_lengths(data, self.args.length_column_name)]
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As in `Trainer`, with batches of a budget of tokens, and rows joined where they may be."""
+        data, collator = self.train_dataset, self.data_collator
+        joins = self._joins()
+        if joins:
+            self.data_collator = JoinedCollator(collator)
+        elif collator is default_data_collator:  # which does not pad
+            self.data_collator = Collator()
+        try:
+            if data is None or self.tokens_per_batch == 0 or self._obstacle():
+                return super().get_train_dataloader()
+            if self.tokens_per_batch is None and self._rows_given():
+                return super().get_train_dataloader()
+            return self._budget_dataloader(data, is_padded=not (joins or self._is_joined_already))
+        finally:
+            self.data_collator = collator
+
+    def _budget_dataloader(self, data: Any, is_padded: bool) -> DataLoader:
+        args = self.args
+        costs = self._row_costs(data)
+        budget = self.tokens_per_batch or max(TOKENS_PER_BATCH, *costs)
+        check_budget(costs, budget, self.tokens_besides)
+        seed = args.seed if args.data_seed is None else args.data_seed
+        in_order = args.train_sampling_strategy == "sequential"
+        by_length = not in_order and (is_padded or args.train_sampling_strategy == "group_by_length")
+        order = row_order(costs, by_length, not in_order, seed)
+        batches = batches_by_tokens(costs, budget, order, is_padded, max(1, args.world_size), args.dataloader_drop_last)
+        if hasattr(data, "column_names"):  # of `datasets`: Trainer would not know it within
+            data = self._remove_unused_columns(data, description="training")
+        else:
+            self.data_collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        self.data_collator = BatchCollator(self.data_collator)
+        rows = BatchedRows(data, batches)
+        return self._get_dataloader(
+            dataset=rows,
+            description="Training",
+            batch_size=1,
+            sampler_fn=lambda _: SequentialSampler(rows) if in_order else RandomSampler(rows),
+            is_training=True,
+        )
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """As in `Trainer`; rows, where the data are batches of them."""
+        data = getattr(dataloader, "dataset", None)
+        return sum(map(len, data.batches)) if isinstance(data, BatchedRows) else super().num_examples(dataloader)
+
+    def collates_rows(self) -> bool:
+        """Return whether the collator treats every row by itself, so that it may be given one at a time."""
+        return is_row_wise(self.data_collator)
+
+    @property
+    def _is_joined_already(self) -> bool:
+        """Whether the collator joins rows: TRL's with `padding_free` or packing, or transformers' own."""
+        return getattr(self, "padding_free", False) or isinstance(self.data_collator, DataCollatorWithFlattening)
+
+    def _joins(self) -> bool:
+        """Return whether batches of training rows are joined.
+
+        Raises:
+            ValueError: Rows are joined already, and this model mixes them.
+        """
+        if not self.joins_rows or self.train_dataset is None or self.args.n_gpu > 1:
+            return False
+        if not self._is_joined_already and not self.collates_rows():
+            return False
+        is_cut = self.accelerator.dataloader_config.dispatch_batches or not hasattr(self.train_dataset, "__len__")
+        if is_cut and self.args.world_size > 1 and not self._is_joined_already:  # accelerate stacks batches to cut them
+            return False
+        if self._mixes is None:  # tried once: processes that shard a model hold parts of it later
+            found = [self._tried()]
+            self._mixes = bool(broadcast_object_list(found)[0] if self.args.world_size > 1 else found[0])
+        if self._mixes and self._is_joined_already:
+            raise ValueError(
+                f"packing, padding_free or DataCollatorWithFlattening: {self._reader} mixes rows that are joined "
+                "without padding; leave them out: rows of similar lengths are then padded"
+            )
+        if self._mixes:
+            logger.warning_once(f"{self._reader} mixes rows that are joined without padding: rows are padded")
+        return not (self._mixes or self._is_joined_already)
+
+    def _tried(self) -> bool:
+        model, data = self._owner, untyped(self.train_dataset)
+        row = data[0] if hasattr(data, "__len__") else {}  # a stream might lose it
+        if any(parameter.is_meta for parameter in model.parameters()):
+            return False  # the first process decides
+        with self.compute_loss_context_manager():
+            return mixes_documents(model, row, self.args.device)

@@ -257,6 +257,7 @@ _NAMES = {
         "REGISTER",
         "RegisterModel",
     ),
+    "tokenahead.generation.drafter": ("DRAFTERS",),
     "tokenahead.modeling.common.loading": ("StrictLoadingMixin",),
     "tokenahead.modeling.common.remote_code": (
         "REQUIREMENT",

@@ -37,6 +37,10 @@ class GRUDrafter(AttachableDrafter, PreTrainedModel):
             if getattr(found, name) != getattr(self.config, name):
                 raise ValueError(f"{name}={getattr(found, name)} of the backbone must be {getattr(self.config, name)}")
 
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Follow the backbone's device and dtype."""
+        self.to(device=backbone.device, dtype=backbone.dtype)
+
     def step(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [N, V] of what follows `tokens` [N], and new states [N, d] from those before them."""
         states = self.cell(self.backbone.get_input_embeddings()(tokens), states)

@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 from tests.backbones import backbone
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.example_method.model import GRUDrafter
+from tests.internals import DRAFTERS, StrictLoadingMixin, drafter_class, read_drafter
 from tokenahead.extending import TrainableDrafter
 from tokenahead.training import MTPTrainer
 
@@ -48,3 +49,24 @@ def test_train_save_load_attach_and_generate(sampled, tmp_path):
 def test_a_backbone_of_another_size_is_refused():
     with pytest.raises(ValueError, match="vocab_size=5"):
         GRUDrafter.from_backbone(backbone()).detach().attach(backbone(vocabulary=5))
+
+
+def test_it_follows_the_dtype_of_its_backbone():
+    model = backbone().bfloat16()
+    drafter = GRUDrafter.from_backbone(model)
+    out = model.generate(BATCH[1:2], assistant_model=drafter, max_new_tokens=6)
+    assert out.shape[1] == BATCH.shape[1] + 6
+
+
+def test_the_registry_knows_directories_of_strict_classes_alone(tmp_path, monkeypatch):
+    class Strict(StrictLoadingMixin, GRUDrafter): ...
+
+    model = backbone()
+    Strict.from_backbone(model).save_pretrained(tmp_path)
+    monkeypatch.setitem(DRAFTERS, "gru", GRUDrafter)
+    assert drafter_class(tmp_path) is None
+    monkeypatch.setitem(DRAFTERS, "gru", Strict)
+    loaded = read_drafter(tmp_path).attach(model)
+    assert type(loaded) is Strict
+    plain = model.generate(BATCH[1:2], max_new_tokens=12)
+    assert torch.equal(model.generate(BATCH[1:2], assistant_model=loaded, max_new_tokens=12), plain)

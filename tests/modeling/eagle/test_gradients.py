@@ -21,6 +21,8 @@ OPTIONS = [
     {"divergence": "kl", "label_weight": 0.3},
     {"divergence": "lk", "steps": 2},
     {"divergence": "reverse_kl", "steps": 2},
+    {"divergence": "tv", "label_weight": 0.3, "steps": 2},
+    {"divergence": "lk_kl", "steps": 2},
 ]
 
 
@@ -60,8 +62,13 @@ def unrolled_loss(head, arguments):
         p = drafted.softmax(-1)
         if options.divergence == "kl":
             terms = (p * (p.log() - log_q)).sum(-1) * known
-        elif options.divergence == "lk":
-            terms = -torch.minimum(drafted, log_q).logsumexp(-1) * known
+        elif options.divergence in ("tv", "lk", "lk_kl"):
+            log_alpha = torch.minimum(drafted, log_q).logsumexp(-1)
+            terms = 1 - log_alpha.exp() if options.divergence == "tv" else -log_alpha
+            if options.divergence == "lk_kl":
+                kl = (drafted.exp() * (drafted - log_q)).sum(-1)
+                terms = terms + (-3 * log_alpha.detach().exp()).exp() * kl
+            terms = terms * known
         elif options.divergence == "reverse_kl":
             terms = (log_q.exp() * (log_q - p.log())).sum(-1) * known
         else:
@@ -111,6 +118,23 @@ def test_a_head_in_another_state_has_the_same_gradients(hold, monkeypatch):
     for name, gradient in by_products.items():
         assert (gradient - by_autograd[name]).norm() <= 1e-6 * gradient.norm(), name
     assert bool(called) == (hold == "hook")
+
+
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[4]], ids=["products", "autograd"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_accumulated_gradients_are_those_of_one_batch(parts, options):
+    ids = torch.cat([IDS, IDS.roll(3, 1)])
+    head = head_of(options, torch.arange(0, 64, 2))
+    labels = ids.masked_fill(torch.arange(26) < torch.tensor([[4], [9], [0], [15]]), -100)
+    counts = head.loss_counts(labels)
+    found = []
+    for size in (4, 4 // parts):
+        head.zero_grad()
+        for some, wanted in zip(ids.split(size), labels.split(size)):
+            head(some, labels=wanted, num_items_in_batch=counts).loss.backward()
+        found.append({name: each.grad.clone() for name, each in head.named_parameters() if each.grad is not None})
+    for name, gradient in found[0].items():
+        assert (gradient - found[1][name]).norm() <= 1e-6 * gradient.norm(), name
 
 
 def test_backward_runs_once():

@@ -251,16 +251,17 @@ def _entries(results: MeasuredResults) -> Iterator[EvalResult]:
 
 def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
     """Return (metric id, label, value) of one way of decoding; no speed-up of loops or an unsteady machine."""
-    figures = [
-        ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call),
-        ("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second),
-    ]
+    figures = [("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second)]
+    if not row.only_loops:
+        figures.insert(0, ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call))
     if row.expected_tokens_per_call is not None:
         drafts = f", drafts of {row.draft_length}" if row.draft_length else ""
         label = f"Expected {unit}s per verification{drafts}"
         figures.append(("expected_tokens_per_call", label, row.expected_tokens_per_call))
     if row.repeated_share is not None:
         figures.append(("repetition", "Share of repeated text", row.repeated_share))
+    if row.looping_share is not None:
+        figures.append(("left_out", "Share of calls that loop and are left out", row.looping_share))
     if not row.claims_speed:
         return figures
     return [*figures, ("speed_up", f"Speed-up over one {unit} at a time", row.speed_up)]

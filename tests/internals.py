@@ -309,6 +309,7 @@ _NAMES = {
     "tokenahead.training.evaluation": ("MODES",),
     "tokenahead.training.evaluation.bench": ("Bench", "Protocol", "block_error", "is_near_tie"),
     "tokenahead.training.evaluation.decoding": (
+        "Run",
         "GREEDY",
         "acceptance_by_position",
         "drafted_flags",
@@ -320,6 +321,8 @@ _NAMES = {
     "tokenahead.training.evaluation.summary": (
         "Completion",
         "completions_of",
+        "Pair",
+        "result_of",
         "results_of",
     ),
     "tokenahead.training.evaluation.drafts": (

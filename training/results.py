@@ -65,7 +65,10 @@ class DecodingResult:
             decoded once.
         category_speed_ups: Medians by category of prompts; their mean is `macro_speed_up`.
         category_tokens_per_call: `tokens_per_verification` by category.
-        looping: Calls whose output repeats more than half of itself.
+        whole_speed_ups: Quartiles of the ratios of whole calls, the prompts' own forwards included.
+        looping: Calls whose output, or plain decoding's, repeats more than half of itself. All other figures leave them
+            out, but for `repeated_share` and the comparison of texts.
+        looping_share: Their share (0 to 1); where it is 1, counts and times are those of all calls.
         call_ms: Milliseconds per call after the prompt's, with drafting and verification; a median over prompts.
         draft_ms: Those of drafting.
         prompt_ms: Those of the prompt's own forward.
@@ -112,7 +115,9 @@ class DecodingResult:
     plain_ratios: list[float] = field(default_factory=list)
     category_speed_ups: dict[str, float] = field(default_factory=dict)
     category_tokens_per_call: dict[str, float] = field(default_factory=dict)
+    whole_speed_ups: list[float] = field(default_factory=list)
     looping: int | None = None
+    looping_share: float | None = None
     call_ms: float | None = None
     draft_ms: float | None = None
     prompt_ms: float | None = None
@@ -191,6 +196,11 @@ class DecodingResult:
         return self.repeated_share is not None and self.repeated_share > DEGENERATE_SHARE
 
     @property
+    def only_loops(self) -> bool:
+        """Whether no figure of drafts or speed means anything, for the output repeats itself."""
+        return self.is_degenerate or self.looping_share == 1
+
+    @property
     def is_unstable(self) -> bool:
         """Whether plain decoding ran faster or slower than itself by more than `UNSTABLE`."""
         return any(not 1 / UNSTABLE <= ratio <= UNSTABLE for ratio in self.plain_ratios)
@@ -198,7 +208,7 @@ class DecodingResult:
     @property
     def claims_speed(self) -> bool:
         """Whether a speed-up is believed: the text does not repeat itself, and the machine was steady."""
-        return not (self.is_degenerate or self.is_unstable)
+        return not (self.only_loops or self.is_unstable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +337,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "list[DecodingResult]": DecodingResult,
 }
 """By the annotation of a field: the types of its value, or of the items of its value."""
-_SHARES = {"accepted_by_position", "expected_by_position", "repeated_share"}
+_SHARES = {"accepted_by_position", "expected_by_position", "repeated_share", "looping_share"}
 _ABOVE_0 = {"backbone_calls", "new_tokens", "plain_new_tokens", "batch_size", "seconds", "plain_seconds"}
 _ABOVE_0 |= {"processor_seconds", "plain_processor_seconds"}
 

@@ -37,6 +37,13 @@ class Pair:
         speeds = self.run.speed, self.plain.speed
         return None if self.loops or speeds[0] is None or speeds[1] is None else speeds[0] / speeds[1]
 
+    @property
+    def whole_ratio(self) -> float | None:
+        """The same of whole calls, the prompts' own forwards included."""
+        if self.loops or not self.run.new_tokens or not self.plain.new_tokens:
+            return None
+        return self.run.new_tokens / self.run.seconds * self.plain.seconds / self.plain.new_tokens
+
 
 def pairs_of(bench: Bench) -> Iterator[tuple[str, DecodingMode, int, list[Pair]]]:
     """Yield the pairs of every method, way of decoding and batch size, where there are any."""
@@ -82,8 +89,10 @@ def largest_error(lines: Sequence[Line]) -> float:
 
 
 def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[Pair], error: float) -> DecodingResult:
-    """Return the result of a method's pairs."""
-    runs, plain = [pair.run for pair in pairs], [pair.plain for pair in pairs]
+    """Return the result of a method's pairs; texts that loop are left out, but where all do, which the row says."""
+    steady = [pair for pair in pairs if not pair.loops]
+    counted = steady or pairs
+    every, runs, plain = [pair.run for pair in pairs], [pair.run for pair in counted], [pair.plain for pair in counted]
     return DecodingResult(
         name=f"{method}, {mode.name}{f', batch {batch_size}' * (batch_size > 1)}",
         method=method,
@@ -96,14 +105,16 @@ def result_of(method: str, mode: DecodingMode, batch_size: int, pairs: Sequence[
         plain_new_tokens=sum(run.new_tokens for run in plain),
         batch_size=batch_size,
         per_prompt=[round(len(ids) / calls, 4) for run in runs for ids, calls in zip(run.ids, run.calls)],
-        repeated_share=mean(run.repeated_share for run in runs),
+        repeated_share=mean(run.repeated_share for run in every),
+        looping=len(pairs) - len(steady),
+        looping_share=1 - len(steady) / len(pairs),
         processor_seconds=sum(run.processor_seconds for run in runs),
         plain_processor_seconds=sum(run.processor_seconds for run in plain),
         cache_bytes=max(run.cache_bytes for run in runs) or None,
-        **_drafts(runs),
+        **_drafts([pair.run for pair in steady]),
         **_times(runs),
-        **_speeds(pairs),
-        **_differences(runs, error),
+        **_speeds(steady),
+        **_differences(every, error),
     )
 
 
@@ -144,21 +155,27 @@ def _times(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _speeds(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return quartiles of ratios, the ratio of sums, and medians by category; loops are counted and left out."""
-    steady = [pair for pair in pairs if pair.ratio is not None]
-    ratios = [pair.ratio for pair in steady if pair.ratio is not None]
-    micro = [_micro([getattr(pair, name) for pair in steady]) for name in ("run", "plain") if steady]
+    """Return quartiles of ratios, the ratio of sums, and medians by category, of pairs that do not loop."""
+    timed = [pair for pair in pairs if pair.ratio is not None]
+    ratios, whole = (
+        [r for pair in pairs if (r := getattr(pair, name)) is not None] for name in ("ratio", "whole_ratio")
+    )
+    micro = [_micro([getattr(pair, name) for pair in timed]) for name in ("run", "plain") if timed]
     categories = dict.fromkeys(pair.category for pair in pairs)
     by_category = {each: [pair for pair in pairs if pair.category == each] for each in categories}
     speeds = {name: [pair.ratio for pair in part if pair.ratio is not None] for name, part in by_category.items()}
     calls = {name: _per_verification([pair.run for pair in part])[0] for name, part in by_category.items()}
     return {
-        "speed_ups": quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3,
-        "micro_speed_up": micro[0] / micro[1] if steady else None,
-        "looping": sum(pair.loops for pair in pairs),
+        "speed_ups": _quartiles(ratios),
+        "whole_speed_ups": _quartiles(whole),
+        "micro_speed_up": micro[0] / micro[1] if timed else None,
         "category_speed_ups": {name: median(values) for name, values in speeds.items() if values},
         "category_tokens_per_call": {name: count for name, count in calls.items() if count},
     }
+
+
+def _quartiles(ratios: list[float]) -> list[float]:
+    return quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
 
 
 def _micro(runs: Sequence[Run]) -> float:

@@ -52,13 +52,19 @@ def _number(value: float | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
 
+def _per_call(row: DecodingResult) -> str | Text:
+    if row.only_loops:
+        return Text("loops", "bold yellow")
+    return _number(row.tokens_per_verification or row.tokens_per_call)
+
+
 def _expected(row: DecodingResult) -> str:
     length = "" if row.expected_tokens_per_call is None else f" ({len(row.expected_by_position)})"
     return _number(row.expected_tokens_per_call) + length
 
 
 def _speed(row: DecodingResult) -> str | Text:
-    if row.is_degenerate or (row.looping and not row.speed_ups):
+    if row.only_loops:
         return Text("loops", "bold yellow")
     if row.is_unstable:
         return Text("unstable", "bold yellow")
@@ -82,18 +88,20 @@ def _same(row: DecodingResult) -> str | Text:
 
 
 _COLUMNS: dict[str, _Cell] = {
-    "UNIT\nper call": lambda row: _number(row.tokens_per_verification or row.tokens_per_call),
+    "UNIT\nper call": _per_call,
     "expected\n(draft)": _expected,
     "speed-up\n(quartiles)": _speed,
     "ms per\ncall": lambda row: _number(row.call_ms, ".1f"),
-    "re-\npeat": lambda row: _number(row.repeated_share, ".0%"),
+    "left\nout": lambda row: _number(row.looping_share, ".0%"),
     "same texts": _same,
 }
 _DETAILS: dict[str, _Cell] = {
+    "whole\ncalls": lambda row: _number(row.whole_speed_ups[1]) if row.claims_speed and row.whole_speed_ups else "",
     "micro": lambda row: _number(row.micro_speed_up) if row.claims_speed else "",
     "macro": lambda row: _number(row.macro_speed_up) if row.claims_speed else "",
     "ms of\ndrafts": lambda row: _number(row.draft_ms, ".1f"),
     "ms of\nprompt": lambda row: _number(row.prompt_ms, ".0f"),
+    "re-\npeat": lambda row: _number(row.repeated_share, ".0%"),
     "cache\nMB": lambda row: "" if row.cache_bytes is None else f"{row.cache_bytes / 1e6:.1f}",
     "accepted by\nposition, %": lambda row: " ".join(f"{100 * share:.0f}" for share in row.reached_by_position[:8]),
 }
@@ -105,12 +113,10 @@ def explanation(measured: MeasuredResults) -> Iterator[str]:
     yield (
         f"{unit}s per call: of verifications, without the prompt's own call; expected: the same along the plain texts, "
         "for drafts of the length in brackets. Speed-ups: ratios to plain decoding by turns, without the prompts' own "
-        "calls; micro: of the sums, macro: the mean over categories. Same texts: greedy ones; those that differ "
-        "by rounding alone are ties."
+        "calls; whole calls: with them; micro: of the sums, macro: the mean over categories. Left out: texts of which "
+        "more than half repeats itself, here or in plain decoding; they are in no figure. Same texts: greedy ones; "
+        "those that differ by rounding alone are ties."
     )
-    if any(row.looping for row in rows):
-        most = max(row.looping or 0 for row in rows)
-        yield f"Up to {most} calls of a row repeat more than half of their text: they are in no speed-up."
     unstable = {(row.decoding or row.name, row.batch_size): row.plain_ratios for row in rows if row.is_unstable}
     for (mode, batch), ratios in unstable.items():
         yield (

@@ -73,20 +73,24 @@ def test_the_table_has_every_figure_and_fits_80_columns():
     more = dict(method="btree 32", tokens_per_verification=4.01, expected_tokens_per_call=3.126, repeated_share=0.31)
     more |= dict(expected_by_position=[0.9, 0.5], speed_ups=[2.25, 2.5, 2.75], call_ms=1.6, texts=20, differing=2)
     more |= dict(near_ties=2, identical=False, category_speed_ups={"a": 2.0, "b": 3.0}, micro_speed_up=2.6)
+    more |= dict(looping_share=0.25, whole_speed_ups=[2.0, 2.4, 2.6])
     more |= dict(draft_ms=0.4, prompt_ms=12.0, cache_bytes=3_400_000, accepted_by_position=[0.9, 0.5])
     text = shown(result(**more), result(name="plain", method="plain", identical=None))
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     rows = [line.split() for line in text.splitlines() if line.startswith(" btree")]
-    figures = ["4.01", "3.13", "(2)", "2.50x", "(2.25-2.75)", "1.6", "31%", "18/20", "+", "2", "ties"]
+    figures = ["4.01", "3.13", "(2)", "2.50x", "(2.25-2.75)", "1.6", "25%", "18/20", "+", "2", "ties"]
     assert rows[0] == ["btree", "32", *figures]
-    assert rows[1] == ["btree", "32", "2.60", "2.50", "0.4", "12", "3.4", "90", "50"]
+    assert rows[1] == ["btree", "32", "2.40", "2.60", "2.50", "0.4", "12", "31%", "3.4", "90", "50"]
     assert "n/a: own: no drafts" in text and "NOT LOSSLESS" not in text
 
 
 @pytest.mark.core
-def test_text_that_loops_claims_no_speed_up():
-    text = " ".join(shown(result(repeated_share=0.8, looping=7)).split())
-    assert "2.50x" not in text and " loops " in text and "Up to 7 calls" in text
+@pytest.mark.parametrize("loops", [{"repeated_share": 0.8}, {"looping_share": 1.0}])
+def test_text_that_loops_claims_nothing(loops):
+    row = result(tokens_per_verification=4.01, **{"looping_share": 0.7, "repeated_share": 0.4} | loops)
+    text = " ".join(shown(row).split())
+    assert "2.50x" not in text and "4.01" not in text and text.split().count("loops") == 2
+    assert f" {row.looping_share:.0%} " in text
 
 
 @pytest.mark.parametrize("ratios", [[0.03, 1.0, 30.0, 1.0], [1.0, 1.0, 1.0, 1.3], [0.7, 1.0, 1.1, 1.0]])

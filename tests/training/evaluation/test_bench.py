@@ -10,9 +10,11 @@ from tests.every_model import llama, moved_heads
 from tests.internals import (
     GREEDY,
     Bench,
+    Pair,
     Prompt,
     PromptEncoder,
     Protocol,
+    Run,
     advice_of,
     bench_module,
     block_error,
@@ -21,6 +23,7 @@ from tests.internals import (
     methods_of,
     plain_method,
     read_prompts,
+    result_of,
     results_of,
     sampled,
 )
@@ -230,6 +233,38 @@ def test_looping_texts_are_counted_and_in_no_speed_up():
     bench.run([Prompt("1", ("abc",)), Prompt("2", ("abd",))])
     row = results_of(bench)[-1]
     assert row.looping == 2 and not row.speed_ups and row.micro_speed_up is None and row.is_degenerate
+    assert row.looping_share == 1 and row.tokens_per_verification is None and not row.accepted_by_position
+
+
+def pair(ids, accepted, seconds, plain_ids=None, category="a"):
+    """A run and plain decoding of a prompt, whose own call takes a second of each."""
+    calls = [len(accepted) + 1]
+    facts = dict(ids=[ids], calls=calls, forwards=calls[0], prompt_seconds=1.0, processor_seconds=1.0)
+    run = Run(**facts, seconds=1.0 + seconds, accepted=[accepted], drafted=[[3] * len(accepted)])
+    plain = Run(**facts | dict(ids=[plain_ids or ids], calls=[len(ids)], forwards=len(ids)), seconds=1.0 + len(ids))
+    return Pair(category, run, plain)
+
+
+def test_all_figures_leave_out_the_same_texts():
+    text, loop = list(range(41)), [7] * 41
+    steady = [pair(text, [3] * 10, 20.0), pair(text, [1] * 20, 40.0)]
+    looping = [pair(loop, [3] * 10, 5.0), pair(text, [3] * 10, 5.0, plain_ids=loop, category="b")]
+    want = result_of("x", GREEDY, 1, steady, 0.0)
+    row = result_of("x", GREEDY, 1, [looping[0], *steady, looping[1]], 0.0)
+    assert want.tokens_per_verification == pytest.approx(80 / 30) and want.looping_share == 0
+    assert (row.looping, row.looping_share, want.looping) == (2, 0.5, 0)
+    apart = {"looping", "looping_share", "repeated_share"}
+    assert {name: value for name, value in vars(row).items() if name not in apart} == {
+        name: value for name, value in vars(want).items() if name not in apart
+    }
+    assert row.category_tokens_per_call == {"a": pytest.approx(80 / 30)}
+
+
+def test_speed_of_whole_calls_and_without_the_prompts():
+    text = list(range(41))
+    row = result_of("x", GREEDY, 1, [pair(text, [3] * 10, 20.0)], 0.0)
+    assert row.speed_ups == pytest.approx([2.05] * 3)  # 41 seconds beside 20
+    assert row.whole_speed_ups == pytest.approx([2.0] * 3)  # 42 beside 21
 
 
 def test_turns_are_drawn_apart_and_samples_follow_from_the_seed():

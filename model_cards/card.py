@@ -254,7 +254,7 @@ def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
     figures = [("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second)]
     if not row.only_loops:
         figures.insert(0, ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call))
-    if row.expected_tokens_per_call is not None:
+    if row.expected_tokens_per_call is not None and not row.only_loops:
         drafts = f", drafts of {row.draft_length}" if row.draft_length else ""
         label = f"Expected {unit}s per verification{drafts}"
         figures.append(("expected_tokens_per_call", label, row.expected_tokens_per_call))

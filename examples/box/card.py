@@ -83,16 +83,17 @@ def _results(measured: MeasuredResults) -> Iterator[str]:
     yield "One backbone, the same budget for every head. All was generated, by turns with plain decoding; the range is"
     yield "that over prompts. `per verification` leaves out the prompt's own call, and `expected` is the same, computed"
     yield "along the plain texts for drafts of the length beside it; both with the standard error over prompts. `by"
-    yield "processor` is the speed-up in processor time, which other programs disturb less."
+    yield "processor` is the speed-up in processor time, which other programs disturb less. `looping` is the share of"
+    yield "calls of which more than half repeats itself: no speed-up counts them, but other figures of this run do."
     columns = "head", "parameters", "decoding", "bytes per call", "per verification", "expected", "bytes/s", "plain"
-    yield from ("", f"| {' | '.join(columns)} | speed-up | by processor | repeated |")
-    yield "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield from ("", f"| {' | '.join(columns)} | speed-up | by processor | repeated | looping |")
+    yield "|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for row in _drafting(measured):
         by_processor = row.processor_speed_up if row.claims_speed else None
         cells = (
             str(row.method), f"{measured.extra[f'Parameters of {row.method}']:,}", _setting(row), _per_call(row),
             *_per_verification(row), *_speeds(row, "(repeats itself)"), _number(by_processor),
-            _number(row.repeated_share, ".0%"),
+            _number(row.repeated_share, ".0%"), _left_out(row),
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
 
@@ -102,15 +103,26 @@ def _drafting(measured: MeasuredResults) -> list[DecodingResult]:
 
 
 def _per_call(row: DecodingResult) -> str:
+    if row.only_loops:
+        return "loops"
     low, high = row.spread or (row.tokens_per_call,) * 2
     return f"{row.tokens_per_call:.2f} ({low:.1f} to {high:.1f})"
 
 
 def _per_verification(row: DecodingResult) -> tuple[str, str]:
     """Return tokens per verification as decoded and as expected, with standard errors and the length of drafts."""
+    if row.only_loops:
+        return "loops", ""
     expected = _with_error(row.expected_tokens_per_call, row.expected_standard_error)
     drafts = f" (drafts of {row.draft_length})" if expected else ""
     return _with_error(row.tokens_per_verification, row.standard_error), expected + drafts
+
+
+def _left_out(row: DecodingResult) -> str:
+    """Return the share of calls whose text repeats itself; older files hold their number alone."""
+    calls = len(row.per_prompt) / row.batch_size
+    counted = row.looping / calls if row.looping is not None and calls else None
+    return _number(counted if row.looping_share is None else row.looping_share, ".0%")
 
 
 def _with_error(value: float | None, error: float | None) -> str:
@@ -118,7 +130,7 @@ def _with_error(value: float | None, error: float | None) -> str:
 
 
 def _speeds(row: DecodingResult, none: str) -> tuple[str, str, str]:
-    speed_up = "unstable" if row.is_unstable else none if row.is_degenerate else f"{row.speed_up:.2f}"
+    speed_up = "unstable" if row.is_unstable else none if row.only_loops else f"{row.speed_up:.2f}"
     return f"{row.tokens_per_second:.0f}", f"{row.plain_tokens_per_second:.0f}", speed_up
 
 
@@ -136,13 +148,13 @@ def first_screen(measured: MeasuredResults) -> str:
         f"    {measured.command}",
         "",
         "| decoding | head | bytes per call (range over prompts) | per verification | expected | bytes/s | plain | "
-        "speed-up |",
-        "|---|---|---|---|---|---|---|---|",
+        "speed-up | calls that loop |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(_setting(row) for row in measured.results):
         row = max((row for row in _drafting(measured) if _setting(row) == name), key=lambda row: row.tokens_per_second)
         speeds = _speeds(row, "none claimed: the text repeats itself")
-        cells = (name, str(row.method), _per_call(row), *_per_verification(row), *speeds)
+        cells = (name, str(row.method), _per_call(row), *_per_verification(row), *speeds, _left_out(row))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

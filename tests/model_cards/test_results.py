@@ -122,9 +122,10 @@ def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
     changed = dataclasses.replace(results, results=[loops, results.results[1]])
     entries = card_metadata(describe(config), changed, "m", license="mit").eval_results
     figures = {(entry.metric_type, entry.metric_name.split(", ", 1)[-1]) for entry in entries}
-    assert ("speed_up", "greedy") not in figures and ("speed_up", "sampled, a | b") in figures
+    for metric in ("speed_up", "tokens_per_call"):
+        assert (metric, "greedy") not in figures and (metric, "sampled, a | b") in figures
     values = {entry.metric_type: entry.metric_value for entry in entries}
-    assert (values["repetition"], values["expected_tokens_per_call"]) == (0.6, 3.0)
+    assert values["repetition"] == 0.6 and "expected_tokens_per_call" not in values
 
 
 @pytest.mark.core

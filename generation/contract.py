@@ -18,6 +18,21 @@ has index i + 1 in the block; parents come before their children, so that indice
           cat   dog   man       indices 3, 4, 5 (nodes 2, 3, 4)
 
 A chain is the tree whose nodes have one child each. No tree and no result makes the host wait for an accelerator.
+
+Fixed shapes. On a cache of a fixed size (`cache_implementation="static"`, on a CPU, too) a cycle can be recorded and
+replayed, as a CUDA graph is: then only what is done on tensors is done again. Where `CacheView.is_fixed`,
+
+    propose(tokens, length)   gets the same `length` in every cycle (but for shorter drafts at the end, which nobody
+                              replays), and returns a draft of constant width; `num_nodes` [B] says what of it is real
+    tokens                    has `ids` [B, capacity], `ends` [B], `last()`, `newest(count)` and `at(columns)` on the
+                              device; what the host knows of lengths lags behind
+    new_tokens.on_device      [B] is known, and nothing of it to the host
+    advance(outputs, result)  gets the outputs of the whole block, or of the whole path of a tree, [B, k + 1, ...], and
+                              keeps of them what `new_tokens.on_device` counts; the rest is computed, and masked
+
+and what lasts from one cycle to the next lies in tensors of `CacheView.held`. No operation of a cycle may depend on a
+number of the host that changes, nor wait for the device, nor may a cycle leave attributes other than it found them:
+the first `propose` of a call alone, which may read the prompt, is never replayed.
 """
 
 from __future__ import annotations
@@ -231,14 +246,28 @@ class CacheView(Protocol):
         mask: [B, L] bool, the real tokens among the columns that the cache had after the prefill.
         is_padded: Whether any of them is padding.
         counts: [B] int64, real tokens per sequence now.
-        new_tokens: How many tokens each sequence got in the last cycle, known to the host.
+        new_tokens: How many tokens each sequence got in the last cycle, known to the host where shapes are not fixed.
+        is_fixed: Whether shapes are fixed; see the file.
     """
 
+    is_fixed: bool = False
     has_columns: bool
     mask: Tensor
     is_padded: bool
     counts: Tensor
     new_tokens: NewTokens
+
+    def held(self, name: str, value: Tensor) -> Tensor:
+        """Return a value to keep until the next cycle, where shapes are fixed in a tensor that keeps its address.
+
+        It does so for all cycles, and for later calls of the same sizes, of all values of one name, shape and dtype;
+        elsewhere the value itself is returned.
+
+        Args:
+            name: Begins with the name of who holds it, such as `"eagle.keys.0"`.
+            value: No view of what is held under the name, but for the very tensor, which is left as it is.
+        """
+        return value
 
 
 class DraftSession(Protocol):
@@ -254,6 +283,9 @@ class DraftSession(Protocol):
         reads_cache: Whether drafting reads the backbone's own cache.
         expected: Of look-ups: how many tokens of the newest draft they expect to be accepted, per open sequence; None
             for sessions that cannot tell before they draw.
+        takes_fixed: Whether it can draft in fixed shapes; see the file. Others never meet a view that `is_fixed`.
+        reads_host: Whether `propose` then reads what the host alone has, such as a trie and `tokens.newest_on_host`: it
+            is never replayed, and the host knows the tokens before it is called.
     """
 
     num_tokens: int
@@ -263,6 +295,8 @@ class DraftSession(Protocol):
     is_deterministic: bool = False
     reads_cache: bool = False
     expected: float | None = None
+    takes_fixed: bool = False
+    reads_host: bool = False
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the backbone's output of the prefill, and a view of its cache."""
@@ -362,39 +396,3 @@ def _chain_parents(length: int, device: torch.device) -> Tensor:
 def _triangle(length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()  # [m + 1, m + 1]
-
-
-def follow(tree: DraftTree, picks: Tensor) -> VerificationResult:
-    """Follow the target's picks from b down, as long as there is a child with the pick, and add the pick at the end.
-
-    Args:
-        tree: Any tree; its distributions are not read.
-        picks: [B, m + 1] int64, the token that the target picks after every index: the argmax of its scores, or a draw
-            that the draft did not depend on, or one that the draft anticipates (coupled uniforms).
-    """
-    if not tree.tokens.shape[1]:
-        return VerificationResult(torch.zeros_like(picks[:, 0]), picks)
-    if tree.is_chain:
-        agrees = _of_real(tree, tree.tokens == picks[:, :-1])  # [B, m]
-        return VerificationResult(agrees.cumprod(1, dtype=torch.long).sum(1), picks)
-    reached = descend(tree, _of_real(tree, tree.tokens == picks.gather(1, tree.parents + 1)))  # [B, m + 1]
-    columns = path_columns(reached, tree.depth)  # [B, k + 1]
-    return VerificationResult(reached.sum(1) - 1, picks.gather(1, columns), columns)
-
-
-def _of_real(tree: DraftTree, wanted: Tensor) -> Tensor:
-    real = tree.real()
-    return wanted if real is None else wanted & real
-
-
-def elder_siblings(tree: DraftTree) -> Tensor:
-    """Return whether node j is an elder sibling of node i, [B, m, m] bool."""
-    nodes = cached_arange(tree.tokens.shape[1], tree.tokens.device)  # [m]
-    return (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes < nodes[:, None])  # [B, m, m]
-
-
-def descend(tree: DraftTree, wanted: Tensor) -> Tensor:
-    """Return the indices [B, m + 1] bool on the way down to the first wanted child of each, b's among them."""
-    taken = wanted & ~(elder_siblings(tree) & wanted[:, None]).any(-1)  # [B, m]
-    taken = torch.nn.functional.pad(taken, (1, 0), value=True)  # [B, m + 1], b is always taken
-    return (taken[:, None] | ~tree.mask()).all(-1)  # an index counts where all its ancestors are taken

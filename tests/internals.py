@@ -135,7 +135,6 @@ _NAMES = {
         "TargetOutput",
         "DraftTree",
         "VerificationResult",
-        "follow",
         "path_columns",
     ),
     "tokenahead.generation.trees.choice": ("chain_options", "fastest_tree"),
@@ -148,7 +147,7 @@ _NAMES = {
         "verify_tree",
         "verify_tree_greedy",
     ),
-    "tokenahead.generation.verification.tree_rules": ("accepted_path", "tree_acceptance"),
+    "tokenahead.generation.verification.tree_rules": ("accepted_path", "follow", "tree_acceptance"),
     "tokenahead.generation.verification.verifiers": (
         "SampledVerifier",
         "is_raced",

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..call.sequences import Sequences
-from ..contract import DraftTree, TargetOutput, VerificationResult, follow
+from ..contract import DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw, pick, stream_uniforms
 from .rules import TRACE, block_surplus, verify_sampled
+from .tree_rules import follow
 
 if TYPE_CHECKING:
     from ..call.processing import Processing

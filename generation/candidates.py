@@ -13,12 +13,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..configuration.fields import requested_states
 from .call.options import CallOptions, DraftOptions
 from .call.sequences import NewTokens, Sequences
-from .contract import DraftSession, TargetOutput, VerificationResult
+from .contract import CacheView, DraftSession, TargetOutput, VerificationResult
 from .drafter import BaseDrafter
 from .tensors.wrapped_models import Kwargs
 
 
-class _View:
+class _View(CacheView):
     """The session's view of the cache of transformers' own loop, whose one sequence never moves."""
 
     has_columns = True

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...generation.backbone.cache import CacheLayout
+from ...generation.backbone.drafting import DrafterLayout, drafter_layout
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.sequences import NewTokens, Sequences
@@ -32,7 +32,7 @@ from ...generation.contract import (
     VerificationResult,
     taken,
 )
-from ...generation.tensors.masks import cached_range
+from ...generation.tensors.masks import cached_arange, cached_range
 from ...generation.trees.growth import Ancestry, block_chain, grow, grow_chain, most_nodes
 from .modules import EagleNetwork
 
@@ -55,7 +55,7 @@ class _Pairs:
 class EagleSession(DraftSession):
     """The drafts of one call of an attached `EagleHead`."""
 
-    supports_confidence_threshold = True
+    supports_confidence_threshold = takes_fixed = True
 
     def __init__(self, head: EagleNetwork, options: DraftOptions) -> None:
         self.head, self.options, self.num_tokens = head, options, options.num_tokens
@@ -63,18 +63,25 @@ class EagleSession(DraftSession):
         self.draft_ids: Tensor | None = head.draft_ids
         self.vocab_size = head.config.vocab_size
         self.cache, self.pairs = DynamicCache(), list[_Pairs]()
+        self.prompt: Tensor | None = None
+        self.pending: _FixedPairs | None = None
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the prompt's features; columns of an earlier call in the backbone's cache are ignored."""
-        self.view, self.prompt = view, self.head.fuse(outputs.hidden_states)
-        mask, options = view.mask[:, -self.prompt.shape[1] :], self.options  # [B, L]
-        self.layout = CacheLayout(mask, view.is_padded, options.max_length, most_nodes(options), view.counts)
+        self.view, prompt, options = view, self.head.fuse(outputs.hidden_states), self.options  # [B, L, d]
+        self.layout = drafter_layout(view, prompt.shape[1], options.max_length, most_nodes(options), "eagle")
         self.layout.install_layers(self.cache)
+        if isinstance(self.layout, DrafterLayout):
+            self.pending = _FixedPairs(self, self.layout, prompt)
+        else:
+            self.prompt = prompt
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Pair the features of the accepted path with the tokens after them."""
         new = self.view.new_tokens
-        if new.longest:
+        if self.pending is not None:
+            self.pending.take(self.head.fuse(outputs.hidden_states or ()), new.on_device)
+        elif new.longest:
             states = outputs.first(new.longest)
             self.pairs.append(_Pairs(self.head.fuse(states), result.tokens[:, : new.longest], new))
 
@@ -82,15 +89,17 @@ class EagleSession(DraftSession):
         if self.prompt is not None:  # its last pair has the token that was added first
             self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1])))
             self.prompt = None
+        features = None if self.pending is None else self.pending.run(tokens)  # [B, 1, d]
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         for pairs in self.pairs:
             self._append_pairs(pairs)
-        self.pairs, self.layout.block_offset = [], 0
+        self.pairs.clear()
+        features, self.layout.block_offset = self.features if features is None else features, 0
         masks = self.options.masks(tokens)
         if self.options.draft_tree is None:
-            return self._chain(length, masks)
-        return grow(_Growth(self), self.options, length, masks)
+            return self._chain(features, length, masks)
+        return grow(_Growth(self, features), self.options, length, masks)
 
     def _append_pairs(self, pairs: _Pairs) -> None:
         """Run the pairs of accepted tokens, whose keys and values stay in the cache."""
@@ -116,11 +125,11 @@ class EagleSession(DraftSession):
         layout.block_offset += size
         return features
 
-    def _chain(self, length: int, masks: DraftMasks | None) -> DraftTree:
-        """Return a chain of up to `length` tokens; it ends with a token that no sequence is sure of."""
+    def _chain(self, features: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:
+        """Return a chain of up to `length` tokens after features [B, 1, d]; it ends with a token that no sequence is
+        sure of."""
         if (mask_token := self.head.config.mask_token_id) is not None:
-            return self._chain_at_once(length, masks, mask_token)
-        features = self.features
+            return self._chain_at_once(features, length, masks, mask_token)
 
         def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
             nonlocal features
@@ -130,9 +139,8 @@ class EagleSession(DraftSession):
 
         return grow_chain(step, self.options, length)
 
-    def _chain_at_once(self, length: int, masks: DraftMasks | None, mask_token: int) -> DraftTree:
+    def _chain_at_once(self, features: Tensor, length: int, masks: DraftMasks | None, mask_token: int) -> DraftTree:
         """Return the chain of a P-EAGLE head: a mask token replaces all tokens but the first one."""
-        features = self.features
         if length > 1:
             masked = self.head.masked().expand(len(features), length - 1, -1)  # [B, m - 1, d]
             ids = torch.full(masked.shape[:2], mask_token, device=masked.device)
@@ -141,11 +149,52 @@ class EagleSession(DraftSession):
         return block_chain(logits, self.options, masks, self.draft_ids, self.vocab_size)
 
 
+class _FixedPairs:
+    """New pairs in as many columns in every cycle; those beyond a sequence's own are zeros, and seen by nobody.
+
+    The prompt's pairs but the last one, whose token is not known yet, run at once.
+
+    Args:
+        session: Runs pairs.
+        layout: Of its cache.
+        prompt: [B, L, d], features.
+
+    Attributes:
+        features: [B, P, d].
+        new: [B] int64, how many are a sequence's own.
+    """
+
+    def __init__(self, session: EagleSession, layout: DrafterLayout, prompt: Tensor) -> None:
+        self.session, self.layout, size = session, layout, prompt.shape[1]
+        layout.block_offset = -size
+        if size > 1:
+            session._run(prompt[:, :-1], session.options.prompt[:, 1 - size :])
+        layout.ends.sub_(1)  # the last one is new
+        features = torch.nn.functional.pad(prompt[:, -1:], (0, 0, 0, session.num_tokens))  # [B, P, d]
+        self.features = layout.held("features", features)
+        self.new = layout.held("new", torch.ones_like(layout.ends))
+
+    def take(self, features: Tensor, new: Tensor) -> None:
+        """Take the features [B, P or fewer, d] of a block, of which the first `new` [B] are accepted."""
+        count = features.shape[1]
+        self.new.copy_(new)
+        is_other = cached_arange(count, features.device) >= self.new.to(features.device)[:, None]  # [B, P]
+        self.features[:, :count] = features.masked_fill(is_other[..., None], 0)
+
+    def run(self, tokens: Sequences) -> Tensor:
+        """Run the pairs, and return the features [B, 1, d] of each sequence's last one; any where it has ended."""
+        columns = (tokens.ends - self.new)[:, None] + cached_arange(self.features.shape[1], self.new.device)  # [B, P]
+        self.layout.block_offset = 0
+        features = self.session._run(self.features, tokens.at(columns))  # [B, P, d]
+        self.layout.move(self.new)
+        return taken(features, (self.new - 1).clamp(min=0)[:, None].to(features.device))
+
+
 class _Growth:
     """Runs the frontier of a tree level by level; a node sees the settled columns, its ancestors and itself."""
 
-    def __init__(self, drafter: EagleSession) -> None:
-        self.drafter, self.features = drafter, drafter.features
+    def __init__(self, drafter: EagleSession, features: Tensor) -> None:
+        self.drafter, self.features = drafter, features
         self.draft_ids: Tensor | None = drafter.draft_ids
         self.vocab_size = drafter.vocab_size
         self.ancestry, self.level = Ancestry(), 0

@@ -1,0 +1,65 @@
+"""Drafts in fixed shapes: on a static cache they are what they are on one that grows."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.backbones import backbone, prompts, train_eagle
+from tests.models import left_padded
+from tokenahead import EagleHead
+
+STATIC = dict(cache_implementation="static", disable_compile=True)
+TREES = {
+    "chain": {},
+    "ranked": {"draft_tree": [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]},
+    "grown": {"draft_tree": {"depth": 2, "top_k": 2, "total_tokens": 6}},
+}
+
+
+@cache
+def model_of(name: str = "llama") -> PreTrainedModel:
+    """A random model."""
+    return backbone(name)
+
+
+@cache
+def trained_eagle(version: int) -> EagleHead:
+    """A head of that model that has learned some of its text."""
+    return train_eagle(model_of(), version, steps=25)
+
+
+@cache
+def parallel_eagle() -> EagleHead:
+    """A head that drafts a chain in one call."""
+    torch.manual_seed(0)
+    options = dict(version=3, aux_layers=[0, 1, 2], mask_token_id=7)
+    return EagleHead.from_backbone(model_of(), **options)
+
+
+DRAFTERS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
+    **{f"EAGLE-{v} {name}": (lambda v=v: trained_eagle(v), tree) for v in (1, 3) for name, tree in TREES.items()},
+    "P-EAGLE": (parallel_eagle, {}),
+}
+
+
+def decoded(drafter, batch, **options):
+    """The text and its statistics."""
+    torch.manual_seed(0)
+    out = model_of().generate(
+        **batch, assistant_model=drafter, use_mtp=True, return_dict_in_generate=True, pad_token_id=0, **options
+    )
+    return out.sequences.tolist(), out.speculation.rows_accepted, out.speculation.rows_drafts
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 8}], ids=["greedy", "sampled"])
+def test_drafts_on_a_static_cache_are_those_on_a_cache_that_grows(name, sampling):
+    make, options = DRAFTERS[name]
+    drafter = make()
+    for rows in (1, 3, 8):
+        batch = left_padded(prompts(rows))
+        options = options | sampling | {"max_new_tokens": 24}
+        assert decoded(drafter, batch, **options, **STATIC) == decoded(drafter, batch, **options)

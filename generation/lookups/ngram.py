@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -66,42 +67,55 @@ class NgramDrafter(LookUpDrafter):
 
 
 class NgramSession(DraftSession):
-    """The drafts of one call; see `NgramDrafter`."""
+    """The drafts of one call; see `NgramDrafter`.
+
+    The host knows the lengths of drafts as well as the device, and drafts no token that no sequence has room for; where
+    shapes are fixed, drafts are as long as any may be, and `num_nodes` counts.
+
+    Attributes:
+        reach: The length of every sequence's next draft, 0 where it has ended; empty where shapes are fixed.
+        reach_on_device: [B] int64, the same; None before the first draft.
+        has_draft: [B] bool, whether the newest draft has tokens.
+    """
+
+    takes_fixed = True
+    has_draft: Tensor
 
     def __init__(self, options: DraftOptions, longest: int, branches: int) -> None:
         self.num_tokens, self.longest, self.branches = options.num_tokens, longest, branches
         self.options = options
         # a schedule that measures tries its own lengths
         self.is_adaptive = options.schedule != "adaptive"
-        self.reach: list[int] = []
+        self.is_fixed, self.reach, self.reach_on_device = False, list[int](), cast("Tensor | None", None)
 
     def begin(self, outputs: object, view: CacheView) -> None:
         """Begin with drafts of full length."""
-        self.view = view
+        self.view, self.is_fixed = view, view.is_fixed
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Set the length of every sequence's next draft by acceptance; the host knows it, too."""
         new = self.view.new_tokens
-        if not self.is_adaptive or not self.reach:
+        if not self.is_adaptive or self.reach_on_device is None:
             return
         each = zip(self.reach, new.counts, self.tokens.drafted_on_host)
         self.reach = [self._next(reach, count - 1, drafted) if count else 0 for reach, count, drafted in each]
         accepted = (new.on_device - 1).clamp(min=0)  # [B]
         longer = torch.maximum(2 * accepted + 2, self.reach_on_device // 2).clamp(max=self.num_tokens)  # [B]
-        self.reach_on_device = torch.where(self.has_draft, longer, self.reach_on_device)  # [B]
+        self.reach_on_device = self._held("reach", torch.where(self.has_draft, longer, self.reach_on_device))  # [B]
 
     def _next(self, reach: int, accepted: int, drafted: int) -> int:
         return min(max(2 * accepted + 2, reach // 2), self.num_tokens) if drafted else reach
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return the continuations of the best matches, which repeat from the match on where they reach the end."""
-        self.tokens, self.has_draft = tokens, tokens.ends < 0
+        self.tokens = tokens
         if length < 1:
+            self.has_draft = tokens.ends < 0
             return DraftTree.chain(tokens.ids[:, :0])
-        if not self.reach:
-            self.reach = [self.num_tokens] * len(tokens.lengths)
-            self.reach_on_device = torch.full_like(tokens.ends, self.num_tokens)
-        length = min(length, max(self.reach))
+        if self.reach_on_device is None:
+            self.reach_on_device = self._held("reach", torch.full_like(tokens.ends, self.num_tokens))  # [B]
+            self.reach = [] if self.is_fixed else [self.num_tokens] * len(tokens.ids)
+        length = min(length, max(self.reach, default=length))
         quality = self._quality(tokens)  # [B, W]
         branches = min(self.branches, quality.shape[1])
         best = quality.topk(branches, dim=1)  # [B, branches]
@@ -109,16 +123,19 @@ class NgramSession(DraftSession):
         period = (tokens.ends[:, None] - 1 - matches).clamp(min=1)  # [B, branches]
         source = matches[..., None] + 1 + cached_arange(length, matches.device) % period[..., None]  # [B, branches, m]
         drafts = tokens.at(source.transpose(1, 2).flatten(1))  # level by level, so that short drafts end
-        self.has_draft = best.values[:, 0] > 0  # [B]
+        self.has_draft = self._held("has_draft", best.values[:, 0] > 0)  # [B]
         counts = torch.where(self.has_draft, branches * self.reach_on_device.clamp(max=length), 0)
         if branches == 1:
             return DraftTree.chain(drafts, num_nodes=counts)
         return DraftTree(drafts, _merged(drafts.unflatten(1, (length, branches))), depth=length, num_nodes=counts)
 
+    def _held(self, name: str, value: Tensor) -> Tensor:
+        return self.view.held(f"ngram.{name}", value) if self.is_fixed else value
+
     def _quality(self, tokens: Sequences) -> Tensor:
         """Return how good every position is to continue from, [B, W] int64: long n-grams first, then late ones; 0:
         useless."""
-        width = max(tokens.lengths)
+        width = tokens.ids.shape[1] if self.is_fixed else max(tokens.lengths)
         ids, steps = tokens.ids[:, :width], tokens.steps[:width]
         newest, last = tokens.newest(self.longest), tokens.ends[:, None] - 1  # [B, n], [B, 1]
         same = steps < last  # a match has a next token

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
 from tests.models import left_padded
-from tokenahead import EagleHead
+from tokenahead import EagleHead, NgramDrafter
 
 STATIC = dict(cache_implementation="static", disable_compile=True)
 TREES = {
@@ -45,6 +45,17 @@ DRAFTERS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
 }
 
 
+LOOK_UPS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
+    "n-grams": (lambda: NgramDrafter(longest=2, num_tokens=6).attach(model_of()), {}),
+    "n-grams, branches": (lambda: NgramDrafter(longest=2, num_tokens=4, branches=2).attach(model_of()), {}),
+    "n-grams, adaptive": (
+        lambda: NgramDrafter(longest=1, num_tokens=3).attach(model_of()),
+        {"num_assistant_tokens": 5},
+    ),
+}
+"""Drafters whose blocks are wider where shapes are fixed, so that a seed gives another text."""
+
+
 def decoded(drafter, batch, **options):
     """The text and its statistics."""
     torch.manual_seed(0)
@@ -52,6 +63,17 @@ def decoded(drafter, batch, **options):
         **batch, assistant_model=drafter, use_mtp=True, return_dict_in_generate=True, pad_token_id=0, **options
     )
     return out.sequences.tolist(), out.speculation.rows_accepted, out.speculation.rows_drafts
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_look_ups_on_a_static_cache_are_those_on_a_cache_that_grows(name):
+    make, options = LOOK_UPS[name]
+    for rows in (1, 3, 8):
+        batch, accepted = left_padded(prompts(rows)), []
+        for more in ({}, STATIC):
+            *found, drafts = decoded(make(), batch, max_new_tokens=40, do_sample=False, **options, **more)
+            accepted.append((found, drafts))
+        assert accepted[0] == accepted[1] and sum(map(sum, accepted[0][0][1]))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..call.options import CallOptions, DraftOptions
+from ..call.outputs import Speculation
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
 from ..tensors.saving import whole_file
@@ -228,9 +229,17 @@ def _read_trie(saved: safe_open) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SuffixSession(DraftSession):
-    """The drafts of one call; see `SuffixDrafter`. The prompt is copied to the host once."""
+    """The drafts of one call; see `SuffixDrafter`. The prompt is copied to the host once.
+
+    Where shapes are fixed, new tokens are read when the next draft is requested, or the call ends: `advance` may be
+    replayed without the host.
+
+    Attributes:
+        num_read: How many tokens of every sequence were read, padding of the prompt included.
+    """
 
     expected: float = 0.0
+    takes_fixed = reads_host = True
 
     def __init__(self, drafter: SuffixDrafter, options: DraftOptions) -> None:
         self.drafter, self.num_tokens, self.options = drafter, options.num_tokens, options
@@ -240,16 +249,30 @@ class SuffixSession(DraftSession):
         self.nodes = options.num_tokens if self.width == 1 else tree.get("total_tokens", 2 * options.num_tokens) - 1
         self.readers = [Reader() for _ in options.prompt]
         self.tokens: Sequences | None = None
+        self.num_read: list[int] = []
 
     def begin(self, outputs: object, view: CacheView) -> None:
         """Note which tokens of the prompt are padding."""
+        self.is_fixed = view.is_fixed
         self.mask = view.mask if view.has_columns and view.is_padded else None
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Read the new tokens."""
-        if self.tokens is not None:
-            for store, reader, ids in zip(self.stores, self.readers, self.tokens.newest_on_host):
-                self._read(store, reader, ids)
+        if not self.is_fixed:
+            self._read_newest()
+
+    def finish(self, statistics: Speculation) -> None:
+        """Read the newest tokens, where they follow those that were read."""
+        if self.is_fixed:
+            self._read_newest()
+
+    def _read_newest(self) -> None:
+        if self.tokens is None:
+            return
+        for row, (ids, length) in enumerate(zip(self.tokens.newest_on_host, self.tokens.lengths)):
+            if self.num_read[row] + len(ids) == length:
+                self._read(self.stores[row], self.readers[row], ids)
+                self.num_read[row] = length
 
     def _read(self, store: SuffixCounts, reader: Reader, ids: list[int]) -> None:
         if not (self.drafter.read_only and store is self.drafter.counts):
@@ -261,20 +284,22 @@ class SuffixSession(DraftSession):
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """See `DraftSession`; sequences that have ended get no draft."""
         if self.tokens is None:
-            self.tokens = tokens
+            self.tokens, self.num_read = tokens, list(tokens.lengths)
             self._read_prompts(tokens)
+        elif self.is_fixed:
+            self._read_newest()
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         drafter, drafts, total = self.drafter, list[list[tuple[int, int]]](), 0.0
         rows = zip(self.stores, self.readers, tokens.newest_on_host, self._allowed(tokens))
+        nodes = min(self.nodes, length) if self.width == 1 else self.nodes
         for store, reader, newest, allowed in rows:
-            nodes = min(self.nodes, length) if self.width == 1 else self.nodes
             options = (reader.tail, length, nodes, self.width, drafter.factor, drafter.least, allowed)
             draft, expected = store.draft(*options) if newest else ([], 0.0)  # nothing new: it has ended
             drafts.append(draft)
             total += expected
         self.expected = total / max(sum(map(bool, tokens.newest_on_host)), 1)
-        return _tree(drafts, tokens.ids.device, self.width == 1)
+        return _tree(drafts, tokens.ids.device, self.width == 1, *((length, nodes) if self.is_fixed else ()))
 
     def _allowed(self, tokens: Sequences) -> list[Callable[[int], bool] | None]:
         """Return which tokens drafts may begin with under the call's constraints; the host waits for it."""
@@ -305,15 +330,17 @@ def _stores_of(drafter: SuffixDrafter, options: DraftOptions) -> list[SuffixCoun
     return [store for store in stores for _ in range(rows // len(stores))]  # as `generate` repeats prompts
 
 
-def _tree(drafts: list[list[tuple[int, int]]], device: torch.device, is_chain: bool) -> DraftTree:
-    """Return the drafts of all sequences, which go to the device in one copy."""
-    most = max(map(len, drafts))
+def _tree(
+    drafts: list[list[tuple[int, int]]], device: torch.device, is_chain: bool, depth: int = 0, size: int = 0
+) -> DraftTree:
+    """Return the drafts of all sequences, which go to the device in one copy; `depth` and `size` are the least."""
+    most = max(size, *map(len, drafts))
     padded = [[*draft, *[(0, -1)] * (most - len(draft)), (len(draft), 0)] for draft in drafts]
     both = torch.tensor(padded, device=device)  # [B, m + 1, 2]
     tokens, parents, counts = both[:, :most, 0], both[:, :most, 1], both[:, most, 0]
     if is_chain or not most:
         return DraftTree.chain(tokens, num_nodes=counts)
-    deepest = 0
+    deepest = depth
     for draft in drafts:
         depths: list[int] = []
         for _, parent in draft:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
 from tests.models import left_padded
-from tokenahead import EagleHead, NgramDrafter
+from tokenahead import DrafterCascade, EagleHead, NgramDrafter, SuffixDrafter
 
 STATIC = dict(cache_implementation="static", disable_compile=True)
 TREES = {
@@ -52,6 +52,9 @@ LOOK_UPS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
         lambda: NgramDrafter(longest=1, num_tokens=3).attach(model_of()),
         {"num_assistant_tokens": 5},
     ),
+    "suffixes": (lambda: SuffixDrafter(num_tokens=5).attach(model_of()), {}),
+    "suffixes, branches": (lambda: SuffixDrafter().attach(model_of()), {"draft_tree": {"top_k": 2, "total_tokens": 8}}),
+    "suffixes and EAGLE": (lambda: DrafterCascade([SuffixDrafter(), trained_eagle(1)]).attach(model_of()), {}),
 }
 """Drafters whose blocks are wider where shapes are fixed, so that a seed gives another text."""
 
@@ -71,8 +74,9 @@ def test_look_ups_on_a_static_cache_are_those_on_a_cache_that_grows(name):
     for rows in (1, 3, 8):
         batch, accepted = left_padded(prompts(rows)), []
         for more in ({}, STATIC):
-            *found, drafts = decoded(make(), batch, max_new_tokens=40, do_sample=False, **options, **more)
-            accepted.append((found, drafts))
+            drafter = make()
+            found = [decoded(drafter, batch, max_new_tokens=40, do_sample=False, **options, **more) for _ in range(2)]
+            accepted.append(found)
         assert accepted[0] == accepted[1] and sum(map(sum, accepted[0][0][1]))
 
 

@@ -10,7 +10,8 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from ..call.sequences import NewTokens
-from ..contract import CacheView
+from ..contract import CacheView, States, each_state
+from ..tensors.masks import cached_arange
 from .cache import CacheLayout, RaggedLayer
 from .static import FixedLayer, FixedLayout
 
@@ -102,6 +103,16 @@ def drafter_layout(view: CacheView, size: int, limit: int, span: int, name: str)
     if view.is_fixed:
         return DrafterLayout(view, size, limit, span, name)
     return CacheLayout(_last(view.mask, size), view.is_padded, limit, span, view.counts)
+
+
+def of_accepted(states: States | None, new: Tensor) -> States:
+    """Return hidden states [B, F, D] of a block with zeros after the first `new` [B]: no rejected draft leaves NaN."""
+
+    def own(state: Tensor) -> Tensor:
+        is_other = cached_arange(state.shape[1], state.device) >= new.to(state.device)[:, None]  # [B, F]
+        return state.masked_fill(is_other[..., None], 0)
+
+    return each_state(states, own) or ()
 
 
 def _last(mask: Tensor, size: int) -> Tensor:

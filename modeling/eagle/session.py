@@ -13,12 +13,13 @@ them. These new pairs run first in the next draft, and the last of them proposes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...generation.backbone.drafting import DrafterLayout, drafter_layout
+from ...generation.backbone.drafting import DrafterLayout, drafter_layout, of_accepted
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
 from ...generation.call.sequences import NewTokens, Sequences
@@ -176,10 +177,9 @@ class _FixedPairs:
 
     def take(self, features: Tensor, new: Tensor) -> None:
         """Take the features [B, P or fewer, d] of a block, of which the first `new` [B] are accepted."""
-        count = features.shape[1]
         self.new.copy_(new)
-        is_other = cached_arange(count, features.device) >= self.new.to(features.device)[:, None]  # [B, P]
-        self.features[:, :count] = features.masked_fill(is_other[..., None], 0)
+        (own,) = of_accepted((features,), new)
+        self.features[:, : features.shape[1]] = cast(Tensor, own)
 
     def run(self, tokens: Sequences) -> Tensor:
         """Run the pairs, and return the features [B, 1, d] of each sequence's last one; any where it has ended."""

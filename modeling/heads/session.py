@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...generation.backbone.cache import CacheLayout, block_mask
+from ...generation.backbone.cache import block_mask
+from ...generation.backbone.drafting import drafter_layout, of_accepted
 from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions, chosen, warped
 from ...generation.call.sequences import Sequences
@@ -182,6 +183,7 @@ class AttendingHeadSession(HeadSession):
     def __init__(self, heads: WindowHeadMixin, options: DraftOptions, read: Callable[..., Tensor]) -> None:
         super().__init__(heads.distribution_after, options, heads.hidden_layers, read, heads.draft_vocabulary)
         self.cache = DynamicCache()
+        self.takes_fixed = True
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Run over the prompt; columns of an earlier call in the backbone's cache are ignored.
@@ -193,20 +195,25 @@ class AttendingHeadSession(HeadSession):
             raise ValueError("heads that attend need a backbone on transformers' own caches; use heads that do not")
         size = outputs.hidden_states[-1].shape[1]
         self.view, span = view, self.num_tokens + 1
-        self.layout = CacheLayout(view.mask[:, -size:], view.is_padded, self.options.max_length, span, view.counts)
+        self.layout = drafter_layout(view, size, self.options.max_length, span, "heads")
         self.layout.install_layers(self.cache)
         self.layout.block_offset = -size
-        self.hidden = self._run(outputs.hidden_states, size)[:, -1]  # [B, F]
+        self.hidden = view.held("heads.hidden", self._run(outputs.hidden_states, size)[:, -1])  # [B, F]
         self.layout.block_offset = 0
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Run over the new tokens."""
         new = self.view.new_tokens
-        if new.longest == 0:
+        if self.view.is_fixed:
+            size, states = outputs.logits.shape[1], of_accepted(outputs.hidden_states, new.on_device)
+            last = (new.on_device - 1).clamp(min=0)  # [B]
+        elif (size := new.longest) == 0:
             return
-        features = self._run(outputs.first(new.longest), new.longest)  # [B, T, F]
-        last = to_device(result.num_accepted.clamp(max=new.longest - 1), features.device)  # an ended one's is any
-        self.hidden = features[cached_arange(len(features), features.device), last]  # [B, F]
+        else:
+            states, last = outputs.first(size), result.num_accepted.clamp(max=size - 1)  # an ended one's is any
+        features = self._run(states, size)  # [B, T, F]
+        ends = cached_arange(len(features), features.device), to_device(last, features.device)
+        self.hidden = self.view.held("heads.hidden", features[ends])  # [B, F]
         self.layout.keep(new)
 
     def _run(self, states: tuple[Tensor | None, ...], size: int) -> Tensor:

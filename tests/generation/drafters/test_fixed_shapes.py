@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
 from tests.models import left_padded
-from tokenahead import DrafterCascade, EagleHead, NgramDrafter, SuffixDrafter
+from tokenahead import DrafterCascade, EagleHead, MTPHeads, NgramDrafter, SuffixDrafter
 
 STATIC = dict(cache_implementation="static", disable_compile=True)
 TREES = {
@@ -39,9 +39,19 @@ def parallel_eagle() -> EagleHead:
     return EagleHead.from_backbone(model_of(), **options)
 
 
+@cache
+def heads(kind: str, **options) -> MTPHeads:
+    """Heads that attend."""
+    torch.manual_seed(0)
+    return MTPHeads.from_backbone(model_of(), head_type=kind, window=4, **options)
+
+
 DRAFTERS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
     **{f"EAGLE-{v} {name}": (lambda v=v: trained_eagle(v), tree) for v in (1, 3) for name, tree in TREES.items()},
     "P-EAGLE": (parallel_eagle, {}),
+    "layers": (lambda: heads("layer"), {}),
+    "layers, ranked": (lambda: heads("layer"), TREES["ranked"]),
+    "Hydra++": (lambda: heads("hydra", arch="prefix-mlp"), {}),
 }
 
 

@@ -23,16 +23,19 @@ module before. A level of nodes that meets a module for the first time brings al
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from ...configuration.fields import chooses_blocks, masks_padding_alone
-from ...generation.backbone.cache import CacheLayout
 from ...generation.backbone.convolved import module_layers, own_columns
+from ...generation.backbone.drafting import drafter_layout, of_accepted
 from ...generation.backbone.indexed import real_tokens
 from ...generation.backbone.target import note_positions
+from ...generation.call.constraints import DraftMasks
 from ...generation.call.options import DraftOptions
-from ...generation.call.sequences import Sequences
+from ...generation.call.sequences import NewTokens, Sequences
 from ...generation.contract import (
     CacheView,
     DraftSession,
@@ -42,7 +45,7 @@ from ...generation.contract import (
     VerificationResult,
     taken,
 )
-from ...generation.tensors.masks import cached_range
+from ...generation.tensors.masks import cached_arange, cached_range
 from ...generation.tensors.wrapped_models import Kwargs
 from ...generation.trees.growth import Ancestry, chain_of, grow, most_nodes
 from ..common.backbone_parts import part_logits
@@ -77,6 +80,7 @@ class ModuleSession(DraftSession):
         others = set(model.mtp.kinds) - set(_TREE_KINDS)
         if options.draft_tree is not None and others:
             raise ValueError(f"draft_tree: modules with {', '.join(sorted(others))} draft chains only; leave it out")
+        self.takes_fixed = not others and module_layers(model.config) is None
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the prompt's states [B, L, D]; columns of an earlier call in the backbone's cache are ignored."""
@@ -86,13 +90,18 @@ class ModuleSession(DraftSession):
         self.pending = self.states.shape[1]
         # pending columns are read again, and sequences with fewer new tokens go back by as many meanwhile
         span = 2 * (_LAG + self.num_tokens + self.depth) + most_nodes(self.options)
-        mask = view.mask[:, -self.pending :]
-        self.layout = CacheLayout(mask, view.is_padded, self.options.max_length, span, view.counts)
+        self.layout = drafter_layout(view, self.pending, self.options.max_length, span, "modules")
         self.layout.install_layers(self.cache, module_layers(self.model.config))
+        if view.is_fixed:  # the columns that deeper modules compute again, and those of a draft that is accepted
+            self.num_fixed = self.depth + self.num_tokens
+            self.newest = view.held("modules.states", self._newest(self.num_fixed))  # [B, P, D]
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Append the newest states of every sequence, right-aligned."""
         new = self.view.new_tokens
+        if self.view.is_fixed:
+            self._append_fixed(outputs.state(), new)
+            return
         if new.longest == 0:
             return
         wanted = self.pending + new.longest
@@ -106,31 +115,57 @@ class ModuleSession(DraftSession):
         self.layout.keep(new)
         self.pending = wanted
 
+    def _newest(self, count: int) -> Tensor:
+        """Return the newest `count` states, [B, count, D]; zeros before those that there are."""
+        states = self.states[:, -count:]
+        return torch.nn.functional.pad(states, (0, 0, count - states.shape[1], 0))
+
+    def _append_fixed(self, block: Tensor, new: NewTokens) -> None:
+        """Append the first `new` states of a block [B, F, D]: as many columns are pending in every cycle."""
+        (own,) = of_accepted((block,), new.on_device)
+        states = torch.cat([self.newest, cast(Tensor, own)], dim=1)  # [B, P + F, D]
+        source = new.on_device[:, None] + cached_arange(self.num_fixed, new.on_device.device)  # [B, P]
+        self.newest = self.view.held("modules.states", taken(states, source.to(states.device)))
+        self.layout.keep(new)
+
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
-        if length < 1:
+        is_fixed = self.view.is_fixed
+        if length < 1 and not is_fixed:
             return DraftTree.chain(tokens.ids[:, :0])
         pending, masks = self.pending, self.options.masks(tokens)
-        if self.options.draft_tree is not None and pending >= self.depth:  # else the prompt is too short
+        if self.options.draft_tree is not None and length > 0 and pending >= self.depth:  # else the prompt is too short
             tree = grow(ModuleGrowth(self, tokens), self.options, length, masks)
             self.pending = self.depth - 1
-            return tree
+        else:
+            tree = self._chain(tokens, length, masks)
+        if is_fixed:  # before the first draft they are the prompt's
+            self.states, self.pending = self.newest, self.num_fixed
+        return tree
+
+    def _chain(self, tokens: Sequences, length: int, masks: DraftMasks | None) -> DraftTree:
+        """Return a chain of up to `length` tokens; it ends with a token that no sequence is sure of."""
+        pending = self.pending
         hidden, ids, first = self.states[:, -pending:], tokens.newest(pending), -pending
-        late, prepared = pending > _LAG, self._prepared(hidden)
-        drafts, probs = [], []
-        for k in range(1, max(length, self.depth if late else 1) + 1):
+        late, prepared = pending > _LAG or self.view.is_fixed, self._prepared(hidden)
+        drafts, probs, last = [], [], max(length, self.depth if late else 1)
+        for k in range(1, last + 1):
             if k > self.depth:  # the last module goes on, one new column at a time
                 hidden, ids, first, prepared = hidden[:, -1:], ids[:, -1:], k - self.depth - 1, None
             hidden = self._step(k, hidden, ids, first, prepared)
-            logits = self._logits(k, hidden[:, -1])  # [B, v]
-            token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size, masks)
+            if k <= length:
+                logits = self._logits(k, hidden[:, -1])  # [B, v]
+                token, distribution = self.options.choose(logits, self.draft_ids(logits.device), self.vocab_size, masks)
+                drafts.append(token)
+                probs.append(distribution)
+            else:  # any token: the columns that it is read in are computed again
+                token, distribution = ids[:, -1], None
             ids = torch.cat([ids[:, 1:], token[:, None]], dim=1)  # [B, R]
-            drafts.append(token)
-            probs.append(distribution)
             if not late and self.options.is_unsure(token, distribution):
+                last = k
                 break
-        if len(drafts) >= self.depth:  # only columns whose tokens are verified count, in all modules alike
+        if last >= self.depth:  # only columns whose tokens are verified count, in all modules alike
             self.pending = min(self.pending, self.depth - 1)
-        return chain_of(drafts[:length], probs[:length], self.options)
+        return chain_of(drafts, probs, self.options) if drafts else DraftTree.chain(tokens.ids[:, :0])
 
     def _step(self, k: int, hidden: Tensor, ids: Tensor, first: int, prepared: Kwargs | None = None) -> Tensor:
         """Run module k over columns that begin `first` after the backbone's, [B, R, H]."""

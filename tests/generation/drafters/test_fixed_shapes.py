@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
 from tests.models import left_padded
-from tokenahead import DrafterCascade, EagleHead, MTPHeads, NgramDrafter, SuffixDrafter
+from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, SuffixDrafter
 
 STATIC = dict(cache_implementation="static", disable_compile=True)
 TREES = {
@@ -48,6 +48,9 @@ def heads(kind: str, **options) -> MTPHeads:
 
 DRAFTERS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
     **{f"EAGLE-{v} {name}": (lambda v=v: trained_eagle(v), tree) for v in (1, 3) for name, tree in TREES.items()},
+    "modules": (lambda: modules(2), {"num_assistant_tokens": 4}),
+    "modules, unused": (lambda: modules(2), {"num_assistant_tokens": 1}),
+    "modules, grown": (lambda: modules(2), TREES["grown"]),
     "P-EAGLE": (parallel_eagle, {}),
     "layers": (lambda: heads("layer"), {}),
     "layers, ranked": (lambda: heads("layer"), TREES["ranked"]),
@@ -69,12 +72,18 @@ LOOK_UPS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
 """Drafters whose blocks are wider where shapes are fixed, so that a seed gives another text."""
 
 
+@cache
+def modules(count: int) -> DeepSeekMTP:
+    """A model that drafts for itself."""
+    torch.manual_seed(0)
+    return DeepSeekMTP.from_backbone(backbone(), count).eval()
+
+
 def decoded(drafter, batch, **options):
     """The text and its statistics."""
     torch.manual_seed(0)
-    out = model_of().generate(
-        **batch, assistant_model=drafter, use_mtp=True, return_dict_in_generate=True, pad_token_id=0, **options
-    )
+    model, own = (drafter, {}) if isinstance(drafter, DeepSeekMTP) else (model_of(), {"assistant_model": drafter})
+    out = model.generate(**batch, **own, use_mtp=True, return_dict_in_generate=True, pad_token_id=0, **options)
     return out.sequences.tolist(), out.speculation.rows_accepted, out.speculation.rows_drafts
 
 

@@ -43,6 +43,7 @@ from .backbone.backbones import check_prompt, check_user_cache
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
+from .graphs import running
 from .loop import SpeculativeLoop
 from .plan import Call, SpeculationPlan
 from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments, readable, untyped
@@ -157,7 +158,7 @@ def speculative_decoding(
     if plan.options.draft_tree == "auto":
         _choose_tree(plan)
     plan.complete()
-    with readable(model), plan.call.drafter.running(model):
+    with readable(model), plan.call.drafter.running(model), running():
         output = SpeculativeLoop(plan).run(plan.synced_gpus)
     if plan.schedule is not None:
         plan.call.drafter.remember(plan.schedule, plan.session, plan.draft_options)

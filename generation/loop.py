@@ -12,6 +12,9 @@ The host waits for the device once in a cycle, for accepted counts, tokens, draf
 Where sequences end (at eos, at stop strings, at the length limit) goes back in one copy, and only where sequences
 differ.
 
+On a cache of a fixed size the ends are also found on the device (`Stopping.counts`), so that a whole cycle comes before
+the host reads it, and can be recorded and replayed (`graphs`).
+
 Where scores of an open sequence, or what its draft was chosen from, are no numbers (NaN, +inf, -inf everywhere), the
 cycle is repeated on the cache as it was with b alone: a row that nobody sees is multiplied by 0, and 0 times NaN is
 NaN. If b's scores are none either, the backbone is at fault, which is an error; else the drafter is left out from there
@@ -21,30 +24,41 @@ on.
 from __future__ import annotations
 
 import time
-from typing import cast
+from collections.abc import Callable
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache
-from transformers.generation.streamers import BaseStreamer
 
-from ..configuration.cache_names import CACHE, cache_of
-from ..configuration.fields import learned_positions, requested_states
+from ..configuration.cache_names import cache_of
+from ..configuration.fields import requested_states
 from .backbone.backbones import target_of
+from .backbone.static import StaticBackbone
 from .backbone.target import OwnCacheBackbone, RaggedBackbone, Target
-from .call.outputs import GenerateSpeculativeOutput, Speculation
-from .call.records import Records
-from .call.sequences import NewTokens, Sequences
-from .call.stopping import Stopping
+from .call.outputs import GenerateSpeculativeOutput, Graphs
+from .call.sequences import FixedSequences, NewTokens
 from .contract import DraftTree, SpeculativeCache, TargetOutput, VerificationResult
+from .graphs import Observer, Recorder, called, fingerprint, obstacle_to_whole
 from .plan import SpeculationPlan, decode_plainly
+from .results import Results
 from .tensors.masks import to_device
 from .tensors.wrapped_models import has_foreign_hooks, untyped
 from .trees.growth import most_nodes
-from .verification.verifiers import Cycle, GreedyVerifier
+from .verification.cycles import Cycle
+from .verification.verifiers import GreedyVerifier
+
+_LENGTHS = 1, 2, 4
+"""Lengths of drafts that adaptive ones are rounded up to where each has a recording; full ones have another."""
+P = ParamSpec("P")
+R = TypeVar("R")
+REGION_OBSERVER: Observer | None = None
+"""Called in place of every region that could be replayed: `"cycle"`, or `"forward"` where the rest of a cycle needs the
+host."""
 
 
-class SpeculativeLoop:
+class SpeculativeLoop(Results):
     """One call of `generate`.
 
     State between cycles: the tokens of every sequence, of which all but the last are in the cache, and the session's.
@@ -53,34 +67,24 @@ class SpeculativeLoop:
         plan: Complete (`SpeculationPlan.complete`).
     """
 
-    target: Target
-    called: float
+    fixed: FixedSequences | None = None
+    recorder: Recorder | None = None
+    is_whole = is_constant = False
+    drafted = called = 0.0
 
     def __init__(self, plan: SpeculationPlan) -> None:
+        super().__init__(plan)
         prompt, options, config, session = plan.prompt, plan.draft_options, plan.config, plan.session
-        self.plan, self.backbone, self.verifier_model = plan, plan.call.backbone, plan.verifier_model
-        self.session, self.verifier, self.schedule, self.keywords = session, plan.verifier, plan.schedule, plan.keywords
-        self.config, self.model_kwargs, self.streamer = config, plan.model_kwargs, plan.streamer
+        self.verifier_model, self.verifier, self.schedule = plan.verifier_model, plan.verifier, plan.schedule
+        self.model_kwargs = plan.model_kwargs
         self.processing = options.processing if options.processors else None
         self.watch = self.processing.watch() if self.processing is not None and options.drafts else None
         self.is_plain, self.is_trial, self.is_left_out = False, False, False
-        self.returns_cache = plan.has_user_cache or config.return_dict_in_generate
         is_read = self.returns_cache or session.reads_cache
         may_drop_finished = len(prompt) > 1 and plan.keywords is None and not (is_read or session.lookahead)
         self.may_drop_finished = may_drop_finished and not has_foreign_hooks(plan.verifier_model)
         self.hidden_layers = requested_states(bool(config.output_hidden_states) or session.hidden_layers)
-        self.tokens, self.streamed = Sequences(prompt), prompt.shape[1]
-        self.done = [False] * len(prompt)
-        is_recorded = config.output_scores or config.output_logits or config.output_hidden_states
-        self.records = Records(config, len(prompt)) if config.return_dict_in_generate and is_recorded else None
-        self.stopping = Stopping(plan.criteria, options.pad, self.records and self.records.scores_of)
-        self.pad = options.pad
         self.span = most_nodes(options) if options.draft_tree else 1 + options.num_tokens
-        self.statistics = Speculation([[] for _ in prompt], [[] for _ in prompt], rows_depths=[[] for _ in prompt])
-        self.empty = DraftTree.chain(prompt[:, :0])
-        self.table = learned_positions(self.backbone.config.get_text_config())
-        self.starts: list[int] | None = None
-        self.unwritten = 0  # columns of the cache without ids: embeddings, or an earlier call's
 
     def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
         """Decode until every sequence has ended.
@@ -95,32 +99,23 @@ class SpeculativeLoop:
             self._prefill()
             device = self.tokens.ids.device
             while self.backbone._has_unfinished_sequences(all(self.done), synced_gpus, device=device):
-                started = time.perf_counter()
+                started = self.drafted = self.called = time.perf_counter()
                 length = 0 if self.is_trial else self._length()
-                tree = self.session.propose(self.tokens, length) if self._drafts() else self.empty
-                drafted = time.perf_counter()
-                cycle = self._verified(tree)
-                if cycle.faults:
-                    cycle = self._without_drafts(cycle)
-                tree, result = cycle.tree, cycle.result
-                accepted, new_tokens = self._settle(cycle)
-                is_cut = sum(new_tokens.counts) < sum(accepted) + len(accepted)
-                if is_cut and self.stopping.holds:  # the last token that a sequence keeps is a draft
-                    result = result.first(new_tokens.on_device)
-                self.target.keep(new_tokens, None if tree.is_chain else result.path)
-                if self._drafts():
-                    self.session.advance(cycle.outputs.along(result, tree), result)
+                cycle, accepted = self._cycle(length)
                 if self.may_drop_finished and any(self.done):
                     self.target.drop_finished(self.done)
                 ended = time.perf_counter()
-                if self.schedule is not None and self.target.is_steady and self._drafts() and not self.is_trial:
-                    self.schedule.update(tree.depth, accepted, ended - started, length)
+                is_steady = self.target.is_steady and (self.recorder is None or self.recorder.is_steady)
+                if self.schedule is not None and is_steady and self._drafts() and not self.is_trial:
+                    self.schedule.update(cycle.tree.depth, accepted, ended - started, length)
                 self.statistics.cycle_seconds += ended - started
-                self.statistics.draft_seconds += drafted - started
+                self.statistics.draft_seconds += self.drafted - started
                 self.statistics.verify_seconds += ended - self.called
             if self.streamer is not None:
                 self.streamer.end()
             output = self._output()
+            if (told := self.statistics.graphs) is not None and isinstance(self.target, StaticBackbone):
+                told.buffer_bytes, told.buffers_made = self.target.buffer_use()
             self.session.finish(self.statistics)
             return output
         except BaseException:  # a user's cache must not end with layers that only this loop can use
@@ -157,30 +152,105 @@ class SpeculativeLoop:
         logits = outputs.logits[:, -1:].to(prompt.device, torch.float32)  # [B, 1, V]
         scores = self._scores(logits, self.empty, is_prefill=True)
         states = TargetOutput(logits, outputs.hidden_states)
-        cycle = self._on_host(Cycle(self.empty, self.empty, states, scores, self._picked(scores)))
+        cycle = self._on_host(self._checked(Cycle(self.empty, self.empty, states, scores, self._picked(scores))))
         if cycle.faults:
             cycle = self._without_drafts(cycle)
         self._settle(cycle, is_prefill=True)
+        if self.plan.config.cache_implementation == "static":
+            self.statistics.graphs = self._fix(self.target)
         self.session.begin(outputs, self.target)
+
+    def _fix(self, target: Target) -> Graphs:
+        """Go on in tensors with constant addresses, if shapes are fixed, and record what can be replayed."""
+        plan, told = self.plan, Graphs()
+        if not isinstance(target, StaticBackbone) or target.buffers is None or not target.is_fixed:
+            told.reasons["cycle"] = plan.unfixed or "another cache than transformers' own"
+            return told
+        room, hold = target.layout.capacity - self.unwritten, target.held
+        self.tokens = self.fixed = FixedSequences(self.tokens, room, hold)
+        self.stopping.hold(hold, self.tokens.ids.device)
+        self.verifier.hold(hold, room - self.tokens.prompt_length)
+        if self.records is not None:
+            self.records.copies = True
+        if (reason := obstacle_to_whole(plan.draft_options, self.stopping.others)) is not None:
+            told.reasons["cycle"] = reason
+        self.is_whole = reason is None
+        if plan.unrecorded is not None:
+            told.reasons["cycle" if self.is_whole else "forward"] = plan.unrecorded
+        else:
+            shape = fingerprint(*plan.marks, self.is_whole, self.table, self.hidden_layers, *target.marks)
+            self.recorder = Recorder(target.buffers, shape, self.verifier_model.device, told)
+        return told
 
     def _drafts(self) -> bool:
         """Return whether the session still drafts."""
         return not (self.is_plain or self.is_left_out)
 
-    def _verified(self, tree: DraftTree) -> Cycle:
-        """Call the backbone on b and a draft, and verify this."""
+    def _cycle(self, length: int) -> tuple[Cycle, list[int]]:
+        """Draft, verify, and move on; return the cycle, and the accepted drafts of the open sequences."""
+        self.statistics.backbone_calls += 1
+        if self.fixed is not None and self.is_whole and self._drafts():
+            cycle = self._on_host(replace(self._region("cycle", self._whole, length, self.fixed)))
+            if not cycle.faults:
+                return cycle, self._settle(cycle)[0]
+        else:
+            cycle = self._on_host(self._verified(*self._region("forward", self._read, length)))
+        if cycle.faults:
+            cycle = self._without_drafts(cycle)
+        accepted, new_tokens = self._settle(cycle)
+        is_cut = sum(new_tokens.counts) < sum(accepted) + len(accepted)
+        if is_cut and self.stopping.holds:  # the last token that a sequence keeps is a draft
+            cycle.result = cycle.result.first(new_tokens.on_device)
+        if self.fixed is not None:
+            self.fixed.end(self.done)
+        self._move_on(cycle, new_tokens)
+        return cycle, accepted
+
+    def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what a part of a cycle returns in which the host waits for nothing."""
+        recorder = self.recorder if self.is_constant else None
+        return (REGION_OBSERVER or recorder or called)(name, function, *args, **kwargs)
+
+    def _whole(self, length: int, tokens: FixedSequences) -> Cycle:
+        """Return a cycle that ends before the host has read it; where a sequence is at fault, it leaves no trace."""
+        cycle = self._verified(*self._read(length))
+        counts = self.stopping.counts(tokens, cycle.result, cycle.is_sound())  # [B]
+        self._move_on(cycle, NewTokens.unread(counts))
+        return cycle
+
+    def _move_on(self, cycle: Cycle, new: NewTokens) -> None:
+        """Leave new tokens in sequences and cache, and show the session what was verified."""
+        tree, result = cycle.tree, cycle.result
+        if self.fixed is not None:
+            new = NewTokens.unread(new.on_device)  # nobody is told more
+            self.fixed.extend(new)
+        self.target.keep(new, None if tree.is_chain else result.path)
+        if self._drafts():
+            self.session.advance(cycle.outputs.along(result, tree), result)
+
+    def _read(self, length: int) -> tuple[DraftTree, TargetOutput]:
+        """Draft, and call the backbone on b and the draft."""
+        tree = self.session.propose(self.tokens, length) if self._drafts() else self.empty
+        self.drafted = time.perf_counter()
+        return tree, self._forward(tree)
+
+    def _forward(self, tree: DraftTree) -> TargetOutput:
+        """Call the backbone on b and a draft."""
         block = torch.cat([self.tokens.last()[:, None], tree.tokens], dim=1)  # [B, m + 1]
         if self.keywords is not None:
             self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
         outputs = self.target.forward(block, tree, self.hidden_layers)
-        self.statistics.backbone_calls += 1
-        self.called = time.perf_counter()
         outputs.logits = to_device(outputs.logits, block.device, torch.float32)  # [B, m + 1, V]
+        self.called = time.perf_counter()
+        return outputs
+
+    def _verified(self, tree: DraftTree, outputs: TargetOutput) -> Cycle:
+        """Verify a draft."""
         scores, fed = self._scores(outputs.logits, tree), tree  # [B, m + 1, V]
         if self.is_plain:  # since this cycle, perhaps: then its drafts were read, and are dropped
             tree, outputs = self.empty, TargetOutput(outputs.logits[:, :1], outputs.first(1))
         result = self.verifier.verify(tree, scores) if self._drafts() else self._picked(scores)
-        return self._on_host(Cycle(fed, tree, outputs, scores, result))
+        return self._checked(Cycle(fed, tree, outputs, scores, result))
 
     def _without_drafts(self, cycle: Cycle) -> Cycle:
         """Return a cycle of the bonus token alone in the place of one with faults; from then on nothing is drafted.
@@ -191,7 +261,8 @@ class SpeculativeLoop:
         are_scores, are_drafts = cycle.has_finite_scores(), cycle.has_finite_drafts()
         if are_scores and are_drafts and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:
             self.verifier.takes_infinity = True  # processors made it, and plain decoding goes on from it
-            cycle = self._on_host(cycle)
+            self.recorder = None
+            cycle = self._on_host(self._checked(cycle))
             return self._without_drafts(cycle) if cycle.faults else cycle
         if are_drafts and (are_scores or cycle.fed.is_empty):
             raise cycle.refusal(self.backbone, self.processing)
@@ -199,7 +270,8 @@ class SpeculativeLoop:
         self.target.forget(NewTokens([0] * len(self.done), self.tokens.ids.device))
         if self.watch is not None:
             self.watch.restore()
-        cycle = self._verified(self.empty)
+        self.statistics.backbone_calls += 1
+        cycle = self._on_host(self._verified(self.empty, self._forward(self.empty)))
         if cycle.faults:
             cycle = self._without_drafts(cycle)
         self.plan.call.drafter.warn_of_numbers()
@@ -244,29 +316,20 @@ class SpeculativeLoop:
         """Return the longest path to draft now: verification adds one more token, and nothing goes beyond the end."""
         longest = self.session.num_tokens if self.schedule is None else self.schedule.length()
         positions = self._positions_left()
+        is_recorded = self.recorder is not None or REGION_OBSERVER is not None
+        self.is_constant = is_recorded and self.fixed is not None and positions >= self.session.num_tokens
+        if self.is_constant:  # drafts beyond the end are cut
+            self.target.last_position = None if self.table is None else self.table - 1
+            return min(n for n in (0, *_LENGTHS, self.session.num_tokens) if n >= longest)
         if self.session.is_deterministic:  # a shorter draft is verified differently
             return longest
-        open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
-        tokens = max((self.stopping.tokens_left(n) for n in open_lengths), default=1)
-        length = max(min(longest, tokens - 1, positions), 0)
+        length = max(min(longest, self._tokens_left() - 1, positions), 0)
         return length if self.keywords is None else self.keywords.longest(self.tokens, length, self.done)
 
-    def _may_leave_table(self, new_tokens: int) -> bool:
-        """Return whether so many new tokens need more positions than a table has."""
-        return self.starts is not None and self.table is not None and max(self.starts) + new_tokens > self.table
-
-    def _positions_left(self) -> int:
-        """Return how many positions of a table follow b in every open sequence.
-
-        Sequences that have ended repeat the last position. Open ones never do: beyond a table there is no text, and the
-        backbone raises an error of its own.
-        """
-        if self.starts is None or self.table is None:
-            return 2**31
-        left = [self.table - start - n for start, n in zip(self.starts, self.tokens.num_new)]
-        fewest = min((count for count, done in zip(left, self.done) if not done), default=0)
-        self.target.last_position = self.table - 1 if fewest >= 0 and any(self.done) else None
-        return fewest
+    def _tokens_left(self) -> int:
+        """Return how many tokens the length limit leaves for the shortest open sequence."""
+        open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
+        return max((self.stopping.tokens_left(n) for n in open_lengths), default=1)
 
     def _settle(self, cycle: Cycle, is_prefill: bool = False) -> tuple[list[int], NewTokens]:
         """Write a verification result to sequences, records and statistics.
@@ -290,7 +353,8 @@ class SpeculativeLoop:
         if self.records is not None:
             self.records.cut([n + count for n, count in zip(self.tokens.num_new, counts)])
         if not is_prefill:
-            self._count(before, accepted, counts, drafts, depth)
+            asked = [-1 if old else count for count, old in zip(accepted, before)]
+            self.statistics.count(asked, counts, self.done, drafts, depth)
         self.tokens.keep(new_tokens)
         self.tokens.newest_on_host = [ids[:count] for ids, count in zip(verified, counts)]
         self.tokens.drafted_on_host = [len(draft) for draft in drafts]
@@ -298,8 +362,8 @@ class SpeculativeLoop:
             self._stream(self.streamer)
         return [count for count, done in zip(accepted, before) if not done], new_tokens
 
-    def _on_host(self, cycle: Cycle) -> Cycle:
-        """Write new tokens, and let the host read what it needs: it waits for the device, once in a cycle."""
+    def _checked(self, cycle: Cycle) -> Cycle:
+        """Write new tokens, and what the host reads of a cycle."""
         self.tokens.write(cycle.result.tokens)
         if cycle.numbers is None and cycle.fed is not self.empty:
             cycle.numbers = self.plan.draft_options.numbers.taken(self.tokens.ids.device)
@@ -307,10 +371,17 @@ class SpeculativeLoop:
         if self.processing is not None and cycle.fed.auxiliary is not None:  # processors may make numbers of NaN
             largest = cycle.outputs.logits.amax((1, 2))[:, None]  # [B, 1]
             rows = largest if rows is None else rows + largest
-        is_faulty, cycle.faults = cycle.read(rows), []
+        cycle.write(rows)
+        return cycle
+
+    def _on_host(self, cycle: Cycle) -> Cycle:
+        """Let the host read what it needs: it waits for the device, once in a cycle."""
+        is_faulty, cycle.faults = cycle.read(), []
         if any(is_faulty):
             ignored = zip(is_faulty, self.done, self._waiting())
             cycle.faults = [row for row, (fault, done, waits) in enumerate(ignored) if fault and not (done or waits)]
+        if self.is_constant:
+            cycle.shorten(self._tokens_left() - 1)
         return cycle
 
     def _waiting(self) -> list[bool]:
@@ -318,78 +389,3 @@ class SpeculativeLoop:
         lengths = self.tokens.lengths
         fewest = min((n for n, done in zip(lengths, self.done) if not done), default=0)
         return [self.is_plain and n > fewest for n in lengths]
-
-    def _count(
-        self, before: list[bool], accepted: list[int], new: list[int], drafts: list[list[int]], depth: int
-    ) -> None:
-        for index, draft in enumerate(drafts):
-            if not before[index] and accepted[index] >= 0:
-                count = new[index] - (not self.done[index])
-                self.statistics.rows_accepted[index].append(min(accepted[index], count))
-                self.statistics.rows_drafts[index].append(draft)
-                self.statistics.rows_depths[index].append(min(depth, len(draft)))
-
-    def _stream(self, streamer: BaseStreamer) -> None:
-        lengths, ends = self.tokens.lengths, None
-        ready = min((n for n, done in zip(lengths, self.done) if not done), default=max(lengths))
-        if self.stopping.in_step:
-            ready, ends = self.stopping.shown, self.stopping.ends
-        # one column at a time: text streamers are exact only so
-        for column in self.tokens.columns(self.streamed, ready, self.pad, ends).cpu().unbind(1):
-            streamer.put(column)
-        self.streamed = max(self.streamed, ready)
-
-    def _output(self) -> GenerateSpeculativeOutput | Tensor:
-        decoded = self.tokens.lengths
-        if self.stopping.in_step:
-            self._drop_what_ran_ahead(self.stopping.ends)
-        self.statistics.new_tokens = sum(self.tokens.num_new)
-        sequences = self.tokens.columns(0, max(self.tokens.lengths), self.pad)  # [B, L + new]
-        if self.returns_cache:  # it may cost a forward
-            self._align_cache(decoded)
-        if not self.config.return_dict_in_generate:
-            return sequences
-        generated = zip(sequences[:, self.tokens.prompt_length :], self.tokens.num_new)
-        self.statistics.vocabulary_coverage = self.session.coverage(torch.cat([ids[:n] for ids, n in generated]))
-        scores = logits = hidden_states = None
-        if self.records is not None:
-            scores, logits, hidden_states = self.records.per_token(self.tokens.num_new, self.pad)
-        return GenerateSpeculativeOutput(
-            sequences=cast(torch.LongTensor, sequences),
-            scores=scores,
-            logits=logits,
-            hidden_states=hidden_states,
-            speculation=self.statistics,
-            **untyped({CACHE: self.target.cache}),
-        )
-
-    def _drop_what_ran_ahead(self, ends: list[int]) -> None:
-        """Cut sequences, records and statistics where criteria ended sequences that had run ahead."""
-        self.tokens.shorten(ends)
-        self.statistics.cut(self.tokens.num_new)
-        if self.records is not None:
-            self.records.cut(self.tokens.num_new)
-
-    def _align_cache(self, decoded: list[int]) -> None:
-        """Add the last token of sequences that ended early, so that the next call may start at the last column.
-
-        Of sequences that had run ahead, the cache has `decoded` tokens but one, and all that are returned.
-        """
-        longest = max(self.tokens.lengths)
-        early = [n < longest and n == before for n, before in zip(self.tokens.lengths, decoded)]
-        if any(early) and self.target.supports_rollback:
-            is_prepared = self.keywords is not None and self.keywords.is_prepared
-            lengths = sorted({n for n, is_early in zip(self.tokens.lengths, early) if is_early})
-            for group in [[n] for n in lengths] if is_prepared else [lengths]:
-                self._feed_last([is_early and n in group for n, is_early in zip(self.tokens.lengths, early)])
-        self.target.align(longest - 1 + self.unwritten)
-
-    def _feed_last(self, chosen: list[bool]) -> None:
-        """Put the last token of the chosen sequences in the cache."""
-        self.statistics.backbone_calls += 1
-        self._positions_left()
-        if self.keywords is not None:
-            others = [not row for row in chosen]
-            self.target.keywords = self.keywords.of_block(self.tokens, self.empty.tokens, 0, others)
-        self.target.forward(self.tokens.last()[:, None], self.empty, None)
-        self.target.keep(NewTokens([int(row) for row in chosen], self.tokens.ids.device))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     Cache,
     EncoderDecoderCache,
@@ -35,7 +35,7 @@ from ..configuration.fields import (
     field as field_of,
 )
 from .backbone.backbones import can_roll_back, check_trees, is_repackable, takes_fixed_size
-from .backbone.static import planned_cache
+from .backbone.static import lacks_room, planned_cache
 from .backbone.target import layer_class
 from .call.keywords import USUAL, Keywords
 from .call.options import GENERATE_KWARGS, LONGEST_PATH, CallOptions, DraftOptions, Sources
@@ -43,6 +43,7 @@ from .call.processing import counts_calls
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, SpeculativeCache
 from .drafter import BaseDrafter
+from .graphs import obstacle_to_fixed, obstacle_to_graphs
 from .tensors.wrapped_models import Kwargs, is_base, peft_arguments, untyped
 from .verification.verifiers import Verifier
 
@@ -111,6 +112,9 @@ class SpeculationPlan:
         session: Proposes tokens.
         verifier: Verifies them.
         schedule: Chooses the draft length; None: always as long as the session can.
+        unfixed: Why the cycles on a static cache have no fixed shapes; None: they have, or the cache is another one.
+        unrecorded: Why they are not recorded; see `graphs`.
+        models: All that runs in a cycle.
     """
 
     call: Call
@@ -129,6 +133,9 @@ class SpeculationPlan:
     session: DraftSession = field(init=False)
     verifier: Verifier = field(init=False)
     schedule: AdaptiveSchedule | None = field(init=False, default=None)
+    unfixed: str | None = field(init=False, default=None)
+    unrecorded: str | None = field(init=False, default=None)
+    models: tuple[nn.Module, ...] = field(init=False, default=())
 
     @classmethod
     def of(cls, call: Call) -> SpeculationPlan:
@@ -189,14 +196,35 @@ class SpeculationPlan:
     def complete(self) -> None:
         """Make what the loop needs, once the tree of drafts is chosen."""
         options, drafter, backbone = self.options, self.call.drafter, self.call.backbone
-        if self._takes_static_cache():
-            has_singles = options.schedule == "adaptive" or not options.speculates
-            self.model_kwargs[CACHE] = planned_cache(backbone, self.model_kwargs, self.config, has_singles)
         made = DraftOptions.of_call(options, backbone, self.config, self.processors, self.prompt)
         self.draft_options, self.session = made, drafter.session(made)
         made.warn_of_threshold(self.session, type(drafter).__name__)
         self.verifier_model, self.verifier = drafter.verifier_model(backbone), drafter.make_verifier(made, self.session)
         self.schedule = drafter.schedule_of(self.session, made) if made.schedule == "adaptive" else None
+        if self._takes_static_cache():
+            self._plan_cache()
+
+    def _plan_cache(self) -> None:
+        """Choose what a call with `cache_implementation="static"` decodes on, and what of it is recorded."""
+        backbone, drafter, made = self.call.backbone, self.call.drafter, self.draft_options
+        has_singles = made.schedule == "adaptive" or not made.drafts
+        self.unfixed = obstacle_to_fixed(made, self.session, self.verifier, self.keywords is not None)
+        self.models = (self.verifier_model, *([drafter] if isinstance(drafter, nn.Module) else []))
+        self.unrecorded = self.unfixed or obstacle_to_graphs(*self.models)
+        kwargs = self.model_kwargs, self.config, has_singles, self.unfixed is None, self.unrecorded is None
+        self.model_kwargs[CACHE] = cache = planned_cache(backbone, *kwargs)
+        if (lack := lacks_room(backbone, len(self.prompt), cache)) is not None:
+            logger.warning_once(f"cache_implementation='static' is left out: {lack}; drafts are verified without it.")
+            self.unfixed, cache.room = lack, None
+
+    @property
+    def marks(self) -> tuple[object, ...]:
+        """What shapes the cycles of a call (`graphs.fingerprint`)."""
+        made, rule = self.draft_options, getattr(self.verifier, "rule", "")
+        of_session = type(self.session).__name__, self.session.num_tokens
+        of_verifier = type(self.verifier).__name__, rule, self.verifier.shape(self.prompt)
+        chosen = made.do_sample, made.draft_tree, made.pad, made.ends, list(made.processors), made.extra
+        return *self.models, self.call.drafter, *of_session, *of_verifier, *chosen
 
     def _takes_static_cache(self) -> bool:
         """Return whether the call asks for a static cache on which drafts can be verified."""

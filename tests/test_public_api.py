@@ -27,6 +27,7 @@ def test_public_names_are_pinned():
         "PTPStudentConfig",
         "Speculation",
         "SuffixDrafter",
+        "free_buffers",
     ]
     assert all(hasattr(tokenahead, name) for name in tokenahead.__all__)
 

@@ -40,6 +40,7 @@ from .generation.call.grammar import GrammarConstraint
 from .generation.lookups.cascade import DrafterCascade
 from .generation.lookups.ngram import NgramDrafter
 from .generation.lookups.suffix import SuffixDrafter
+from .generation.tensors.buffers import free_buffers
 from .modeling import (
     DeepSeekMTP,
     EagleHead,
@@ -96,4 +97,5 @@ __all__ = [
     "PTPStudentConfig",
     "Speculation",
     "SuffixDrafter",
+    "free_buffers",
 ]

@@ -151,6 +151,10 @@ class CacheLayout:
                 self._slots[key] = cached_arange(len(columns), device)[:, None], columns.to(device)
         return self._slots[key]
 
+    def has_wrapped(self, size: int) -> bool:
+        """Return whether some of the columns so far share a slot among `size`."""
+        return self.written > size
+
     def columns(self, width: int, size: int, count: int = 0) -> Tensor:
         """Return the column in each slot, [1 or B, W] int64; negative where there is none yet.
 
@@ -158,7 +162,7 @@ class CacheLayout:
         columns.
         """
         slots = cached_arange(width, self.ends.device)[None]  # [1, W]
-        if self.written <= size:
+        if not self.has_wrapped(size):
             return slots
         last = self.ends[:, None] + (self.block_offset + count - 1)  # [B, 1]
         return last - (last - slots) % size  # [B, W], the newest column up to `last` in the slot
@@ -200,9 +204,9 @@ class CacheLayout:
                 own = depths[:, -count:]  # [1 or B, F]
                 depth = torch.where(node < 0, away, depths.expand(len(node), -1).gather(1, among))  # [B, W]
         if self.mask is not None:
-            inside = columns.clamp(0, self.prompt - 1).expand(len(away), -1)  # [B, W], as columns of the prompt
-            seen = seen & ((columns >= self.prompt) | self.mask.gather(1, inside))[:, None]  # without its padding
-        if self.written > size:
+            inside = columns.clamp(0, self.mask.shape[1] - 1).expand(len(away), -1)  # [B, W], as columns of the mask
+            seen = seen & ((columns >= self.mask.shape[1]) | self.mask.gather(1, inside))[:, None]  # without padding
+        if self.has_wrapped(size):
             seen = seen & (columns >= 0)[:, None]  # without slots that hold nothing yet
         if chunk:
             first = self.ends if self.mask is None else self.ends - (self.mask.cumsum(1) == 0).sum(1)

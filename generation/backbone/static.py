@@ -5,33 +5,32 @@
     inside    a tensor holds the slots of keys and values; no number of the host that changes is part of a graph
 
 There are two graphs: of blocks, and of single tokens where an adaptive length chooses them. A later call of the same
-batch and size has the same shapes and, where forwards are compiled, the same tensors: nothing is compiled or recorded
-again. Masks and positions are made outside the graphs.
+batch and size has the same shapes and the same tensors (`buffers`): nothing is compiled or recorded again. Where the
+whole cycle has fixed shapes (`is_fixed`), only the device knows the ends of the sequences until the host has read the
+cycle, and the mask of the prompt has as many columns as the cache: nothing in a cycle depends on the prompt's length.
 """
 
 from __future__ import annotations
 
-import weakref
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...configuration.cache_names import CACHE
+from ..call.sequences import NewTokens
 from ..contract import DraftTree, States, TargetOutput, each_state
+from ..tensors.buffers import Buffers, held_bytes, lend
 from ..tensors.masks import cached_range
 from ..tensors.wrapped_models import Kwargs, untyped
 from .cache import CacheLayout, RaggedLayer, rounded
 from .target import RaggedBackbone
 
 _WARM = 2  # forwards of a width in which graphs are compiled, and recorded
-Buffers = dict[tuple[int, str], Tensor]
-"""Keys and values by layer and name."""
-_KEPT: weakref.WeakKeyDictionary[nn.Module, Buffers] = weakref.WeakKeyDictionary()
-"""Of the last compiled call of a model that is over: a CUDA graph holds addresses, and is recorded again for others."""
 
 
 class PlannedCache(DynamicCache):
@@ -41,23 +40,62 @@ class PlannedCache(DynamicCache):
         room: Columns of the static cache of transformers that this one replaces; None: the call is over.
         compiled: Makes the forward after the prompt; None: it is not compiled.
         has_singles: Whether many forwards have a single token.
+        is_fixed: Whether the whole cycle has fixed shapes.
     """
 
     room: int | None = None
     compiled: Callable[[PreTrainedModel], Callable[..., Any]] | None = None
     has_singles = False
+    is_fixed = False
 
 
 def planned_cache(
-    model: PreTrainedModel, model_kwargs: Kwargs, config: GenerationConfig, has_singles: bool
+    model: PreTrainedModel,
+    model_kwargs: Kwargs,
+    config: GenerationConfig,
+    has_singles: bool,
+    is_fixed: bool = False,
+    is_recorded: bool = False,
 ) -> PlannedCache:
-    """Return the cache that replaces the static one that transformers prepared for a call; see `PlannedCache`."""
+    """Return the cache that replaces the static one that transformers prepared for a call; see `PlannedCache`.
+
+    Where whole cycles are recorded, the compiler makes no CUDA graphs of forwards: one graph cannot hold another.
+    """
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
     cache.room = max(layer.get_max_length() for layer in model_kwargs[CACHE].layers)
-    cache.has_singles = has_singles
+    cache.has_singles, cache.is_fixed = has_singles, is_fixed
     if untyped(model)._valid_auto_compile_criteria(model_kwargs, config):
-        cache.compiled = lambda runner: runner.get_compiled_call(config.compile_config)
+        how = _without_graphs(config.compile_config) if is_recorded else config.compile_config
+        cache.compiled = lambda runner: runner.get_compiled_call(how)
     return cache
+
+
+def _without_graphs(config: CompileConfig | None) -> CompileConfig:
+    """Return how to compile without CUDA graphs; None: as transformers does by itself."""
+    made = copy.copy(config or CompileConfig())
+    modes = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+    made.mode = modes.get(made.mode, made.mode)
+    made.options = None if made.options is None else made.options | {"triton.cudagraphs": False}
+    return made
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how much memory is left on a device; None: it is not known."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def lacks_room(model: PreTrainedModel, batch: int, cache: PlannedCache) -> str | None:
+    """Return what a device lacks for the keys and values of a call, in the user's words; None: nothing is missing."""
+    config, free = model.config.get_text_config(decoder=True), free_bytes(model.device)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    needed = 2 * config.num_hidden_layers * batch * heads * width * (cache.room or 0) * model.dtype.itemsize
+    if free is None or needed <= free + held_bytes(model):
+        return None
+    return f"its buffers need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
 
 
 class FixedLayout(CacheLayout):
@@ -71,6 +109,30 @@ class FixedLayout(CacheLayout):
         super().__init__(mask, is_padded, limit, span)
         self.limit, self.capacity = limit, rounded(limit + span)
         self.block_slots: tuple[Tensor, ...] = ()
+
+    def hold(self, hold: Callable[[str, Tensor], Tensor], name: str) -> None:
+        """Keep all that a cycle reads at constant addresses (`CacheView.held`), under names that begin with `name`."""
+        self.ends = hold(f"{name}.ends", self.ends)
+        if self.mask is not None:
+            rest = (0, self.capacity - self.mask.shape[1])
+            self.mask = hold(f"{name}.mask", torch.nn.functional.pad(self.mask, rest, value=True))  # [B, C]
+        if self.padding is not None:
+            self.padding = hold(f"{name}.padding", self.padding)
+
+    @property
+    def counts(self) -> Tensor:
+        """See `CacheLayout`; not `ends` themselves, which change in place."""
+        return self.ends.clone() if self.padding is None else self.ends - self.padding
+
+    def keep(self, new: NewTokens) -> None:
+        """See `CacheLayout`; counts that the host has not read yet leave `lengths` behind."""
+        self.ends.add_(new.on_device.to(self.ends.device))
+        self.lengths = [length + count for length, count in zip(self.lengths, new.counts)] or self.lengths
+        self.is_even, self.block_offset = False, 0
+
+    def has_wrapped(self, size: int) -> bool:
+        """Return whether the size is that of a ring, from the first block on."""
+        return size < self.capacity
 
     def needs_mask(self, count: int) -> bool:
         """Return True: attention gets empty columns, too."""
@@ -116,8 +178,7 @@ class FixedLayer(RaggedLayer):
             if (held := getattr(self, name)) is not None:
                 held = self._grown(held, dim, size) if held.shape[dim] < size else held
                 if buffers is not None:
-                    kept = buffers.get((index, name))
-                    buffers[index, name] = held = held if kept is None or not _fits(kept, held) else kept.copy_(held)
+                    held = buffers.adopt(f"cache.{index}.{name}", held)
                     torch._dynamo.mark_static_address(held, guard=False)
                 setattr(self, name, held)
 
@@ -137,13 +198,35 @@ class StaticBackbone(RaggedBackbone):
         cache: PlannedCache = args[1]
         super().__init__(*args, limit=cache.room or 0, span=span)
         self.compiled = None if cache.compiled is None else cache.compiled(self.model)
-        self.buffers: Buffers | None = None
-        if self.compiled is not None:  # a call of another thread finds none, and allocates its own
-            self.buffers = _KEPT.pop(self.model, {})
-            weakref.finalize(self, _keep, weakref.ref(self.model), self.buffers).atexit = False
+        self.is_fixed = cache.is_fixed
+        self.buffers = lend(self.model, self) if self.is_fixed or self.compiled is not None else None
+        self.made = 0 if self.buffers is None else self.buffers.made
         self.has_singles, self.has_slots = cache.has_singles, False
         self.span, self.widest, self.laid_out, self.forwards = span, 1, (0, 0), Counter[int]()
         cache.room = cache.compiled = None  # who is given it decodes as with any other
+        if self.is_fixed:
+            self.layout.hold(self.held, "cache")
+            self.continuation.hold(self.held)
+
+    def held(self, name: str, value: Tensor) -> Tensor:
+        """See `CacheView`."""
+        return self.buffers.hold(name, value) if self.is_fixed and self.buffers is not None else value
+
+    @property
+    def marks(self) -> tuple[object, ...]:
+        """What shapes forwards (`graphs.fingerprint`)."""
+        return self.layout.capacity, self.span, self.is_padded, self.continuation.start is None
+
+    def buffer_use(self) -> tuple[int, int]:
+        """Return the bytes of the buffers, and how many this call made."""
+        return (0, 0) if self.buffers is None else (self.buffers.nbytes, self.buffers.made - self.made)
+
+    def keep(self, new: NewTokens, path: Tensor | None = None) -> None:
+        """See `Target`; a path is put in a row as a whole, whatever of it is accepted."""
+        self.new_tokens = new
+        if path is not None:
+            self.layout.keep_path(self.cache, path)
+        self.layout.keep(new)
 
     def drop_finished(self, done: list[bool]) -> None:
         """Do nothing: shapes never change."""
@@ -197,18 +280,6 @@ class StaticBackbone(RaggedBackbone):
         is_known = tree.is_chain and (count > 1 or tree.auxiliary is not None)
         self.widest = max(self.widest, count, self.span if is_known else 0)
         return self.widest
-
-
-def _fits(kept: Tensor, held: Tensor) -> bool:
-    """Return whether a tensor of an earlier call may hold the content of another one."""
-    is_alike = kept.shape == held.shape and kept.dtype == held.dtype and kept.device == held.device
-    return is_alike and kept.is_inference() == held.is_inference()
-
-
-def _keep(model: weakref.ref[nn.Module], buffers: Buffers) -> None:
-    """Keep the buffers of a call that is over, if its model is still there."""
-    if (alive := model()) is not None:
-        _KEPT[alive] = buffers
 
 
 def _copied(logits: Tensor | None, states: States | None, count: int) -> tuple[Tensor | None, States | None]:

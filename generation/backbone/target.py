@@ -170,6 +170,11 @@ class Continuation:
         types = {name: types.expand(-1, numbers.shape[1]) for name, types in self.types.items()}  # [B, F]
         return {"position_ids": positions} | types
 
+    def hold(self, hold: Callable[[str, Tensor], Tensor]) -> None:
+        """Keep all that forwards read at constant addresses (`CacheView.held`)."""
+        self.start = None if self.start is None else hold("inputs.start", self.start)
+        self.types = {name: hold(f"inputs.{name}", types) for name, types in self.types.items()}
+
     def select(self, chosen: Tensor) -> None:
         """Continue with these sequences alone."""
         self.start = None if self.start is None else self.start.index_select(-2, chosen)
@@ -267,7 +272,7 @@ class RaggedBackbone(DynamicCacheBackbone):
         self.layout = self.layout_type(self.mask, self.is_padded, limit, span)
         kind = self.layer_type or layer_class(self.model.config)
         self.layout.install_layers(self.cache, kind)
-        self.takes_cuts = type(self) is RaggedBackbone and kind is None and not (self.replay or self.layout.window)
+        self.takes_cuts = kind is None and not (self.replay or self.layout.window)
 
     @property
     def counts(self) -> Tensor:
@@ -279,14 +284,14 @@ class RaggedBackbone(DynamicCacheBackbone):
 
         Beyond that, few columns for every token that may follow: the copies must not grow with the context.
         """
-        held = list(range(len(done))) if self.open is None else self.held
+        held = list(range(len(done))) if self.open is None else self.rows
         chosen = [index for index, sequence in enumerate(held) if not done[sequence]]
         if not chosen or 2 * len(chosen) > len(held) or not self.layout.holds(self.cache):
             return
         if max(self.layout.lengths) > _COPIED * (self.limit - min(self.layout.lengths[index] for index in chosen)):
             return
-        self.ended, self.held = self.counts, [held[index] for index in chosen]
-        self.open = torch.tensor(self.held, device=self.ended.device)
+        self.ended, self.rows = self.counts, [held[index] for index in chosen]
+        self.open = torch.tensor(self.rows, device=self.ended.device)
         self.layout.select(self.cache, chosen)
         self.continuation.select(torch.tensor(chosen, device=self.ended.device))
 
@@ -329,7 +334,7 @@ class RaggedBackbone(DynamicCacheBackbone):
         if self.replay is not None:
             self.replay.keep(new.counts)
         if self.open is not None:
-            new, path = new.of(self.held, self.open), None if path is None else path[self.open]
+            new, path = new.of(self.rows, self.open), None if path is None else path[self.open]
         if path is not None and new.longest > 1:
             self.layout.keep_path(self.cache, path[:, : new.longest])
         self.layout.keep(new)
@@ -358,7 +363,7 @@ def _clear_after_ends(layer: RaggedLayer) -> None:
         if (held := getattr(layer, name, None)) is not None:
             columns = held.movedim(dim, 1)  # [B, C, ...]
             slots, size = cached_range(0, columns.shape[1], ends.device), columns.shape[1]
-            after = (slots - ends) % size < layout.span if layout.written > size else slots >= ends
+            after = (slots - ends) % size < layout.span if layout.has_wrapped(size) else slots >= ends
             columns.masked_fill_(after.to(held.device).view(*after.shape, *[1] * (columns.dim() - 2)), 0)
 
 

@@ -9,6 +9,26 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 
 @dataclass
+class Graphs:
+    """What of a call's cycles was recorded and replayed, as with `cache_implementation="static"` on an accelerator.
+
+    Attributes:
+        replayed: Cycles that were replayed, by region: `"cycle"` where all of it was, `"forward"` where draft and
+            forward were.
+        recorded: Recordings that this call made; 0 where an earlier one had made them.
+        reasons: Why a region was not replayed, by region.
+        buffer_bytes: Memory of the buffers that stay for the next call (`tokenahead.free_buffers`).
+        buffers_made: Buffers that this call allocated.
+    """
+
+    replayed: dict[str, int] = field(default_factory=dict)
+    recorded: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
+    buffer_bytes: int = 0
+    buffers_made: int = 0
+
+
+@dataclass
 class Speculation:
     """Counts and times of one call of `generate`.
 
@@ -22,6 +42,7 @@ class Speculation:
         verify_seconds: Time spent on verification and on waiting for the backbone's result.
         rows_depths: Per sequence, the longest path of each draft where drafts are trees; empty: all are chains.
         vocabulary_coverage: The share of the new tokens that a smaller draft vocabulary holds; None: it holds all.
+        graphs: What was recorded and replayed; None: the call asked for no static cache.
     """
 
     rows_accepted: list[list[int]]
@@ -33,6 +54,15 @@ class Speculation:
     verify_seconds: float = field(default=0.0, compare=False)
     rows_depths: list[list[int]] = field(default_factory=list)
     vocabulary_coverage: float | None = None
+    graphs: Graphs | None = field(default=None, compare=False)
+
+    def count(self, accepted: list[int], new: list[int], done: list[bool], drafts: list[list[int]], depth: int) -> None:
+        """Add a verification: accepted drafts per sequence (-1: it was not asked), new tokens, and which have ended."""
+        for index, draft in enumerate(drafts):
+            if accepted[index] >= 0:
+                self.rows_accepted[index].append(min(accepted[index], new[index] - (not done[index])))
+                self.rows_drafts[index].append(draft)
+                self.rows_depths[index].append(min(depth, len(draft)))
 
     def cut(self, new_tokens: list[int]) -> None:
         """Leave the verifications of the first `new_tokens[b]` new tokens of sequence b."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.generation import logits_process as library
 
 from ..contract import DraftTree
@@ -50,6 +51,8 @@ BY_LENGTH = (
 )
 """Processors that look at the number of ids."""
 KNOWN = frozenset(POINTWISE + BY_HISTORY + BY_LENGTH)
+ON_DEVICE = frozenset(POINTWISE) - {library.TopHLogitsWarper} | {library.RepetitionPenaltyLogitsProcessor}
+"""Processors for which nobody waits."""
 
 
 Processor = Callable[..., Tensor]
@@ -103,7 +106,7 @@ class PathPositions(Positions):
 
     @cached_property
     def ids(self) -> Tensor:
-        ids = self.aligned(max(self.tokens.lengths))[:, None].expand(-1, self.size, -1)  # [B, P, W]
+        ids = self.aligned(self.tokens.longest)[:, None].expand(-1, self.size, -1)  # [B, P, W]
         return torch.cat([ids, self.paths], dim=-1) if self.paths.shape[2] else ids  # [B, P, W + J]
 
     @property
@@ -128,7 +131,7 @@ class TreePositions(Positions):
     @cached_property
     def ids(self) -> Tensor:
         tokens, tree = self.tokens, self.tree
-        longest = max(tokens.lengths)
+        longest = tokens.longest
         if self.size == 1:  # nothing is drafted
             return self.aligned(longest)[:, None]  # [B, 1, W]
         steps = torch.arange(longest + tree.depth, device=tokens.ids.device)  # [W]
@@ -145,10 +148,35 @@ class TreePositions(Positions):
         return (self.tokens.ends[:, None] + self.tree.positions()).flatten()  # [B P]
 
 
+class _Fills(TorchFunctionMode):
+    """Fills slices with Python's numbers without making tensors of these, which a recording would hold."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__setitem__ and isinstance(args[2], (bool, int, float)):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(place, slice) or place is ... for place in places):
+                return args[0][places].fill_(args[2])
+        return func(*args, **(kwargs or {}))
+
+
+def apply_pointwise(processor: Any, scores: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Return scores [N, v] after one of the processors that look at scores alone; nobody waits."""
+    if type(processor) is library.EtaLogitsWarper:  # there, the distribution that has an entropy checks its numbers
+        probs, keep = scores.softmax(-1), min(processor.min_tokens_to_keep, scores.shape[-1])
+        entropy = torch.distributions.Categorical(logits=scores, validate_args=False).entropy()[:, None]  # [N, 1]
+        least = torch.minimum(processor.epsilon, processor.epsilon.sqrt() * torch.exp(-entropy))
+        is_low = (probs < least) & (scores < scores.topk(keep).values[:, -1:])
+        return scores.masked_fill(is_low, processor.filter_value)
+    with _Fills():
+        return processor(ids, scores)
+
+
 def apply_known(processor: Any, positions: Positions, flat: Tensor) -> Tensor:
     """Return scores [B P, v] after one of transformers' processors that are `KNOWN`."""
     if type(processor) in POINTWISE:
-        return processor(positions.tokens.ids[:, :0], flat)
+        return apply_pointwise(processor, flat, positions.tokens.ids[:, :0])
     if type(processor) in BY_HISTORY:
         ids = positions.ids.flatten(0, 1)  # [B P, W]
         ignored = getattr(processor, "prompt_ignore_length", None)

@@ -22,7 +22,7 @@ from ..contract import DraftTree
 from ..tensors.masks import numbers
 from .automata import fitted
 from .constraints import Constraints, DraftMasks, allowed_ids, is_automaton, offers_automaton, offers_mask
-from .positions import KNOWN, POINTWISE, Processor, TreePositions
+from .positions import KNOWN, POINTWISE, Processor, TreePositions, apply_pointwise
 from .sequences import Sequences
 from .state import StateWatch, is_stateless
 
@@ -190,7 +190,7 @@ class Processing:
                 return probs / torch.where(total == 0, allowed.sum(-1, keepdim=True), total)
         flat = probs.flatten(0, -2).log()  # [N, v]
         for processor in self.pointwise:
-            flat = processor(None, flat)
+            flat = apply_pointwise(processor, flat)
         return flat.softmax(-1).view(probs.shape)
 
 

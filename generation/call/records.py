@@ -12,8 +12,13 @@ Entries = tuple[Tensor, ...] | None
 
 
 class Records:
-    """Collects the steps that `output_scores`, `output_logits` and `output_hidden_states` of a prepared config
-    request."""
+    """Collects the steps that `output_scores`, `output_logits` and `output_hidden_states` of a prepared config request.
+
+    Attributes:
+        copies: Whether the next cycle writes to the tensors of this one.
+    """
+
+    copies = False
 
     def __init__(self, config: GenerationConfig, batch: int) -> None:
         requested = {"scores": config.output_scores, "logits": config.output_logits}
@@ -37,7 +42,7 @@ class Records:
             values["hidden"] = torch.stack([state for state in outputs.hidden_states or () if state is not None], dim=2)
         for name in self.steps.keys() & values.keys():
             for steps, value, count in zip(self.steps[name], values[name], counts):
-                steps.extend(value[:count].unbind(0))
+                steps.extend((value[:count].clone() if self.copies else value[:count]).unbind(0))
 
     def cut(self, generated: list[int]) -> None:
         """Leave the first `generated[b]` steps of sequence b: drafts after its end were verified, too."""

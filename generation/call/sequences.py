@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..tensors.masks import cached_range
+from ..tensors.masks import cached_arange, cached_range
 
 _GROWTH = 256
 
@@ -18,12 +19,19 @@ class NewTokens:
     """How many tokens each sequence gets in a cycle: known to the host, and copied to the device once, where read.
 
     Attributes:
-        counts: Tokens per sequence; 0 for sequences that had ended.
+        counts: Tokens per sequence; 0 for sequences that had ended. Empty: the host does not know them yet (`unread`).
         device: That of the sequences.
     """
 
     counts: list[int]
     device: torch.device
+
+    @classmethod
+    def unread(cls, on_device: Tensor) -> NewTokens:
+        """Return counts [B] int64 that only the device knows, as where shapes are fixed."""
+        new = cls([], on_device.device)
+        vars(new)["on_device"] = on_device
+        return new
 
     @cached_property
     def longest(self) -> int:
@@ -86,6 +94,11 @@ class Sequences:
     def is_even(self) -> bool:
         """Whether all sequences have the same length, so that slices replace gathers."""
         return len(set(self.lengths)) == 1
+
+    @property
+    def longest(self) -> int:
+        """The columns that hold all sequences."""
+        return max(self.lengths)
 
     @property
     def num_new(self) -> list[int]:
@@ -159,3 +172,57 @@ class Sequences:
     def shorten(self, lengths: list[int]) -> None:
         """Leave the first `lengths[b]` ids of sequence b."""
         self.lengths, self._ends = lengths, torch.tensor(lengths, device=self.ids.device)
+
+
+class FixedSequences(Sequences):
+    """Sequences in columns that are allocated once, whose ends the device knows first.
+
+    What a cycle does on tensors depends on no number of the host: `write`, `extend`, and all that reads the newest
+    tokens. The host's own numbers (`lengths`, `done`) follow when it has read the cycle.
+
+    Args:
+        tokens: The sequences so far.
+        capacity: Columns.
+        hold: Keeps a value of a name in a tensor with a constant address (`CacheView.held`).
+
+    Attributes:
+        ended: [B] bool, which sequences have ended.
+    """
+
+    def __init__(self, tokens: Sequences, capacity: int, hold: Callable[[str, Tensor], Tensor]) -> None:
+        vars(self).update(vars(tokens))
+        device = tokens.ids.device
+        ids = torch.nn.functional.pad(tokens.ids, (0, capacity - tokens.ids.shape[1]))  # cut where it is negative
+        self.ids, self._ends = hold("tokens.ids", ids), hold("tokens.ends", tokens.ends)
+        self.ended = hold("tokens.ended", torch.tensor(tokens.done, device=device))
+        self.steps = cached_arange(capacity, device)
+
+    @property
+    def is_even(self) -> bool:
+        """Return False: nothing is sliced at a length."""
+        return False
+
+    @property
+    def longest(self) -> int:
+        """All columns."""
+        return self.ids.shape[1]
+
+    def write(self, tokens: Tensor) -> None:
+        """See `Sequences`."""
+        self.ids.scatter_(1, self.ends[:, None] + self.steps[: tokens.shape[1]], tokens)  # [B, k]
+
+    def extend(self, new: NewTokens) -> None:
+        """Count the first tokens of those written last to every sequence, on the device."""
+        self.ends.add_(new.on_device)
+
+    def end(self, done: list[bool]) -> None:
+        """Note on the device which sequences have ended, where the host decided it."""
+        self.ended.copy_(torch.tensor(done))
+
+    def keep(self, new: NewTokens) -> None:
+        """Count on the host what `extend` counts."""
+        self.lengths = [length + count for length, count in zip(self.lengths, new.counts)]
+
+    def columns(self, start: int, stop: int, pad: int, lengths: list[int] | None = None) -> Tensor:
+        """See `Sequences`."""
+        return super().columns(start, stop, pad, lengths or self.lengths)

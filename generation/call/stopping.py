@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
@@ -14,7 +15,9 @@ from transformers import (
     StopStringCriteria,
 )
 
-from .sequences import Sequences
+from ..contract import VerificationResult
+from ..tensors.masks import cached_arange
+from .sequences import FixedSequences, Sequences
 
 Scores = Callable[[int], tuple[Tensor, ...] | None]
 """From a number of new tokens to the scores of as many steps, [B, v] each, where the call records them."""
@@ -43,7 +46,11 @@ class Stopping:
         holds: Whether no sequence may run ahead, then.
         shown: The columns that were shown.
         ends: Ids per sequence, as far as it is decided.
+        eos_ids: [E] int64, and `limit` [] on the device; see `hold`.
     """
+
+    eos_ids: Tensor
+    limit: Tensor
 
     def __init__(self, criteria: StoppingCriteriaList, pad: int = 0, scores: Scores | None = None) -> None:
         self.eos, self.max_length, self.others = set(), None, []
@@ -68,6 +75,29 @@ class Stopping:
     def tokens_left(self, length: int) -> int:
         """Return how many more tokens a sequence of `length` may get."""
         return 2**31 if self.max_length is None else self.max_length - length
+
+    def hold(self, hold: Callable[[str, Tensor], Tensor], device: torch.device) -> None:
+        """Keep what `counts` compares with at constant addresses (`CacheView.held`)."""
+        self.eos_ids = hold("stopping.eos", torch.tensor(sorted(self.eos), dtype=torch.long, device=device))  # [E]
+        self.limit = hold("stopping.limit", torch.tensor(self.tokens_left(0), device=device))  # []
+
+    def counts(self, tokens: FixedSequences, result: VerificationResult, sound: Tensor | None) -> Tensor:
+        """Return `cut`'s counts [B] by eos and the length limit alone, on the device, and note there who has ended.
+
+        Args:
+            tokens: The sequences; the new tokens are written after them.
+            result: Of the verification.
+            sound: [B] bool, `Cycle.is_sound`; where an open sequence is at fault, none gets a token.
+        """
+        width, is_open = result.tokens.shape[1], ~tokens.ended
+        is_end = (result.tokens[..., None] == self.eos_ids).any(-1)  # [B, k + 1]
+        until_eos = cached_arange(width + 2, is_end.device)[1:-1].masked_fill(~is_end, width + 1).amin(1)  # [B]
+        left = self.limit - tokens.ends  # [B]
+        counts = torch.minimum(torch.minimum(result.num_accepted + 1, until_eos), left)  # [B]
+        is_sound = is_open if sound is None else is_open & (sound | tokens.ended).all()
+        counts = counts * is_sound
+        tokens.ended.logical_or_((until_eos == counts) | (left <= counts))
+        return counts
 
     def cut(self, tokens: Sequences, new: list[list[int]], done: list[bool]) -> tuple[list[int], list[bool]]:
         """Decide how many new tokens each sequence gets.

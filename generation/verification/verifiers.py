@@ -7,22 +7,18 @@ torch's own generator: a draw of theirs may need a number for every token of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..call.sequences import Sequences
-from ..contract import DraftTree, TargetOutput, VerificationResult
+from ..contract import DraftTree, VerificationResult
 from ..tensors.masks import cached_arange
 from ..tensors.sampling import draw, pick, stream_uniforms
 from .rules import TRACE, block_surplus, verify_sampled
 from .tree_rules import follow
-
-if TYPE_CHECKING:
-    from ..call.processing import Processing
 
 
 class Verifier(Protocol):
@@ -31,9 +27,11 @@ class Verifier(Protocol):
     Attributes:
         rows: [B, m + 1], of the last verification: a number that is NaN or infinite where a row of scores is none to
             choose from (NaN, +inf, or -inf everywhere); None: nothing looks at them.
+        takes_fixed: Whether it verifies in fixed shapes (`contract`).
     """
 
     rows: Tensor | None = None
+    takes_fixed: bool = False
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """Return the token after the prompt, [B], from processed scores [B, v]."""
@@ -54,91 +52,12 @@ class Verifier(Protocol):
             return self.rows
         return self.rows.gather(1, result.tree_path)
 
+    def hold(self, hold: Callable[[str, Tensor], Tensor], count: int) -> None:
+        """Keep what the next `count` positions are verified with at constant addresses (`CacheView.held`)."""
 
-_NO_NUMBER = 0xFF << 23
-"""The bits of a float32 that are all set in NaN and in infinity, and in no number."""
-_MASKED = -1 << 23
-"""The bits of -inf as int32: what was noted of a row that processors masked."""
-
-
-@dataclass(eq=False)
-class Cycle:
-    """One verification, and what the host reads of it.
-
-    Attributes:
-        fed: The tree that the backbone read; `tree` is the one that was verified.
-        outputs: Of the backbone.
-        scores: [B, m + 1, v], after the logits processors.
-        result: Of the verification.
-        numbers: [B], NaN or +inf where a draft was chosen from what is no number; None: not known.
-        accepted: Accepted drafts per sequence.
-        new: New tokens per sequence, and what follows them in `result.tokens`.
-        drafts: Real drafts per sequence.
-        faults: Open sequences that would go on from scores, or from drafts, that come from no numbers.
-    """
-
-    fed: DraftTree
-    tree: DraftTree
-    outputs: TargetOutput
-    scores: Tensor
-    result: VerificationResult
-    numbers: Tensor | None = None
-    accepted: list[int] = field(default_factory=list)
-    new: list[list[int]] = field(default_factory=list)
-    drafts: list[list[int]] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)
-
-    def read(self, rows: Tensor | None) -> list[bool]:
-        """Read all that the host needs, in one copy.
-
-        Args:
-            rows: `Verifier.path_rows`, or [B, 1].
-
-        Returns:
-            In which sequences a row of the path, or a number that the draft was chosen from, is none.
-        """
-        real, numbers, width = self.tree.num_nodes, self.numbers, self.result.tokens.shape[1]
-        counts = [part[:, None] for part in (self.result.num_accepted, real) if part is not None]
-        floats = [part for part in (None if numbers is None else numbers[:, None], rows) if part is not None]
-        joined = torch.cat(floats, 1) if len(floats) > 1 else floats[0] if floats else None  # [B, 1 + r]
-        bits = [] if joined is None else [joined.float().view(torch.int32).long()]
-        # [B, up to 3 + r + (k + 1) + m]; `cat` copies one dtype at once
-        sequences = torch.cat([*counts, *bits, self.result.tokens, self.tree.tokens], dim=1).tolist()
-        start, is_faulty = len(counts), []
-        first = start + (numbers is not None)
-        text = first + (0 if rows is None else rows.shape[1])
-        self.accepted, self.new, self.drafts = [], [], []
-        for ids in sequences:
-            read = ids[first : min(text, first + 1 + ids[0])]
-            read += [] if numbers is None or ids[start] == _MASKED else [ids[start]]
-            is_faulty.append(any(number & _NO_NUMBER == _NO_NUMBER for number in read))
-            self.accepted.append(ids[0])
-            self.new.append(ids[text : text + width])
-            self.drafts.append(ids[text + width :] if real is None else ids[text + width :][: ids[1]])
-        return is_faulty
-
-    def has_finite_scores(self) -> bool:
-        """Return whether the backbone's scores of the faulty sequences are numbers; the host waits."""
-        return bool(self.outputs.logits[self.faults].amax(-1).isfinite().all())
-
-    def has_finite_drafts(self) -> bool:
-        """Return whether their drafts were chosen from numbers; the host waits."""
-        return self.numbers is None or bool((self.numbers[self.faults] < torch.inf).all())
-
-    def refusal(self, backbone: object, processing: Processing | None) -> ValueError:
-        """Return the error of a sequence that has no token to choose."""
-        first = f"sequence {self.faults[0]}"
-        if not self.has_finite_scores():
-            return ValueError(
-                f"{first}: the scores of the backbone itself ({type(backbone).__name__}) are not finite: NaN, +inf, or "
-                "-inf for every token; look for a damaged checkpoint, or an overflow in half precision"
-            )
-        constraints = [] if processing is None else processing.constraints.all
-        names = ", ".join(type(processor).__name__ for processor in constraints)
-        return ValueError(
-            f"{first} has no token to choose: its scores are NaN, or all -inf, after the logits processors, and those "
-            f"of the backbone are finite; look for processors that exclude every token (here: {names or 'none'})"
-        )
+    def shape(self, prompt: Tensor) -> int | None:
+        """Return a number of the host that verification reads, and that calls differ in; None: there is none."""
+        return None
 
 
 class GreedyVerifier(Verifier):
@@ -150,6 +69,8 @@ class GreedyVerifier(Verifier):
     Attributes:
         takes_infinity: Scores of +inf are right, and -inf everywhere where it is no error: processors made them.
     """
+
+    takes_fixed = True
 
     def __init__(self, may_exclude_all: bool = False) -> None:
         self.may_exclude_all, self.takes_infinity = may_exclude_all, False
@@ -185,6 +106,7 @@ class SampledVerifier(Verifier):
 
     def __init__(self, rule: str | None = None, uniforms: Uniforms | None = None) -> None:
         self.rule, self.uniforms = rule or "block", uniforms
+        self.takes_fixed = uniforms is None  # fresh ones are counted on the host
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
@@ -211,7 +133,7 @@ class CoupledVerifier(Verifier):
     """
 
     def __init__(self, uniforms: Uniforms) -> None:
-        self.uniforms = uniforms
+        self.uniforms, self.takes_fixed = uniforms, uniforms.stay
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
@@ -224,6 +146,15 @@ class CoupledVerifier(Verifier):
         probs = distribution_of(scores)
         self.rows = probs[..., 0]
         return follow(tree, pick(self.uniforms.current[:, : scores.shape[1]], probs))
+
+    def hold(self, hold: Callable[[str, Tensor], Tensor], count: int) -> None:
+        """See `Verifier`."""
+        positions = self.uniforms.positions
+        positions.table = hold("uniforms", positions.upto(count))
+
+    def shape(self, prompt: Tensor) -> int | None:
+        """See `Verifier`."""
+        return prompt.shape[1]
 
 
 def race_block(

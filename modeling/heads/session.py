@@ -56,7 +56,7 @@ class HeadSession(DraftSession):
         vocabulary: The tokens that may be drafted; None: all.
     """
 
-    supports_confidence_threshold = True
+    supports_confidence_threshold, takes_fixed = True, True
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class HeadSession(DraftSession):
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the state before the first new token."""
-        self.hidden = self.read(outputs.hidden_states)[:, -1]  # [B, F]
+        self.view = view
+        self.hidden = view.held("heads.hidden", self.read(outputs.hidden_states)[:, -1])  # [B, F]
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return a chain or a tree after every sequence, with paths of at most `length` tokens."""
@@ -118,7 +119,8 @@ class HeadSession(DraftSession):
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
         """Take the state before each sequence's last token; any state where it has ended."""
         states = self.read(outputs.hidden_states or ())
-        self.hidden = states[cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)]
+        before = cached_arange(len(states), states.device), to_device(result.num_accepted, states.device)
+        self.hidden = self.view.held("heads.hidden", states[before])  # [B, F]
 
     def _note(self, probs: Tensor) -> None:
         self.options.numbers.note(probs[..., self.column])
@@ -180,6 +182,8 @@ def _last(hidden_states: tuple[Tensor, ...]) -> Tensor:
 class AttendingHeadSession(HeadSession):
     """The drafts of one call of attached heads, whose features `read` makes with a cache."""
 
+    takes_fixed = False
+
     def __init__(self, heads: WindowHeadMixin, options: DraftOptions, read: Callable[..., Tensor]) -> None:
         super().__init__(heads.distribution_after, options, heads.hidden_layers, read, heads.draft_vocabulary)
         self.cache = DynamicCache()
@@ -233,6 +237,8 @@ class DraftLayersSession(HeadSession):
         run: From such states [B, T, D], `attention_mask` and `cache` to features [B, T, F]; extends the cache.
         cache: Empty.
     """
+
+    takes_fixed = False
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
 from tests.families import family_config, family_model, shake
-from tests.internals import CACHE, cache_module, static_module
+from tests.internals import CACHE, buffers_module, cache_module
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tests.ptp_models import backbone as ptp_backbone
@@ -98,7 +98,7 @@ def test_every_drafter_drafts_for_a_compiled_forward(make, options):
 
 def addresses(model):
     """Where the keys and values of the model's last compiled call lie."""
-    return {place: tensor.data_ptr() for place, tensor in static_module._KEPT[model].items()}
+    return {place: tensor.data_ptr() for place, tensor in buffers_module._KEPT[model].tensors.items()}
 
 
 @pytest.mark.parametrize(("name", "returns"), [("llama", False), ("llama", True), ("gemma3", True), ("gpt_oss", False)])
@@ -131,16 +131,16 @@ def test_what_a_call_kept_goes_with_its_model_and_fits_only_its_sizes():
         batch = {name: tensor[:rows] for name, tensor in left_padded(prompts(4)).items()}
         out = model.generate(**batch, **options, assistant_model=drafter)
         assert torch.equal(out.sequences, model.generate(**batch, **GREEDY))
-        assert {len(tensor) for tensor in static_module._KEPT[model].values()} == {rows}
+        assert {len(tensor) for tensor in buffers_module._KEPT[model].tensors.values()} == {rows}
     with torch.inference_mode():
         assert torch.equal(model.generate(**batch, **options, assistant_model=drafter).sequences, out.sequences)
     assert torch.equal(model.generate(**batch, **options, assistant_model=drafter).sequences, out.sequences)
-    before = len(static_module._KEPT)
+    before = len(buffers_module._KEPT)
     drafter.detach()
     torch._dynamo.reset()
     del model, drafter, out
     gc.collect()
-    assert len(static_module._KEPT) < before
+    assert len(buffers_module._KEPT) < before
 
 
 def test_calls_of_two_threads_share_no_buffer():

@@ -1,0 +1,260 @@
+"""Regions of a cycle that are recorded once and replayed, as CUDA graphs are.
+
+    "cycle"      a whole cycle: draft, forward, scores, verification, ends, rollback; the host reads it afterwards
+    "forward"    draft and forward: a processor or a criterion of the user sees on the host what follows
+    neither      the drafter or the call needs the host in between
+
+The first cycle of a call is never replayed, for it may read the prompt. Of new sizes the second one runs beside the
+main stream, too, as recording demands, and the third is recorded. What was recorded stays with the buffers that it
+reads and writes (`Buffers.graphs`), by all that shapes it (`fingerprint`): a later call alike replays from its second
+cycle on. On processors nothing is launched, and nothing recorded; tests put `FakeGraph` in the place of `CudaGraph`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import StoppingCriteria
+from transformers.utils import logging
+
+from .call.options import DraftOptions
+from .call.outputs import Graphs
+from .call.positions import ON_DEVICE
+from .contract import DraftSession
+from .tensors.buffers import Buffers
+from .tensors.wrapped_models import has_foreign_hooks, peft_arguments
+from .verification.verifiers import Verifier
+
+logger = logging.get_logger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+_WARM = 2
+"""Cycles before one is recorded."""
+_MOST = 8
+"""Graphs that are kept for the buffers of a model; each holds memory."""
+_PLAIN = (bool, int, float, str, type(None))
+_MARKED = (*_PLAIN, Tensor, nn.Module)
+
+
+class Observer(Protocol):
+    """Calls a region of a cycle."""
+
+    def __call__(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what the function returns."""
+        ...
+
+
+def called(_: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a region, and do nothing else."""
+    return function(*args, **kwargs)
+
+
+class Graph(Protocol[R]):
+    """A region that was recorded; made from a function that runs it, and the buffers that it reads and writes."""
+
+    def __init__(self, function: Callable[[], R], device: torch.device, buffers: Buffers) -> None: ...
+
+    def replay(self, function: Callable[[], R]) -> R:
+        """Run what was recorded, and return the result of the recording, whose tensors hold new values."""
+        ...
+
+
+class CudaGraph(Generic[R]):
+    """A region in a CUDA graph with a private pool; torch registers the state of its default generator."""
+
+    def __init__(self, function: Callable[[], R], device: torch.device, buffers: Buffers) -> None:
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.result = function()
+
+    def replay(self, function: Callable[[], R]) -> R:
+        """See `Graph`."""
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+        return self.result
+
+
+GRAPHS: dict[str, type[Graph[Any]]] = {"cuda": CudaGraph}
+"""By type of device."""
+
+
+_LOCK = RLock()
+_running = 0
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Count a call while it decodes: nobody records while others run, and none begins while somebody records.
+
+    Random numbers that another thread drew meanwhile would spoil the recording, and theirs.
+    """
+    global _running
+    with _LOCK:
+        _running += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _running -= 1
+
+
+class Recorder:
+    """Records and replays the regions of one call.
+
+    Args:
+        buffers: Of the call.
+        shape: What shapes its regions; see `fingerprint`.
+        device: That of the backbone.
+        told: What is said of it.
+
+    Attributes:
+        is_steady: Whether the last region took as long as the next one will: it was replayed, and not recorded first.
+    """
+
+    def __init__(self, buffers: Buffers, shape: Hashable, device: torch.device, told: Graphs) -> None:
+        self.buffers, self.shape, self.device, self.told = buffers, shape, device, told
+        self.made, self.met, self.is_steady = GRAPHS[device.type], Counter[Hashable](), False
+
+    def __call__(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what a region returns: replayed, recorded, or run."""
+        numbers = (*(arg for arg in args if isinstance(arg, int)), self.shape)
+        key, graphs = (name, numbers), self.buffers.graphs
+
+        def run() -> R:
+            return function(*args, **kwargs)
+
+        self.met[key] += 1
+        self.is_steady = False
+        if self.met[key] == 1 or name in self.told.reasons:
+            return run()
+        if (known := graphs.pop(key, None)) is None:
+            if self.met[key] <= _WARM:
+                return _beside(run, self.device)
+            if (known := self._recorded(name, run)) is None:
+                return run()
+        else:
+            self.is_steady = True
+        graphs[key] = known  # the newest is the last
+        for old in list(graphs)[:-_MOST]:
+            del graphs[old]
+        self.told.replayed[name] = self.told.replayed.get(name, 0) + 1
+        return known.replay(run)
+
+    def _recorded(self, name: str, run: Callable[[], R]) -> Graph[R] | None:
+        """Return a recording of a region, which does not run it; None where there can be none, or not now."""
+        with _LOCK:
+            if _running > 1:
+                return None
+            try:
+                made = self.made(run, self.device, self.buffers)
+            except Exception as error:  # a forward that reads from the device, say: capturing it is not allowed
+                self._give_up(name, error)
+                return None
+        self.told.recorded += 1
+        return made
+
+    def _give_up(self, name: str, error: Exception) -> None:
+        self.told.reasons[name] = str(error).partition("\n")[0] or type(error).__name__
+        logger.warning_once(
+            f"Cycles are launched one by one, and no CUDA graph replays them: {self.told.reasons[name]}"
+        )
+
+
+def _beside(run: Callable[[], R], device: torch.device) -> R:
+    """Run on a side stream, as recording demands it of what runs before."""
+    if device.type != "cuda":
+        return run()
+    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        result = run()
+    main.wait_stream(side)
+    return result
+
+
+def obstacle_to_fixed(
+    options: DraftOptions, session: DraftSession, verifier: Verifier, has_keywords: bool
+) -> str | None:
+    """Return why the cycles of a call have no fixed shapes, in the user's words; None: they have."""
+    if not options.drafts:
+        return "a call without drafts"
+    if not session.takes_fixed:
+        return f"drafts of {type(session).__name__}, whose shapes change"
+    if has_keywords:
+        return "keyword arguments that every forward gets"
+    if options.threshold and session.supports_confidence_threshold and options.draft_tree is None:
+        return f"assistant_confidence_threshold={options.threshold}, for which the host waits"
+    if not verifier.takes_fixed:
+        return "seed= with drafts that are verified by fresh uniforms"
+    if options.processors and (constraints := options.processing.constraints.all):
+        return f"{type(constraints[0]).__name__}, which is asked for every draft"
+    return None
+
+
+def obstacle_to_whole(options: DraftOptions, criteria: list[StoppingCriteria]) -> str | None:
+    """Return who must see scores or tokens on the host in the middle of a cycle, in the user's words; None: nobody."""
+    waiting = [processor for processor in options.processors if type(processor) not in ON_DEVICE] + criteria
+    return f"{getattr(waiting[0], '__name__', type(waiting[0]).__name__)}, which the host calls" if waiting else None
+
+
+def obstacle_to_graphs(*models: nn.Module) -> str | None:
+    """Return why nothing is recorded where these models run, in the user's words; None: something may be."""
+    devices = {tensor.device for model in models for tensor in model.parameters()}
+    kinds, places = {device.type for device in devices}, set(_places(models))
+    if places & {"cpu", "disk"} or "meta" in kinds:
+        return "offloading: parts of the model come and go"
+    if places or len(devices) > 1:
+        return f"several devices: {', '.join(sorted(places or map(str, devices)))}"
+    if not kinds <= GRAPHS.keys():
+        return f"device {next(iter(kinds))}, which has no CUDA graphs"
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms"
+    if has_foreign_hooks(nn.ModuleList(models)) or any(map(peft_arguments, models)):
+        return "hooks at the model or its layers, which a graph would not call"
+    if "cuda" in kinds and torch.cuda.is_current_stream_capturing():
+        return "a capture that is going on"
+    return None
+
+
+def _places(models: tuple[nn.Module, ...]) -> Iterator[str]:
+    """Yield where accelerate put the parts of models that have several places."""
+    for model in models:
+        places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+        yield from places if len(places) > 1 else ()
+
+
+def fingerprint(*parts: object) -> Hashable:
+    """Return what shapes the recording of regions in which these objects take part, as something to compare.
+
+    Of modules: addresses of weights, and the flags of every part, adapters' and training's among them; of tensors:
+    addresses; of others: their plain attributes.
+    """
+    modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.get_float32_matmul_precision()
+    return modes, tuple(map(_mark, parts))
+
+
+def _mark(part: object) -> Hashable:
+    if isinstance(part, _PLAIN):
+        return part
+    if isinstance(part, Tensor):
+        return part.data_ptr(), part.shape, part.dtype
+    if isinstance(part, nn.Module):
+        addresses = hash(tuple(tensor.data_ptr() for tensor in (*part.parameters(), *part.buffers())))
+        return id(part), addresses, hash(tuple(_flags(module) for module in part.modules()))
+    if isinstance(part, (list, tuple, set, frozenset)):
+        return type(part).__name__, tuple(map(_mark, part))
+    if isinstance(part, dict):
+        return tuple((name, _mark(value)) for name, value in part.items())
+    return type(part).__qualname__, _flags(part)
+
+
+def _flags(found: object) -> Hashable:
+    """Return the plain attributes of an object, and marks of its tensors and models."""
+    values = vars(found).items() if hasattr(found, "__dict__") else ()
+    return type(found), tuple((name, _mark(value)) for name, value in values if isinstance(value, _MARKED))

@@ -1,0 +1,275 @@
+"""Cycles of fixed shapes: a replay does what the eager loop does, by the same calls at the same addresses."""
+
+import gc
+
+import pytest
+import torch
+
+from tests.backbones import backbone, prompts, train_heads
+from tests.internals import FakeGraph, HeadSession, buffers_module, graphs_module, loop_module, static_module
+from tests.models import left_padded
+from tokenahead import MTPHeads, free_buffers
+
+NEW = 24
+COMMON = dict(max_new_tokens=NEW, pad_token_id=0, use_mtp=True, return_dict_in_generate=True)
+SAMPLED = dict(do_sample=True, top_k=0)
+PROCESSORS = dict(
+    do_sample=True, temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, typical_p=0.95, eta_cutoff=0.01,
+    repetition_penalty=1.2,
+)  # fmt: skip
+WAYS = {
+    "greedy": dict(do_sample=False, eos_token_id=None),
+    "greedy, eos": dict(do_sample=False, eos_token_id=[7, 9], repetition_penalty=1.2),
+    "sampled": SAMPLED | dict(eos_token_id=None),
+    "processors": PROCESSORS | dict(eos_token_id=[7, 9]),
+    "token rule": SAMPLED | dict(eos_token_id=7, verification="token"),
+    "fixed tree": SAMPLED | dict(eos_token_id=7, draft_tree=[(0,), (1,), (0, 0)]),
+    "drawn tree": SAMPLED | dict(eos_token_id=None, draft_tree={"depth": 1, "top_k": 2, "total_tokens": 5}),
+    "grown tree": dict(do_sample=False, eos_token_id=7, draft_tree={"depth": 1, "top_k": 2, "total_tokens": 5}),
+}
+KINDS = "ff", "cp", "hmm", "btree", "medusa", "hydra"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return backbone().double()
+
+
+@pytest.fixture(autouse=True)
+def fresh(model):
+    yield
+    free_buffers(model)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Regions are recorded, and replayed by a fake that compares."""
+    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", FakeGraph)
+
+
+def heads(model, kind):
+    torch.manual_seed(1)
+    rank = {"rank": 3} if kind in ("cp", "hmm", "btree") else {}
+    return MTPHeads.from_backbone(model, window=4, head_type=kind, **rank).double().eval()
+
+
+def batch_of(rows, seed=5):
+    return left_padded(prompts(rows, seed=seed))
+
+
+def generated(model, drafter, batch, seed=3, **options):
+    torch.manual_seed(seed)
+    return model.generate(**batch, **COMMON, **options, assistant_model=drafter)
+
+
+def same(one, other):
+    return torch.equal(one.sequences, other.sequences) and one.speculation == other.speculation
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_texts_and_statistics_are_those_of_the_eager_loop(model, way):
+    drafter = train_heads(model)
+    for rows in (1, 3):
+        eager = generated(model, drafter, batch_of(rows), **WAYS[way])
+        fixed = generated(model, drafter, batch_of(rows), **WAYS[way], cache_implementation="static")
+        assert same(eager, fixed) and eager.speculation.graphs is None
+        assert list(fixed.speculation.graphs.reasons) == ["cycle"]  # a processor has no graphs
+    drafter.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cycles_of_all_heads_repeat_themselves(model, kind, fake):
+    drafter = heads(model, kind)
+    for options in (WAYS["greedy"], WAYS["sampled"]):
+        out = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+        told = out.speculation.graphs
+        assert told.recorded == 1 and told.replayed["cycle"] == out.speculation.backbone_calls - 3
+        assert not told.reasons
+    drafter.detach()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_cycles_repeat_themselves_whatever_is_asked(model, way, rows, fake):
+    drafter = train_heads(model)
+    out = generated(model, drafter, batch_of(rows), **WAYS[way], cache_implementation="static")
+    assert out.speculation.graphs.replayed["cycle"] and not out.speculation.graphs.reasons
+    if "greedy" in way:
+        assert same(out, generated(model, drafter, batch_of(rows), **WAYS[way]))
+    drafter.detach()
+
+
+def test_later_calls_record_and_allocate_nothing(model, fake):
+    drafter, options = train_heads(model), WAYS["sampled"] | dict(cache_implementation="static")
+    first = generated(model, drafter, batch_of(3), **options)
+    again = generated(model, drafter, batch_of(3, seed=6), **options)
+    gc.collect()
+    held = {name: tensor.data_ptr() for name, tensor in buffers_module._KEPT[model].tensors.items()}
+    third = generated(model, drafter, batch_of(3), seed=4, **options)
+    gc.collect()
+    assert held == {name: tensor.data_ptr() for name, tensor in buffers_module._KEPT[model].tensors.items()}
+    for out in (again, third):
+        told = out.speculation.graphs
+        assert (told.recorded, told.buffers_made) == (0, 0)
+        assert told.replayed["cycle"] == out.speculation.backbone_calls - 2
+    told = first.speculation.graphs
+    assert told.recorded == 1 and told.buffers_made and told.buffer_bytes
+    larger = generated(model, drafter, batch_of(4), **options).speculation.graphs
+    assert larger.recorded == 1 and larger.buffers_made
+    gc.collect()
+    assert free_buffers(model) == larger.buffer_bytes and free_buffers(model) == 0
+    drafter.detach()
+
+
+def test_what_an_earlier_recording_fixed_is_recorded_anew(model, fake):
+    drafter, options = train_heads(model), SAMPLED | dict(eos_token_id=None, cache_implementation="static")
+    made = []
+    for change in (dict(), dict(temperature=0.5), dict(temperature=0.6), dict(num_assistant_tokens=2), dict()):
+        gc.collect()
+        made.append(generated(model, drafter, batch_of(2), **options, **change).speculation.graphs.recorded)
+    assert made == [1, 1, 1, 1, 0]
+    drafter.detach()
+
+
+def observed(monkeypatch):
+    names = []
+
+    def observer(name, function, *args, **kwargs):
+        names.append(name)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(loop_module, "REGION_OBSERVER", observer)
+    return names
+
+
+def nothing(ids, scores):
+    """A processor of the user."""
+    return scores
+
+
+def test_whom_the_host_calls_gets_two_regions(model, fake, monkeypatch):
+    drafter, names = train_heads(model), observed(monkeypatch)
+    options = WAYS["greedy"] | dict(logits_processor=[nothing])
+    eager = generated(model, drafter, batch_of(3), **options)
+    names.clear()
+    fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+    assert same(eager, fixed) and set(names) == {"forward"}
+    monkeypatch.setattr(loop_module, "REGION_OBSERVER", None)
+    fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+    assert same(eager, fixed)
+    told = fixed.speculation.graphs
+    assert "nothing" in told.reasons["cycle"] and set(told.replayed) == {"forward"}
+    drafter.detach()
+
+
+def stops_at(ids, scores, **kwargs):
+    """A criterion of the user."""
+    return (ids[:, -1] == 9) | (ids[:, -1] == 4)
+
+
+def test_criteria_of_the_user_decide_as_in_the_eager_loop(model, fake):
+    drafter = train_heads(model)
+    for way in ("greedy", "sampled"):
+        options = WAYS[way] | dict(stopping_criteria=[stops_at])
+        eager = generated(model, drafter, batch_of(3), **options)
+        fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+        told = fixed.speculation.graphs
+        assert "stops_at" in told.reasons["cycle"] and set(told.replayed) == {"forward"}
+        assert way == "sampled" or same(eager, fixed)
+    drafter.detach()
+
+
+def test_records_are_those_of_the_eager_loop(model, fake):
+    drafter = train_heads(model)
+    options = WAYS["greedy"] | dict(output_scores=True, output_logits=True, output_hidden_states=True)
+    eager = generated(model, drafter, batch_of(3), **options)
+    fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+    assert fixed.speculation.graphs.replayed["cycle"]
+    torch.testing.assert_close(torch.stack(fixed.scores), torch.stack(eager.scores))
+    torch.testing.assert_close(torch.stack(fixed.logits), torch.stack(eager.logits))
+    for one, other in zip(fixed.hidden_states[1:], eager.hidden_states[1:], strict=True):
+        torch.testing.assert_close(torch.stack(one), torch.stack(other))
+    drafter.detach()
+
+
+def test_faults_leave_no_trace_in_a_replayed_cycle(model, fake, monkeypatch):
+    drafter, propose = train_heads(model), HeadSession.propose
+    plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
+
+    def damaged(session, tokens, length):
+        session.options.numbers.note(torch.where(tokens.ends[:, None] > 26, torch.nan, 0.0))
+        return propose(session, tokens, length)
+
+    monkeypatch.setattr(HeadSession, "propose", damaged)
+    fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
+    assert torch.equal(fixed.sequences, plain.sequences)
+    assert 0 < fixed.speculation.graphs.replayed["cycle"] < fixed.speculation.backbone_calls - 10
+    drafter.detach()
+
+
+class Reading(torch.nn.Module):
+    """A layer that reads from the device."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states):
+        return self.inner(states) if float(states.abs().amax()) >= 0 else states
+
+
+def test_a_forward_that_reads_from_the_device_is_launched_eagerly(fake):
+    model = backbone().double()
+    drafter = train_heads(model)
+    plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
+    layer = model.get_decoder().layers[0]
+    layer.mlp = Reading(layer.mlp)
+    fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
+    told = fixed.speculation.graphs
+    assert same(plain, fixed) and "_local_scalar_dense" in told.reasons["cycle"] and not told.replayed
+
+
+@pytest.mark.parametrize("what", ["deterministic", "hooks", "devices", "offloading"])
+def test_what_no_graph_can_repeat_is_refused_with_its_reason(model, fake, what):
+    drafter, handle = train_heads(model), None
+    if what == "deterministic":
+        torch.use_deterministic_algorithms(True)
+    elif what == "hooks":
+        handle = model.get_decoder().layers[0].register_forward_hook(lambda *_: None)
+    else:
+        model.hf_device_map = {"a": 0, "b": 1 if what == "devices" else "cpu"}
+    try:
+        fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        vars(model).pop("hf_device_map", None)
+        handle is None or handle.remove()
+    told = fixed.speculation.graphs
+    assert what in told.reasons["cycle"] and not told.replayed and not told.recorded
+    drafter.detach()
+
+
+def test_want_of_memory_is_said_with_its_bytes(model, monkeypatch):
+    drafter = train_heads(model)
+    plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
+    monkeypatch.setattr(static_module, "free_bytes", lambda device: 2**10)
+    fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
+    assert same(plain, fixed) and "GiB" in fixed.speculation.graphs.reasons["cycle"]
+    drafter.detach()
+
+
+def test_adaptive_lengths_are_few(model, fake):
+    drafter = train_heads(model)
+    options = WAYS["greedy"] | dict(num_assistant_tokens_schedule="adaptive", cache_implementation="static")
+    fixed = generated(model, drafter, batch_of(3), **options)
+    plain = generated(model, drafter, batch_of(3), **WAYS["greedy"])
+    assert torch.equal(fixed.sequences, plain.sequences) and fixed.speculation.graphs.recorded <= 4
+    drafter.detach()
+
+
+def test_nobody_records_while_another_call_runs(model, fake):
+    drafter, options = train_heads(model), WAYS["greedy"] | dict(cache_implementation="static")
+    with graphs_module.running():
+        told = generated(model, drafter, batch_of(3), **options).speculation.graphs
+    assert not told.recorded and not told.replayed
+    drafter.detach()

@@ -28,6 +28,7 @@ _MODULES = {
     "evaluation_decoding": "tokenahead.training.evaluation.decoding",
     "export_module": "tokenahead.model_cards.export",
     "features_module": "tokenahead.training.features",
+    "masks_module": "tokenahead.generation.tensors.masks",
     "parts_module": "tokenahead.training.parts",
     "processes_module": "tokenahead.training.processes",
     "regeneration_module": "tokenahead.training.regeneration",

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..modeling.common.recording import STATES, SUMMARIES
 from ..modeling.heads.losses import IGNORE
 
-_LENGTH = 12
-"""Tokens of a document in the trial: more than short convolutions reach."""
+_LENGTH = 36
+"""Tokens of a document in the trial: more than short convolutions reach, and two are attended to one by one."""
 
 
 @contextmanager

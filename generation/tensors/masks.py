@@ -2,17 +2,22 @@
 
 transformers' "sdpa" repeats keys and values for every query head where there is a mask: a copy of the cache in every
 forward. With a `model_mask`, the queries of a group lie side by side instead, and only the mask is repeated.
+
+Where rows are joined without padding, "sdpa" multiplies all pairs of tokens and then masks those of other rows. Here it
+is called for one document at a time, or for a few short ones.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 
 def check_attention(config: PreTrainedConfig, needing: str) -> None:
@@ -52,6 +57,53 @@ def _packed(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return known[groups, dtype]
 
 
+_BLOCKS = "blocks_of_documents"
+"""Attribute of a mask [1, 1, N, N]: the first token of every block, the one behind its last, and its own mask."""
+_SHORT = 64  # tokens up to which documents share a block: a call costs as much as what it would leave out
+
+
+def by_documents(mask: Tensor) -> Tensor:
+    """Return a mask [1, 1, N, N] bool, noting where no token from there on sees one before it.
+
+    An accelerator waits here twice.
+    """
+    size, visible = mask.shape[-1], mask[0, 0]
+    neighbours = torch.stack([~visible.diagonal(-1), visible.diagonal(1)])  # [2, N - 1]
+    found = neighbours.nonzero().tolist()
+    documents = [0, *(place + 1 for looks_ahead, place in found if not looks_ahead), size]
+    edges = [0]
+    for start, stop in pairwise(documents):
+        if stop - edges[-1] > _SHORT and start > edges[-1]:
+            edges.append(start)
+    if len(edges) == 1:
+        return mask
+    ends = [*edges[1:], size]
+    sees_first = visible[[end - 1 for end in ends], edges].tolist()  # false behind a window
+    plain, starts = not any(looks_ahead for looks_ahead, _ in found), {*documents}
+    blocks = []
+    for start, end, is_full in zip(edges, ends, sees_first):
+        is_causal = plain and is_full and starts.isdisjoint(range(start + 1, end))
+        blocks.append((start, end, None if is_causal else mask[:, :, start:end, start:end]))
+    setattr(mask, _BLOCKS, blocks)
+    return mask
+
+
+def mask_by_documents(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return transformers' mask for "sdpa", with the blocks of rows that are joined without padding."""
+    mask = sdpa_mask(*args, **kwargs)
+    if mask is None or kwargs.get("allow_is_causal_skip", True) or kwargs.get("use_vmap"):
+        return mask
+    is_joined = mask.shape[0] == 1 and mask.shape[-2] == mask.shape[-1] > _SHORT  # one sequence, without a cache
+    if not is_joined or kwargs.get("attention_mask") is not None or torch.compiler.is_compiling():
+        return mask
+    return by_documents(mask)
+
+
+def blocks_of(mask: Tensor | None) -> list[tuple[int, int, Tensor | None]] | None:
+    """Return the blocks that `by_documents` has noted."""
+    return getattr(mask, _BLOCKS, None)
+
+
 def grouped_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -63,6 +115,13 @@ def grouped_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Return what transformers' "sdpa" does, without a copy of keys and values for a `model_mask`."""
+    blocks = blocks_of(attention_mask)
+    if blocks is not None and kwargs.get("position_bias") is None:
+        parts = []
+        for start, stop, mask in blocks:
+            own = [each[:, :, start:stop] for each in (query, key, value)]
+            parts.append(sdpa_attention_forward(module, *own, mask, dropout, scaling, **kwargs)[0])  # [1, R, H, d]
+        return torch.cat(parts, 1), None
     groups, (batch, heads, queries, _) = query.shape[1] // key.shape[1], query.shape
     is_ours = kwargs.get("position_bias") is None and getattr(attention_mask, _PACKED, None) is not None
     if attention_mask is not None and is_ours:
@@ -77,6 +136,7 @@ def grouped_attention(
 
 
 AttentionInterface.register("sdpa", grouped_attention)
+AttentionMaskInterface.register("sdpa", mask_by_documents)
 
 
 @lru_cache(maxsize=256)

@@ -116,7 +116,7 @@ class _BlockLoss(Steps):
             return first
         for start in range(0, rows, self.block):
             stop = min(start + self.block, rows)
-            seen = [states[:, :, :stop] for states in columns]
+            seen = [states[:, :, self.lowest[start] : stop] for states in columns]
             later.append(checkpoint(self._later, outputs[:, start:stop], start, *seen, use_reentrant=False))
         return torch.cat([first, torch.cat(cast(list[Tensor], later), dim=-1)])
 

@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ...configuration.cache_names import CACHE
 from ...configuration.eagle import EagleHeadConfig
-from ...generation.tensors.masks import model_mask
+from ...generation.tensors.masks import blocks_of, model_mask
 from ...generation.tensors.wrapped_models import untyped
 from ..common.backbone_parts import BackboneParts, dtype_of, frozen, output_embeddings, part_logits
 from ..common.learning import DraftModel, States
@@ -242,6 +242,8 @@ class EagleNetwork(DraftModel):
     def _mask(
         self, embeddings: Tensor, position_ids: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
+        if blocks_of(mask) is not None and self.config._attn_implementation == "sdpa":
+            return mask
         if mask is not None and mask.dim() == 4:
             return model_mask(mask[:, 0], self.config, embeddings.dtype) if mask.dtype == torch.bool else mask
         return create_causal_mask(

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.loss_options import ResolvedEagleOptions
+from ...generation.tensors.masks import by_documents
 from ...generation.tensors.wrapped_models import gather
 from ..common.chunks import LOGITS_PER_CHUNK, Made, made_in_forward, new_total
 from .batch import TrainingBatch
@@ -42,6 +43,10 @@ class Steps:
         documents = batch.documents
         starts = nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         self.first = starts[:, : batch.num_rows]
+        places = torch.arange(batch.num_rows, device=starts.device)
+        of_documents = torch.where(self.first, places, 0).cummax(1).values  # [B, rows]
+        self.lowest: list[int] = of_documents.amin(0).tolist()
+        """The first column that any sequence's row sees, by row."""
         self.summaries = draft_summaries(head, batch)
         self.columns = draft_columns(head, batch.labels)  # [B, L]
 
@@ -60,6 +65,7 @@ class Steps:
         """Return the outputs of step 0 [B, rows, d], and its keys and values [B, H, rows, D], layer by layer."""
         batch, cache, rows = self.batch, DynamicCache(), self.batch.num_rows
         mask = None if batch.is_whole else batch.visible(0, rows)
+        mask = by_documents(mask) if mask is not None and len(mask) == 1 else mask
         outputs = self.step(features, 0, 0, mask, cache)
         layers = cast(list[CacheLayerMixin], cache.layers)
         return outputs, [cast(Tensor, states) for layer in layers for states in (layer.keys, layer.values)]
@@ -67,15 +73,16 @@ class Steps:
     def later_steps(self, features: Tensor, start: int, columns: list[Tensor]) -> Iterator[Tensor]:
         """Yield the outputs [B, R, d] of steps 1, 2, ... of a block of rows, the first of which is `start`.
 
-        `features` are their outputs of step 0; `columns` its keys and values up to the block's end, layer by layer.
+        `features` are their outputs of step 0; `columns` its keys and values from `lowest` to the block's end, layer by
+        layer.
         """
         cache, size = DynamicCache(), features.shape[1]
         for layer in range(len(columns) // 2):
             cache.update(columns[2 * layer], columns[2 * layer + 1], layer)
-        mask = self.batch.visible(start, start + size)
+        mask = self.batch.visible(start, start + size)[..., self.lowest[start] :]
         diagonal = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
         for step in range(1, self.options.steps):
-            mask = torch.cat([mask, diagonal], dim=-1)  # [B, 1, R, stop + step R]
+            mask = torch.cat([mask, diagonal], dim=-1)  # [B, 1, R, stop - lowest + step R]
             features = features.detach() if self.is_hass else features
             features = self.step(features, start, step, mask, cache)
             yield features
@@ -150,7 +157,8 @@ class _SummedSteps:
 
     def _block(self, start: int, stop: int, roots: list[Tensor], totals: list[Tensor | None], sums: Tensor) -> None:
         """Add the terms of all steps of a block of rows to `sums` [S, 2, 3], and their gradients to the totals."""
-        parts = [roots[0][:, start:stop], *(columns[:, :, :stop] for columns in roots[1:])]
+        seen = slice(self.steps.lowest[start], stop)
+        parts = [roots[0][:, start:stop], *(columns[:, :, seen] for columns in roots[1:])]
         leaves = [part.detach().requires_grad_(part.requires_grad) for part in parts]
         teacher = self._teacher(start, stop)
         found, into_outputs = self._terms(leaves[0], start, 0, teacher)
@@ -165,7 +173,7 @@ class _SummedSteps:
         into_leaves = self._backward(outputs, gradients, [leaf if leaf.requires_grad else None for leaf in leaves])
         for index, (gradient, total) in enumerate(zip(into_leaves, totals)):
             if total is not None and gradient is not None:
-                (total[:, :, :stop] if index else total[:, start:stop]).add_(gradient)
+                (total[:, :, seen] if index else total[:, start:stop]).add_(gradient)
         if totals[0] is not None and into_outputs is not None:
             totals[0][:, start:stop] += into_outputs
 

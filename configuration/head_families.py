@@ -15,10 +15,14 @@ from transformers import PreTrainedConfig
 COMMON_OPTIONS = ("head_type", "window", "rank", "unembedding")
 """Options that every family writes into a model's `config.json`."""
 
+CONTEXT_OPTIONS = ("context", "context_rank", "transition_context")
+"""Options of families whose leaves may read the tokens before them; they are written where they do."""
+
 SHAPING_OPTIONS = (
     *("rank", "unembedding", "contextual", "homogeneous"),
     *("num_blocks", "tied_blocks", "block", "block_size"),
     *("arch", "grounded", "state_offset", "first", "mix"),
+    *CONTEXT_OPTIONS,
 )
 """Options that decide which parameters a head has; a family that lacks one leaves it at its default."""
 
@@ -71,8 +75,8 @@ class HeadFamilyFacts:
     unembedding: str = "shared"
 
     def written(self) -> list[str]:
-        """Return the names of the options that a model's `config.json` holds."""
-        own = (name for name in self.options if name not in COMMON_OPTIONS)
+        """Return the names of the options that a model's `config.json` always holds."""
+        own = (name for name in self.options if name not in (*COMMON_OPTIONS, *CONTEXT_OPTIONS))
         return [*COMMON_OPTIONS, *own, *self.defaults]
 
     def shaping(self) -> list[str]:
@@ -101,7 +105,7 @@ def _circuit(name: str, *options: str) -> HeadFamilyFacts:
         "MtPC",
         _never,
         "grivas2025mtpc",
-        ("rank", "unembedding", "contextual", "masked_tokens", *options),
+        ("rank", "unembedding", "contextual", "masked_tokens", "context", "context_rank", *options),
         unembedding="own",
     )
 
@@ -112,12 +116,16 @@ FF = HeadFamilyFacts(
     "Gloeckle et al. 2024",
     _never,
     "gloeckle2024better",
-    ("unembedding",),
+    ("unembedding", "context", "context_rank"),
     unembedding="own",
     any_window=True,
     rows_of_lm_head=True,
 )
-CP, HMM, BTREE = _circuit("cp"), _circuit("hmm", "homogeneous", "identity_bias"), _circuit("btree")
+CP, HMM, BTREE = (
+    _circuit("cp"),
+    _circuit("hmm", "homogeneous", "identity_bias", "transition_context"),
+    _circuit("btree"),
+)
 MEDUSA = HeadFamilyFacts(
     "medusa",
     "independent heads of {num_blocks} blocks each, with the unembedding `{unembedding}`",

@@ -8,7 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .fields import check_values
-from .head_families import HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
+from .head_families import CONTEXT_OPTIONS, HEAD_FAMILIES, SHAPING_OPTIONS, HeadFamilyFacts, takers
 from .loss_options import HeadLossOptions
 
 HEAD_TYPES = tuple(HEAD_FAMILIES)
@@ -24,9 +24,11 @@ CHOICES = {
     "mix_init": ("last", "uniform"),
 }
 """Values of the fields that name something."""
+_COUNTS = ("window", "rank", "num_blocks", "block_size", "draft_vocab_size", "draft_lora_rank", "context_rank")
 RANGES = {
-    **dict.fromkeys(("window", "rank", "num_blocks", "block_size", "draft_vocab_size", "draft_lora_rank"), "[1, inf)"),
+    **dict.fromkeys(_COUNTS, "[1, inf)"),
     **dict.fromkeys(("state_offset", "draft_layers"), "[0, inf)"),
+    "context": "[0, 3]",
 }
 """Intervals of numbers."""
 
@@ -62,6 +64,10 @@ class MTPHeadConfig(PreTrainedConfig):
         homogeneous: All steps of an `"hmm"` share one transition.
         identity_bias: Added to the diagonal of an `"hmm"`'s transition logits at the start, so that states persist;
             None: so much that the mean diagonal is 0.85, whatever the rank is (5.4 for r = 32).
+        context: Leaves of `"ff"` and circuits read so many tokens of the window before theirs, at most 3: their logits
+            get a bias of each. 0: leaves know the state alone.
+        context_rank: Rank of these biases.
+        transition_context: Transitions of an `"hmm"` read the last token, too.
         num_blocks: Blocks of every Medusa or Hydra head.
         tied_blocks: All blocks of one head, but for Hydra's first, share their weights, as in the released heads.
         block: Of a Medusa head: `"residual"` (u + SiLU(A u + a)), or `"ffn"` with one hidden layer (Stern et al. 2018,
@@ -111,6 +117,9 @@ class MTPHeadConfig(PreTrainedConfig):
     contextual: bool = True
     homogeneous: bool = False
     identity_bias: float | int | None = None
+    context: int = 0
+    context_rank: int = 64
+    transition_context: bool = False
     num_blocks: int = 1
     tied_blocks: bool = False
     block: str = "residual"
@@ -173,6 +182,7 @@ class MTPHeadConfig(PreTrainedConfig):
                     f"{name}={value}: head_type={self.head_type!r} takes only {name}={default}; "
                     f"it is an option of {', '.join(takers(name))}"
                 )
+        self._check_context()
         if self.draft_layers and self.state_offset:
             raise ValueError(f"draft_layers={self.draft_layers} gives one state: state_offset must be 0")
         self.family.check(self)
@@ -181,11 +191,20 @@ class MTPHeadConfig(PreTrainedConfig):
                 f"draft_layers={self.draft_layers}: head_type={self.head_type!r} has decoder layers of its own; choose "
                 "a family without, or hydra with arch='mlp'"
             )
-        if self.family.sequential and self.masked_tokens == "marginalise":
+        if (self.family.sequential or self.context) and self.masked_tokens == "marginalise":
             raise ValueError(
-                f"masked_tokens='marginalise': {self.head_type} heads read every token before theirs, none can be "
-                "summed out; choose 'observe'"
+                f"masked_tokens='marginalise': {self.head_type} heads with context={self.context} read tokens before "
+                "theirs, which cannot be summed out; choose 'observe'"
             )
+
+    def _check_context(self) -> None:
+        if self.window is not None and 0 < self.context >= self.window:
+            raise ValueError(
+                f"context={self.context}: a window of {self.window} tokens has at most {self.window - 1} before the "
+                "last; choose fewer, or a larger window"
+            )
+        if self.transition_context and not self.context:
+            raise ValueError("transition_context=True: transitions read what leaves read; choose context=1 to 3")
 
     def _values(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -224,7 +243,11 @@ class MTPHeadConfig(PreTrainedConfig):
         """Return the fields that describe the distribution and the loss, for a model's own `config.json`."""
         changed = self.loss_options.changed()
         loss = {"loss_options": changed} if changed else {}
-        return self._values(self.family.written()) | self.draft_options() | loss
+        return self._values(self.family.written()) | self._context_options() | self.draft_options() | loss
+
+    def _context_options(self) -> dict[str, Any]:
+        names = (name for name in CONTEXT_OPTIONS if name in self.family.options)
+        return self._values(names) if self.context else {}
 
     def draft_options(self) -> dict[str, Any]:
         """Return the fields of draft layers; empty where there are none."""
@@ -238,4 +261,5 @@ class MTPHeadConfig(PreTrainedConfig):
 
     def describe(self) -> str:
         """Return what the head is, as a phrase for people to read."""
-        return self.family.description.format(**self._values(self.family.written()))
+        reads = f", whose leaves read the {self.context} tokens before them" if self.context else ""
+        return self.family.description.format(**self._values(self.family.written())) + reads

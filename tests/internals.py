@@ -228,6 +228,7 @@ _NAMES = {
         "window_targets",
     ),
     "tokenahead.modeling.heads.registry": (
+        "distribution_after",
         "build_head",
         "init_head",
         "window_distribution",

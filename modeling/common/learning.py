@@ -16,6 +16,7 @@ from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import AttachableDrafter, NoGenerationMixin
 from ...generation.drafter import DrafterFacts
+from ..heads.context import add_tables
 from ..heads.losses import DepthLossMixin, depth_weights
 from ..heads.registry import distribution_after, window_distribution
 from ..heads.window_distribution import WindowDistribution
@@ -169,12 +170,14 @@ class WindowHeadMixin(DepthLossMixin):
     Attributes:
         mtp_loss_weight: lambda, what the heads' loss is multiplied with.
         head_config: Options of the head.
+        head: The module that learns.
         whole_head: The module that makes the distribution of the whole window.
     """
 
     window: int
     mtp_loss_weight: float = 1.0
     head_config: MTPHeadConfig
+    head: nn.Module
     whole_head: nn.Module
     hidden_layers: list[int]
     features: Callable[..., Tensor]
@@ -203,6 +206,20 @@ class WindowHeadMixin(DepthLossMixin):
     def loss_normalization(self) -> str:
         """What the loss is divided by."""
         return self.loss_options.normalization
+
+    def add_context(self, count: int, rank: int = 64, transitions: bool = False) -> None:
+        """Let the leaves of a trained head read tokens of the window before theirs; its distribution is unchanged.
+
+        Args:
+            count: How many tokens.
+            rank: Rank of the biases.
+            transitions: Transitions of an `"hmm"` read the last token, too.
+
+        Raises:
+            ValueError: The leaves read tokens already, or the count is 0.
+            StrictDataclassError: A count, family or window that cannot be.
+        """
+        add_tables(self.head, self.head_config, count, rank, transitions)
 
     def distribution_of_features(self, features: Tensor) -> WindowDistribution:
         """Return the distribution of the next `window` tokens given `features` [..., F]."""

@@ -23,6 +23,7 @@ from ...generation.tensors.masks import to_device
 from ...generation.tensors.tensor_files import below, warn_of_numbers
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts
+from ..heads.context import LeafContext, context_of, tables_of
 from ..heads.conversion import load_tensors
 from ..heads.draft_layers import LayerAdapters
 from ..heads.ff import FFHead
@@ -65,6 +66,9 @@ class DraftLayersMixin:
     config: EvaByteConfig
     model: EvaByteModel
     lm_head: nn.Linear
+    mtp_head: nn.Module | None
+    draft_heads: FFHead | None
+    head: nn.Module
     draft_layers: EvaDraftLayers | None
     train_only: Callable[[str], None]
     distribution_of_features: Callable[[Tensor], WindowDistribution]
@@ -206,6 +210,11 @@ class OwnAndDraftHeads(nn.Module):
         super().__init__()
         self.own, self.drafts, self.vocab_size = own, drafts, vocab_size
 
+    @property
+    def context(self) -> LeafContext | None:
+        """The tables of the draft heads, which read the tokens before theirs."""
+        return None if self.drafts is None else self.drafts.context
+
     def forward(
         self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
     ) -> Tensor:
@@ -218,6 +227,16 @@ class OwnAndDraftHeads(nn.Module):
             return own
         drafts = run(self.drafts, hidden_states, None if num_heads is None else num_heads - 1)
         return torch.cat([own, to_device(drafts, own.device)], dim=-2)[..., start:, :]
+
+
+def set_tables(model: DraftLayersMixin, old: LeafContext | None = None) -> None:
+    """Give FF heads the tables of the config, a circuit alone its own; take over the `old` ones where they fit."""
+    config = model.config
+    if model.draft_heads is not None:
+        tables = context_of(config.mtp_head, config.vocab_size) if model.mtp_head is None else None
+        model.draft_heads.context = None if tables is None else tables.to(model.lm_head.weight)
+    if old is not None and (tables := tables_of(model.head)) is not None:
+        tables.take(old)
 
 
 def split_heads(weight: Tensor, vocab_size: int, num_drafts: int) -> dict[str, Tensor]:

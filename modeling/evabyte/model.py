@@ -28,13 +28,22 @@ from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin
 from ..common.online import OnlineMixin
 from ..common.outputs import MTPOutput, OwnLossMixin
+from ..heads.context import tables_of
 from ..heads.ff import FFHead
 from ..heads.losses import IGNORE, counted, counts_of_update, depth_targets, head_loss
 from ..heads.registry import build_head, init_head
 from ..heads.session import DraftLayersSession, HeadSession
 from .backbone import EvaByteModel, EvaBytePreTrainedModel
 from .cache import EvaByteCache
-from .heads import DraftLayersMixin, EvaDraftLayers, OwnAndDraftHeads, install_published, split_state_dict, with_layer
+from .heads import (
+    DraftLayersMixin,
+    EvaDraftLayers,
+    OwnAndDraftHeads,
+    install_published,
+    set_tables,
+    split_state_dict,
+    with_layer,
+)
 
 _APART = ("hidden_size", "vocab_size", "draft_vocab_size", "base_model_name_or_path")  # fields of attached heads only
 
@@ -76,6 +85,7 @@ class EvaByteForMTPC(
         self.draft_heads = FFHead(config.hidden_size, config.vocab_size, drafts) if drafts else None
         self.register_load_state_dict_pre_hook(split_state_dict)
         self.mtp_head = self._circuit()
+        set_tables(self)
         self.draft_layers = EvaDraftLayers(config) if config.mtp_head.draft_layers else None
         self.post_init()
         self._freeze()
@@ -191,7 +201,7 @@ class EvaByteForMTPC(
 
         FF heads are appended (drawn like fresh weights) where the window needs more; a circuit starts with every
         state of position i equal to FF head i, so that its distribution is that of the FF heads, and with random sum
-        weights.
+        weights. Tables of tokens before (`context`) are taken over where both heads have the same.
 
         Args:
             **options: Fields of `MTPHeadConfig`; the window and draft layers are unchanged by default.
@@ -211,7 +221,7 @@ class EvaByteForMTPC(
         except Exception:
             self.config.mtp_head = old
             raise
-        self.draft_layers = layers
+        self.draft_layers, tables = layers, tables_of(self.head)
         self.mtp_head = None if head is None else head.to(self.lm_head.weight)
         if head is None:
             self._append_heads(self.window - self.config.num_pred_heads)
@@ -221,6 +231,7 @@ class EvaByteForMTPC(
             if self.config.mtp_head.unembedding == "own":
                 rows = torch.cat([each.weight for each in (self.lm_head, self.draft_heads) if each is not None])
                 head.copy_leaves(rows.unflatten(0, (-1, self.config.vocab_size)))
+        set_tables(self, tables)
         self.head.requires_grad_(True)
         self._freeze()
 

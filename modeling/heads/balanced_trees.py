@@ -6,6 +6,7 @@ position hangs on the latent of the node that splits it off. All is computed by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import count
 
@@ -94,19 +95,21 @@ class TreeDistribution(LatentDistribution):
     def _filled(self) -> list[int]:
         return [slot for slot, position in enumerate(self.slots) if position is not None]
 
-    def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         return (yield from self._visit(0, 0, self.root, leaves, known, unit))
 
     def _visit(
-        self, level: int, index: int, weights: Tensor, leaves: list[Tensor], known: list[Tensor], unit: Scale
+        self, level: int, index: int, weights: Tensor, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale
     ) -> Walk:
         """Walk a span; returns what it says of its parent's state, None where it is empty."""
         if level == self.depth:
             position = self.slots[index]
             if position is None or position < len(known):
                 return None if position is None else known[position]
-            return column(leaves[position], (yield moved(weights, leaves[position])))
-        if self.counts_launches and unit is never and 0 < level == self.depth - 1 and self._pairs is not None:
+            leaf = leaves[position]
+            return column(leaf, (yield moved(weights, leaf)))
+        in_pairs = self.counts_launches and unit is never and self.reader is None
+        if in_pairs and 0 < level == self.depth - 1 and self._pairs is not None:
             return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)
         step = self.steps[level - 1][..., index, :, :] if is_latent else None  # [..., r, r]
@@ -135,7 +138,7 @@ class TreeDistribution(LatentDistribution):
         torch.sum(inside, -2, out=tables[..., 1:, -1, :])
         return tables
 
-    def _visit_pair(self, index: int, weights: Tensor, leaves: list[Tensor], known: list[Tensor]) -> Walk:
+    def _visit_pair(self, index: int, weights: Tensor, leaves: Sequence[Tensor], known: list[Tensor]) -> Walk:
         """Walk the two positions of a last node; returns what they say of its parent's state.
 
         Weighted rows next to those of every state of the parent make one launch out of two.

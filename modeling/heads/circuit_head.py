@@ -15,7 +15,9 @@ from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts
 from .balanced_trees import TreeDistribution
-from .circuits import ChainDistribution, MixtureDistribution
+from .chains import ChainDistribution
+from .circuits import MixtureDistribution
+from .context import context_of
 from .family import FAMILIES, Circuit, HeadFamily, register
 from .ff import FFHead, SharedHead
 from .window_distribution import WindowDistribution, exact
@@ -48,6 +50,7 @@ class CircuitHead(nn.Module):
             raise ValueError(
                 f"unembedding='own' with {sizes} needs {size}; use unembedding='shared', or a smaller rank or window"
             )
+        self.context = context_of(config, vocab_size)
         self.leaf = (FFHead if config.unembedding == "own" else SharedHead)(hidden_size, vocab_size, self.num_heads)
         sums = config.rank * (1 + config.rank * self.num_sum_matrices)
         self.sum_bias = nn.Parameter(torch.zeros(sums))
@@ -105,6 +108,8 @@ class CircuitHead(nn.Module):
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids, see `FFHead.resize`."""
         self.leaf.resize(vocab_size, std)
+        if self.context is not None:
+            self.context.resize(vocab_size, std)
         self.vocab_size = vocab_size
 
     @torch.no_grad()

@@ -12,21 +12,32 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...generation.tensors.sampling import exponentials
-from .window_distribution import Choose, Note, WindowDistribution, largest, logsumexp, normalised_logits
+from .window_distribution import (
+    Choose,
+    Given,
+    Note,
+    TokenReader,
+    WindowDistribution,
+    largest,
+    logsumexp,
+    normalised_logits,
+)
 
 Walk = Generator[Tensor, Tensor, Tensor | None]
 """Yields the probabilities [..., v] of a position; is sent the chosen token [...]."""
 Scale = Callable[[Tensor], Tensor]
+Own = TypeVar("Own", bound="LatentDistribution")
 
 
 @dataclass(frozen=True)
@@ -66,8 +77,6 @@ LINEAR = Semiring(1.0, torch.mul, torch.cumprod, moved)
 
 _RULED_OUT = -1e4, 1e-30
 """Least evidence of a bound token, as log and linear: where no state can emit it, all remain as likely as before."""
-_SYSTEM = 2**20
-"""Entries of a filter's triangular system up to which it is solved at once."""
 _RANGE = 60.0
 """Nats that weights may lose before they are scaled: half of what float32 has, for others in the sum are larger."""
 
@@ -78,7 +87,12 @@ class LatentDistribution(WindowDistribution):
     Args:
         root_logits: [..., r].
         leaf_logits: [..., n, r, v].
+
+    Attributes:
+        reader: The tokens that leaves read while drafting; None: they read none.
     """
+
+    reader: TokenReader | None = None
 
     def __init__(self, root_logits: Tensor, leaf_logits: Tensor) -> None:
         self.root_logits, self.leaf_logits, self._all_leaves = root_logits, leaf_logits, leaf_logits
@@ -93,8 +107,11 @@ class LatentDistribution(WindowDistribution):
         """
 
     @abstractmethod
-    def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        """Yield the probabilities [..., v] of each position after the known ones; `unit` scales weights."""
+    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        """Yield the probabilities [..., v] of each position after the known ones; `unit` scales weights.
+
+        A leaf is looked up once, when all tokens before it are chosen.
+        """
 
     @abstractmethod
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -140,6 +157,20 @@ class LatentDistribution(WindowDistribution):
         rest.leaf_logits, rest.window = self.leaf_logits[..., 1:, :, :], self.window - 1  # [..., n - 1, r, v]
         return rest
 
+    def given(self: Own, given: Given) -> Own:
+        """Return the distribution with biased leaves."""
+        other, bound = self._fresh(), self._bound
+        other._all_leaves = self._all_leaves + given.bias[..., None, :]  # [..., n, r, v]
+        other.leaf_logits = other._all_leaves[..., bound:, :, :]
+        return other
+
+    def _fresh(self: Own) -> Own:
+        """Return a copy without what is computed of parameters."""
+        other = copy(self)
+        for name in ("_leaves", "_probs", "steps"):
+            vars(other).pop(name, None)
+        return other
+
     def _with_bound(self, tokens: Tensor) -> Tensor:
         known = self._known
         return tokens if known is None else torch.cat([known.expand(*tokens.shape[:-1], -1), tokens], -1)
@@ -148,20 +179,21 @@ class LatentDistribution(WindowDistribution):
         """log leaf_i[z, x_i] of bound tokens and of tokens [..., n] after them; 0 for those without a column."""
         tokens, bound, (leaves, norm) = self._with_bound(tokens), self._bound, self._leaves
         found = self._at(leaves, tokens) - norm  # [..., n, r]
-        if self.reads_codes:
+        if self.codes is not None:
             found = found.masked_fill((tokens >= self.size)[..., None], 0)
         if not bound:
             return found
         return torch.cat([found[..., :bound, :].clamp_min(_RULED_OUT[0]), found[..., bound:, :]], -2)
 
-    def _seen(self, tokens: Tensor) -> Tensor:
-        """Leaves [..., m, r] of the first m tokens, which are possible, in linear space."""
-        found = self._at(self._probs[..., : tokens.shape[-1], :, :], tokens).clamp_min(_RULED_OUT[1])  # [..., m, r]
-        return found.masked_fill((tokens >= self.size)[..., None], 1) if self.reads_codes else found
+    def _seen(self, tokens: Tensor, probs: Tensor | None = None) -> Tensor:
+        """Leaves [..., m, r] of the first m tokens, which are possible, in linear space; `probs` are those leaves."""
+        probs = self._probs[..., : tokens.shape[-1], :, :] if probs is None else probs  # [..., m, r, v]
+        found = self._at(probs, tokens).clamp_min(_RULED_OUT[1])  # [..., m, r]
+        return found if self.codes is None else found.masked_fill((tokens >= self.size)[..., None], 1)
 
     def _at(self, leaves: Tensor, tokens: Tensor) -> Tensor:
         """Entries [..., n, r] of leaves [..., n, r, v] at tokens [..., n]; any at codes from v on."""
-        tokens, shape = tokens.clamp(max=self.size - 1) if self.reads_codes else tokens, leaves.shape[-3:]
+        tokens, shape = tokens if self.codes is None else tokens.clamp(max=self.size - 1), leaves.shape[-3:]
         batch = torch.broadcast_shapes(tokens.shape[:-1], leaves.shape[:-3])
         index = tokens.expand(*batch, -1)[..., None, None].expand(*batch, *shape[:-1], 1)  # [..., n, r, 1]
         return leaves.expand(*batch, *shape).gather(-1, index)[..., 0]  # [..., n, r]
@@ -183,14 +215,23 @@ class LatentDistribution(WindowDistribution):
         total = logsumexp(weights, -1)[..., None]  # [..., n, 1]
         return mixed - torch.where(total.isfinite(), total, torch.zeros_like(total))
 
-    def next_log_probs(self, prefix: Tensor) -> Tensor:
+    def next_log_probs(self, prefix: Tensor, given: Given | None = None) -> Tensor:
         """One mixture of leaves: the weights do not depend on what follows the prefix."""
         evidence = self._seen(self._with_bound(prefix))  # [..., m, r]
-        evidence, position = evidence / evidence.amax(-1, keepdim=True), evidence.shape[-2]  # the largest is 1
+        position, tiny = evidence.shape[-2], torch.finfo(evidence.dtype).tiny
+        norms = None if given is None else self._norms(given.bias).clamp_min(tiny)  # [..., m + 1, r]
+        evidence = evidence if norms is None else evidence / norms[..., :-1, :]
+        evidence = evidence / evidence.amax(-1, keepdim=True)  # the largest is 1
         weights = self.owner_weights(torch.nn.functional.pad(evidence, (0, 0, 0, 1), value=1.0), LINEAR)[..., -1, :]
-        # where all underflow, they are equal
-        mixed = weights.clamp_min(torch.finfo(weights.dtype).tiny)[..., None, :] @ self._probs[..., position, :, :]
-        return mixed[..., 0, :].log()
+        weights = weights.clamp_min(tiny)  # where all underflow, they are equal
+        weights = weights if norms is None else weights / norms[..., -1, :]
+        mixed = (weights[..., None, :] @ self._probs[..., position, :, :])[..., 0, :].log()
+        return mixed if given is None else mixed + given.bias[..., -1, :]
+
+    def _norms(self, bias: Tensor) -> Tensor:
+        """Sums [..., m, r] of leaves times exp(bias), up to a factor per position: no leaf is made for every prefix."""
+        factors = (bias - bias.amax(-1, keepdim=True)).exp().to(self._probs.dtype)  # [..., m, v]
+        return torch.einsum("...mrv,...mv->...mr", self._probs[..., : bias.shape[-2], :, :], factors)
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Exact conditionals one after the other, in linear space (each is normalised, so nothing underflows)."""
@@ -220,7 +261,12 @@ class LatentDistribution(WindowDistribution):
         early = early if factors is None else early.div_(factors)
         states = self._states((tables / early).argmax(-1), bound)[..., :length]  # [..., length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
-        tokens = (rows / late.unflatten(-1, (length, self.size))).argmax(-1)  # [..., length]
+        rows = rows / late.unflatten(-1, (length, self.size))  # [..., length, v]
+        if self.reader is None:
+            tokens = rows.argmax(-1)  # [..., length]
+        else:  # leaves are those at the tokens
+            tokens, bias = _raced(rows.log(), self.reader)
+            own = (self.leaf_logits[..., :length, :, :] + bias[..., None, :]).softmax(-1)
         evidence = (
             self._at(own, tokens) if not known else torch.cat([known[0][..., None, :], self._at(own, tokens)], -2)
         )
@@ -229,9 +275,12 @@ class LatentDistribution(WindowDistribution):
         weights = _unit(self.owner_weights(evidence, LINEAR)[..., bound:, :])  # [..., length, r]
         return tokens, (weights[..., None, :] @ own)[..., 0, :]  # [..., length, v]
 
-    def _known_probs(self) -> list[Tensor]:
+    def _known_probs(self, leaves: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Leaves [..., r] of bound tokens."""
-        return [] if self._known is None else list(self._seen(self._known).unbind(-2))
+        if self._known is None:
+            return []
+        probs = None if leaves is None else torch.stack([leaves[i] for i in range(self._bound)], -3)
+        return list(self._seen(self._known, probs).unbind(-2))
 
     @property
     def _is_short(self) -> bool:
@@ -250,17 +299,37 @@ class LatentDistribution(WindowDistribution):
 
     def _along(self, choose: Choose, length: int | None, unit: Scale) -> tuple[list[Tensor], list[Tensor]]:
         """Tokens and distributions that `choose` gives in turn."""
-        stop, known = None if length is None else self._bound + length, self._known_probs()
-        leaves, tokens, probs = list(self._probs[..., :stop, :, :].unbind(-3)), [], []
+        stop, tokens, probs, reader = None if length is None else self._bound + length, [], [], self.reader
+        if reader is None:
+            leaves, known = list(self._probs[..., :stop, :, :].unbind(-3)), self._known_probs()
+        else:
+            leaves = ReadLeaves(self._all_leaves[..., :stop, :, :].unbind(-3), reader)
+            known = self._known_probs(leaves)
         walk = self._walk(leaves, known, unit)
         shown = next(walk)
-        for _ in leaves[len(known) :]:
+        for _ in range(len(known), len(leaves)):
             token, distribution = choose(shown)
+            if reader is not None:
+                reader.read(token)
             tokens.append(token)
             probs.append(distribution)
             if len(known) + len(tokens) < len(leaves):
                 shown = walk.send(token)
         return tokens, probs
+
+
+class ReadLeaves(Sequence[Tensor]):
+    """Leaves [..., r, v] in linear space that read the tokens before them, computed when they are looked up."""
+
+    def __init__(self, logits: Sequence[Tensor], reader: TokenReader) -> None:
+        self.logits, self.reader = logits, reader
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    def __getitem__(self, index: Any) -> Any:
+        bias = self.reader.bias(index)
+        return (self.logits[index] if bias is None else self.logits[index] + bias[..., None, :]).softmax(-1)
 
 
 class MixtureDistribution(LatentDistribution):
@@ -271,12 +340,8 @@ class MixtureDistribution(LatentDistribution):
         root = self._root_of(ring)[..., None, :].expand_as(evidence[..., :1, :])  # [..., 1, r]
         return ring.cumulated(torch.cat([root, evidence[..., :-1, :]], dim=-2), -2)  # [..., n, r]
 
-    def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        weights = self.root
-        for position, leaf in enumerate(leaves):
-            found = known[position] if position < len(known) else column(leaf, (yield moved(weights, leaf)))
-            weights = unit(weights * found)
-        return None
+    def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
+        return (yield from stepwise(self.root, leaves, known, unit, lambda position, weights: weights))
 
     def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         return (self.root * known[0] if known else self.root)[..., None, :], None  # [..., 1, r]
@@ -285,78 +350,31 @@ class MixtureDistribution(LatentDistribution):
         return picks.expand(*picks.shape[:-1], self.window)
 
 
-class ChainDistribution(LatentDistribution):
-    """HMM: z_1 ~ root, z_{i+1} ~ trans_i[z_i], x_i ~ leaf_i[z_i]; one transition for all steps if only one is given.
+def stepwise(
+    weights: Tensor, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale, step: Callable[[int, Tensor], Tensor]
+) -> Walk:
+    """Walk along a chain of states with weights [..., r]: `step` moves them from a position to the next."""
+    for position in range(len(leaves)):
+        if position < len(known):
+            found = known[position]
+        else:
+            leaf = leaves[position]
+            found = column(leaf, (yield moved(weights, leaf)))
+        if position + 1 < len(leaves):
+            weights = step(position, unit(weights * found))
+    return None
 
-    The filter is n dependent steps of r^2 work: a parallel scan would need r^3 per step.
-    """
 
-    def __init__(self, root_logits: Tensor, trans_logits: Tensor, leaf_logits: Tensor) -> None:
-        super().__init__(root_logits, leaf_logits)
-        self.trans_logits = trans_logits
-
-    @cached_property
-    def steps(self) -> Tensor:
-        """Probabilities [..., n - 1, r, r] of every transition."""
-        steps = self.trans_logits.softmax(-1)  # [..., n - 1 or 1, r, r]
-        return steps.expand(*steps.shape[:-3], self.full_window - 1, -1, -1)  # [..., n - 1, r, r]
-
-    def owner_weights(self, evidence: Tensor, ring: Semiring = LOG) -> Tensor:
-        """Return the forward filter, whose every step is a prefix marginal."""
-        root, found = self._root_of(ring).expand_as(evidence[..., 0, :]), evidence.unbind(-2)
-        steps, weights = self.steps[..., : len(found) - 1, :, :], [root]
-        if ring is LINEAR and evidence.numel() * len(found) * self.rank <= _SYSTEM:
-            return self._solved(root, evidence[..., :-1, :, None], steps)
-        if ring is LINEAR:  # one product for the evidence of all positions
-            for step in (evidence[..., :-1, :, None] * steps).unbind(-3):
-                weights.append(moved(weights[-1], step))
-            return torch.stack(weights, -2)
-        # taken apart at once: each of many slices would have a gradient as large as all steps
-        for step, seen in zip(steps.unbind(-3), found):
-            weights.append(ring.moved(ring.times(weights[-1], seen), step))
-        return torch.stack(weights, -2)
-
-    def _solved(self, root: Tensor, seen: Tensor, steps: Tensor) -> Tensor:
-        """The whole filter as one triangular system w A = (root, 0, ..): few launches, where it is small.
-
-        A has the identity on its diagonal, which is not read, and minus each weighted step next to it:
-
-            I  -S1
-                I  -S2
-                    I
-        """
-        size = seen.shape[-3] + 1
-        system = root.new_zeros(*root.shape[:-1], size, self.rank, size, self.rank)  # [..., n, r, n, r]
-        system.diagonal(1, -4, -2).movedim(-1, -3).addcmul_(seen, steps, value=-1)  # right of the diagonal
-        system = system.flatten(-2).flatten(-3, -2)  # [..., n r, n r]
-        start = torch.nn.functional.pad(root, (0, (size - 1) * self.rank))[..., None, :]  # [..., 1, n r]
-        solved = torch.linalg.solve_triangular(system, start, upper=True, left=False, unitriangular=True)
-        return solved.unflatten(-1, (size, self.rank))[..., 0, :, :]  # [..., n, r]
-
-    def _walk(self, leaves: list[Tensor], known: list[Tensor], unit: Scale) -> Walk:
-        """One product per position gives both the next state's weights and the next token's probabilities."""
-        steps = self.steps[..., : len(leaves) - 1, :, :]  # [..., n - 1, r, r]
-        ahead = torch.cat([steps, steps @ torch.stack(leaves[1:], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
-        weights = probs = self.root  # which is no more than a start where the first token is known
-        if not known:
-            probs = moved(weights, leaves[0])
-        for position, table in enumerate(ahead):
-            found = known[position] if position < len(known) else column(leaves[position], (yield probs))
-            weights, probs = moved(unit(weights * found), table).split([self.rank, self.size], -1)
-        yield probs
-        return None
-
-    def _tables(self, known: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        first = moved(self.root * known[0], self.steps[..., 0, :, :]) if known else self.root  # [..., r]
-        rows = self.steps[..., len(known) :, :, :].flatten(-3, -2)  # a row for each state of each step
-        return torch.cat([first[..., None, :], rows], -2), None
-
-    def _states(self, picks: Tensor, skipped: int) -> Tensor:
-        states = [picks[..., :1]]
-        maps = picks[..., 1:].unflatten(-1, ((picks.shape[-1] - 1) // self.rank, self.rank))  # [..., n - 1, r]
-        for chosen in maps.unbind(-2):
-            states.append(chosen.gather(-1, states[-1]))
-        return torch.cat(states, -1)  # [..., n]
+def _raced(scores: Tensor, reader: TokenReader) -> tuple[Tensor, Tensor]:
+    """Return the tokens [..., m] of the largest scores [..., m, v] with the bias of those before, and the biases."""
+    tokens, found = list[Tensor](), list[Tensor]()
+    for row in scores.unbind(-2):
+        bias = reader.bias(len(reader))
+        found.append(torch.zeros_like(row) if bias is None else bias)
+        token = (row if bias is None else row + bias).argmax(-1)
+        reader.read(token)
+        tokens.append(token)
+    return torch.stack(tokens, -1), torch.stack(found, -2)
 
 
 def column(table: Tensor, token: Tensor) -> Tensor:

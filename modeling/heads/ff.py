@@ -16,6 +16,7 @@ from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import Fields, Tensors
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts, output_embeddings, required
+from .context import LeafContext, context_of
 from .family import Circuit, Directory, HeadFamily, HeadLayout, register
 from .official import MTPC
 from .window_distribution import FactorisedDistribution, WindowDistribution, exact
@@ -37,6 +38,7 @@ class FFHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads * vocab_size, hidden_size))
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # as in `nn.Linear`, which peft would adapt in the wrong shape
         self.vocab_size, self.num_heads = vocab_size, num_heads
+        self.context: LeafContext | None = None
 
     def forward(
         self, hidden_states: Tensor, num_heads: int | None = None, backbone: BackboneParts | None = None, start: int = 0
@@ -65,6 +67,8 @@ class FFHead(nn.Module):
         new = new if std is None else torch.randn_like(new) * std
         rows = torch.cat([rows[:, :vocab_size], new], dim=1).flatten(0, 1)  # [N V', D]
         self.weight, self.vocab_size = nn.Parameter(rows, self.weight.requires_grad), vocab_size
+        if self.context is not None:
+            self.context.resize(vocab_size, std)
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
@@ -86,6 +90,7 @@ class SharedHead(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int, num_heads: int) -> None:
         super().__init__()
         self.vocab_size, self.num_heads = vocab_size, num_heads
+        self.context: LeafContext | None = None
         self.maps = nn.Parameter(torch.eye(hidden_size).repeat(num_heads, 1, 1))
 
     def forward(
@@ -98,6 +103,8 @@ class SharedHead(nn.Module):
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids, with the backbone's unembedding; maps have none."""
         self.vocab_size = vocab_size
+        if self.context is not None:
+            self.context.resize(vocab_size, std)
 
     @torch.no_grad()
     def reset_head(self, std: float) -> None:
@@ -168,14 +175,24 @@ def factorised_distribution(
     return FactorisedDistribution(exact(call(head, features, backbone, start, stop)["leaf_logits"]))
 
 
+def _build(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
+    head = (FFHead if config.unembedding == "own" else SharedHead)(hidden_size, vocab_size, config.num_depths)
+    head.context = context_of(config, vocab_size)
+    return head
+
+
+def _vllm_refusal(config: MTPHeadConfig) -> str | None:
+    return f"Medusa's heads read no tokens, and these have context={config.context}" if config.context else None
+
+
 register(
     HeadFamily(
         FF,
-        lambda config, *sizes: (FFHead if config.unembedding == "own" else SharedHead)(*sizes, config.num_depths),
+        _build,
         _distribution,
         is_independent=True,
         layouts=[
-            HeadLayout("vllm", lambda directory, fields: False, _read_vllm, lambda config: None, _write_vllm),
+            HeadLayout("vllm", lambda directory, fields: False, _read_vllm, _vllm_refusal, _write_vllm),
             MTPC,
         ],
         circuit=Circuit(FactorisedDistribution, ()),

@@ -262,7 +262,7 @@ def head_loss(
         shares = scored.sum(1, keepdim=True).clamp(min=1).to(dtype).reciprocal().expand(scored.shape)
     if input_ids is not None and config.masked_tokens == "observe":
         tokens = torch.where(scored, targets, tokens_ahead(input_ids, window, 0))
-    elif "masked_tokens" in config.family.options:
+    elif "masked_tokens" in config.family.options or config.context:  # which must not read a token that is not known
         unknown = ~scored
     ids = tokens
     if vocabulary is not None:
@@ -283,7 +283,7 @@ def head_loss(
             distribution = distribution_after(head, config, part, tokens[..., 0], window - 1, backbone)
         else:
             distribution = window_distribution(head, config, part, backbone)
-        distribution.reads_codes = vocabulary is not None
+        distribution.codes = vocabulary
         if teacher is None:
             values = [-distribution.token_log_probs(tokens[..., -distribution.window :], unknown)]
         else:

@@ -10,6 +10,7 @@ from ...configuration.heads import MTPHeadConfig
 from ..common.backbone_parts import BackboneParts
 from ..common.draft_vocabulary import DraftVocabulary
 from .circuit_head import CircuitHead as CircuitHead
+from .context import with_context
 from .family import FAMILIES
 from .ff import FFHead as FFHead
 from .hydra import HydraHead as HydraHead
@@ -48,9 +49,8 @@ def window_distribution(
 
     The head computes in its own dtype, not that of the features. A draft vocabulary is that of its columns.
     """
-    return _over_ids(
-        FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone), vocabulary
-    )
+    whole = FAMILIES[config.head_type].distribution(head, config, _in_dtype(features, head), backbone)
+    return _over_ids(with_context(whole, head, config), vocabulary)
 
 
 def distribution_after(
@@ -68,9 +68,11 @@ def distribution_after(
     """
     family, features = FAMILIES[config.head_type], _in_dtype(features, head)
     if family.is_independent:
-        return _over_ids(family.distribution(head, config, features, backbone, 1, length + 1), vocabulary)
+        known = last if vocabulary is None or not config.context else vocabulary.codes(last)
+        rest = family.distribution(head, config, features, backbone, 1, length + 1)
+        return _over_ids(with_context(rest, head, config, known[..., None]), vocabulary)
     whole = family.distribution(head, config, features, backbone, 0, length + 1)
-    return _over_ids(whole, vocabulary).condition(last)
+    return _over_ids(with_context(whole, head, config), vocabulary).condition(last)
 
 
 def _over_ids(distribution: WindowDistribution, vocabulary: DraftVocabulary | None) -> WindowDistribution:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +25,39 @@ NextLogits = Callable[[Tensor], Tensor]
 """From the embeddings [..., k, d] of the first k tokens of the window to the logits [..., V] of the next one."""
 
 
+@dataclass(frozen=True)
+class Given:
+    """What known tokens add to a distribution whose leaves read them (`context`).
+
+    Attributes:
+        bias: [..., m, v], of the leaf logits of the first m positions, known ones included.
+        moves: [..., m - 1, r, r], of the logits of transitions; None: they read nothing.
+    """
+
+    bias: Tensor
+    moves: Tensor | None = None
+
+
+class TokenReader(ABC):
+    """The tokens of a draft so far, which its further leaves read; their number is its length."""
+
+    @abstractmethod
+    def read(self, token: Tensor) -> None:
+        """Append a token [...]."""
+
+    @abstractmethod
+    def bias(self, position: int) -> Tensor | None:
+        """Return the bias [..., v] of the leaf logits of a position, whose tokens before are read; None: none."""
+
+    @abstractmethod
+    def move(self, position: int) -> Tensor | None:
+        """Return the bias [..., r, r] of the logits of the transition after a position; None: none."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many tokens are read."""
+
+
 class WindowDistribution(ABC):
     """A probability distribution q over windows x_1..x_n of token ids."""
 
@@ -31,8 +65,8 @@ class WindowDistribution(ABC):
     """n, the number of positions that are still free."""
     leaf_logits: Tensor
     """[..., n, r, v], unnormalised."""
-    reads_codes: bool = False
-    """Tokens are codes of a `DraftVocabulary`: those from v on have no column and are no evidence of latent states."""
+    codes: DraftVocabulary | None = None
+    """Tokens are codes of it: those from v on have no column and are no evidence of latent states."""
 
     @abstractmethod
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
@@ -111,7 +145,12 @@ class FactorisedDistribution(_ConditionalsDistribution):
 
     Args:
         leaf_logits: [..., n, 1, v].
+
+    Attributes:
+        reader: The tokens that leaves read while drafting; None: they read none.
     """
+
+    reader: TokenReader | None = None
 
     def __init__(self, leaf_logits: Tensor) -> None:
         self.leaf_logits = leaf_logits
@@ -121,9 +160,15 @@ class FactorisedDistribution(_ConditionalsDistribution):
         """Return log leaf_i, which no token changes."""
         return normalised_logits(self.leaf_logits[..., 0, :]).expand(*tokens.shape, -1)  # [..., n, v]
 
-    def next_log_probs(self, prefix: Tensor) -> Tensor:
-        """Return the logits of leaf_{j+1}, which no prefix changes."""
+    def given(self, given: Given) -> FactorisedDistribution:
+        """Return the distribution with biased leaves."""
+        return FactorisedDistribution(self.leaf_logits + given.bias[..., -self.window :, None, :])
+
+    def next_log_probs(self, prefix: Tensor, given: Given | None = None) -> Tensor:
+        """Return the logits of leaf_{j+1}, which no prefix changes but by a bias."""
         leaf = self.leaf_logits[..., prefix.shape[-1], 0, :]  # [..., v]
+        if given is not None:
+            return leaf + given.bias[..., -1, :]
         return leaf.expand(*torch.broadcast_shapes(prefix.shape[:-1], leaf.shape[:-1]), -1)
 
     def condition(self, first: Tensor) -> FactorisedDistribution:
@@ -131,12 +176,27 @@ class FactorisedDistribution(_ConditionalsDistribution):
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return every position at once."""
+        """Return every position at once; one after the other where leaves read tokens."""
+        if self.reader is not None:
+            return self._along(self.reader, lambda logits: choose(logits.softmax(-1)), length)
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Return the argmax of every leaf; no normalisation needed."""
+        if self.reader is not None:
+            return self._along(self.reader, partial(largest, note), length)[0]
         return largest(note, self.leaf_logits[..., :length, 0, :])[0]
+
+    def _along(self, reader: TokenReader, choose: Choose, length: int | None) -> tuple[Tensor, Tensor]:
+        """Return the tokens and values [..., v] that `choose` gives in turn, from logits."""
+        tokens, values = list[Tensor](), list[Tensor]()
+        for logits in self.leaf_logits[..., :length, 0, :].unbind(-2):
+            bias = reader.bias(len(reader))
+            token, value = choose(logits if bias is None else logits + bias)
+            reader.read(token)
+            tokens.append(token)
+            values.append(value)
+        return torch.stack(tokens, -1), torch.stack(values, -2)  # [..., length], [..., length, v]
 
 
 class SequentialDistribution(_ConditionalsDistribution):
@@ -189,8 +249,7 @@ class SequentialDistribution(_ConditionalsDistribution):
         Raises:
             ValueError: An unknown token that a known one follows: it would have to be summed out.
         """
-        if unknown is not None and bool((unknown[..., :-1] & ~unknown[..., 1:]).any()):
-            raise ValueError("unknown: a sequential distribution can sum tokens out at the end of the window only")
+        refuse_gaps(unknown)
         return super().token_log_probs(tokens, unknown)
 
     def condition(self, first: Tensor) -> SequentialDistribution:
@@ -223,12 +282,12 @@ class PartialDistribution(WindowDistribution):
     A token without a column may come first, as verification may add any token, or be in a sequence to evaluate.
 
     Args:
-        inner: The distribution; its `reads_codes` is set.
+        inner: The distribution; its `codes` are set.
         vocabulary: The tokens.
     """
 
     def __init__(self, inner: WindowDistribution, vocabulary: DraftVocabulary) -> None:
-        inner.reads_codes = True
+        inner.codes = vocabulary
         self.inner, self.vocabulary, self.window = inner, vocabulary, inner.window
 
     @property
@@ -287,6 +346,12 @@ class PartialDistribution(WindowDistribution):
         others = others if unknown is None else others & ~unknown
         values = read(codes, unknown)
         return values.masked_fill(others.long().cumsum(-1).bool() if is_prefix else others, -torch.inf)
+
+
+def refuse_gaps(unknown: Tensor | None) -> None:
+    """Refuse an unknown token that a known one follows, of a distribution that reads the tokens before."""
+    if unknown is not None and bool((unknown[..., :-1] & ~unknown[..., 1:]).any()):
+        raise ValueError("unknown: a sequential distribution can sum tokens out at the end of the window only")
 
 
 def largest(note: Note | None, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,8 @@ KINDS = {
     "cp": dict(head_type="cp", rank=3, unembedding="own"),
     "hmm": dict(head_type="hmm", rank=3, unembedding="own"),
     "btree": dict(head_type="btree", rank=3, unembedding="own"),
+    "ff-context": dict(unembedding="own", context=2, context_rank=4),
+    "hmm-context": dict(head_type="hmm", rank=3, unembedding="own", context=1, transition_context=True),
     "medusa": dict(head_type="medusa", unembedding=None),
     "hydra": dict(head_type="hydra", unembedding=None),
     "hydra++": dict(head_type="hydra", arch="prefix-mlp", unembedding=None),
@@ -88,7 +90,7 @@ def test_what_no_draft_reads_is_not_computed():
         assert counter.get_total_flops() == 2 * 32 * 320 * places * rank + sums
 
 
-@pytest.mark.parametrize("kind", ["ff", "btree", "hydra"])
+@pytest.mark.parametrize("kind", ["ff", "btree", "hydra", "hmm-context"])
 def test_every_node_has_the_distribution_of_its_own_path(kind):
     heads = tiny(kind, vocabulary=5)
     features = heads.features(heads._run_backbone(torch.randint(5, (2, 6)), None, None).hidden_states)[:, -1]
@@ -121,7 +123,7 @@ class _BehindPrompts(World):
 @torch.no_grad()
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("warp", WARPS)
-@pytest.mark.parametrize("kind", ["ff", "hydra", "btree"])
+@pytest.mark.parametrize("kind", ["ff", "hydra", "btree", "ff-context", "hmm-context"])
 def test_text_from_drawn_trees_has_the_backbones_distribution(kind, warp, rule, monkeypatch):
     heads, processing = tiny(kind), Processing(LogitsProcessorList(WARPS[warp]))
     world, tree, chance = _all_draws(heads, processing, monkeypatch)
@@ -208,7 +210,7 @@ def test_a_tree_keeps_more_than_a_chain(kind):
     assert counts["tree"] > counts["chain"] > 0
 
 
-@pytest.mark.parametrize("kind", ["ff", "btree", "hydra"])
+@pytest.mark.parametrize("kind", ["ff", "btree", "hydra", "hmm-context"])
 def test_sampled_text_from_fixed_shapes_has_the_backbones_distribution(kind):
     model, prompt = backbone(vocabulary=5, seed=2), torch.tensor([[1, 3, 2, 4, 3, 2, 2, 4]])
     heads, options = train_heads(model, steps=20, **KINDS[kind]), dict(top_k=0, temperature=1.0)

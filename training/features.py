@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..configuration.fields import field as config_field
 from ..configuration.fields import requested_states
 from ..modeling import EagleHead, MTPHeads
 from ..modeling.common.backbone_parts import BackboneParts
@@ -35,6 +37,8 @@ INDEX = "index.json"
 _IDS = ("input_ids", "labels", "position_ids")
 _SAME = ("weights", "layers", "width", "dtype", "data")
 """What must be the same where features are completed; two of them are checksums."""
+_SPREAD = 12
+"""Percent that rows of a group may be shorter than its longest one."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 Row = Mapping[str, Any]
 
@@ -111,7 +115,8 @@ def cache_features(
         folder: Output directory; created if missing.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
         tokens_per_shard: A part ends with the row that reaches this number of tokens.
-        tokens_per_batch: Rows of the same length go through the backbone together, up to this number of tokens.
+        tokens_per_batch: Rows of similar lengths in a part go through the backbone together, up to this number of
+            tokens with their padding.
         verify: Read parts that are there through; False, for sets of terabytes: look at their headers and sizes alone.
 
     Returns:
@@ -185,8 +190,13 @@ class FeatureDataset(Dataset):
         self.known: set[int] = set()  # parts that were read through
         self._open: dict[int, Any] = {}
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every row."""
+        return self.index.lengths
+
     def __len__(self) -> int:
-        return len(self.index.lengths)
+        return len(self.lengths)
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         if not -len(self) <= row < len(self):
@@ -273,30 +283,49 @@ def _stripped(row: Row) -> dict[str, torch.Tensor]:
 def _states(
     backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]], index: FeatureIndex, tokens: int, bar: Any
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the columns of every row that the backbone makes, and move a bar; rows of one length go together."""
-    columns: list[dict[str, torch.Tensor]] = []
+    """Return the columns of every row that the backbone makes, and move a bar; rows of similar lengths go together.
+
+    They are padded on the right, which no state of a causal model sees, recurrent or not.
+    """
+    columns: list[dict[str, torch.Tensor]] = [{}] * len(rows)
     options = {"use_cache": False, "logits_to_keep": 1, "output_hidden_states": requested_states(index.layers)}
-    for group in _groups(rows, tokens):
-        names = [name for name in ("input_ids", "position_ids") if name in group[0]]
-        inputs = {name: torch.stack([row[name] for row in group]).to(backbone.device) for name in names}
+    lengths = [len(row["input_ids"]) for row in rows]
+    for group in _groups(lengths, tokens, 0 if _reads_length(backbone.config) else _SPREAD):
+        names = [name for name in ("input_ids", "position_ids") if name in rows[group[0]]]
+        inputs = {name: pad_sequence([rows[row][name] for row in group], True).to(backbone.device) for name in names}
         outputs = backbone(**inputs, **options, return_dict=True)
         states = torch.stack([outputs.hidden_states[layer] for layer in index.layers], 2).to(_DTYPES[index.dtype])
         found = {STATES: states}
         if index.summaries:
             last = states[:, :, index.layers.index(-1)]
-            where = torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
+            ends = torch.tensor([lengths[row] for row in group], device=last.device)
+            where = torch.arange(last.shape[1], device=last.device) < ends[:, None]  # [B, L]
             found[SUMMARIES] = logit_summaries(BackboneParts(backbone), last, where)
         found = {name: column.cpu() for name, column in found.items()}
-        columns += [{name: column[number] for name, column in found.items()} for number in range(len(group))]
+        for number, row in enumerate(group):
+            columns[row] = {name: column[number, : lengths[row]] for name, column in found.items()}
         bar.update(len(group))
     return columns
 
 
-def _groups(rows: list[dict[str, torch.Tensor]], tokens: int) -> Iterator[list[dict[str, torch.Tensor]]]:
-    group: list[dict[str, torch.Tensor]] = []
-    for row in rows:
-        length = len(row["input_ids"])
-        if group and (length != len(group[0]["input_ids"]) or (len(group) + 1) * length > tokens):
+def _reads_length(config: PreTrainedConfig) -> bool:
+    """Return whether rotary angles depend on the longest row of a batch."""
+    rope = config_field(config.get_text_config(), "rope_parameters") or {}
+    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # one, or one per kind of layer
+    return any(each.get("rope_type") in ("dynamic", "longrope") for each in kinds)
+
+
+def _groups(lengths: list[int], tokens: int, spread: int) -> Iterator[list[int]]:
+    """Yield rows by groups of similar lengths, the shortest first: padded, `tokens` at most, or one row.
+
+    A row is at most `spread` percent shorter than the longest of its group, or, of short ones, `spread` tokens. The
+    shortest first, because rotary angles that depend on the length follow it upwards alone.
+    """
+    group: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        longest, shortest = lengths[row], lengths[(group or [row])[0]]
+        is_similar = longest - shortest <= spread * max(longest, 100) // 100
+        if group and not (is_similar and (len(group) + 1) * longest <= tokens):
             yield group
             group = []
         group.append(row)

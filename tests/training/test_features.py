@@ -1,5 +1,6 @@
 """Features on disk: the losses of training without them, a writer that may be killed, damage, and what is refused."""
 
+import copy
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from tests.internals import FeatureDataset, FeatureIndex, eagle_terms, heads_teacher, part_files
 from tests.training.conftest import ragged_rows, trainer_for
@@ -67,6 +69,39 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
         found.append(losses(trainer))
     assert found[0] == pytest.approx(found[1], rel=2e-5)
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "dynamic rope", "mamba"])
+def test_rows_of_similar_lengths_go_through_the_backbone_together(kind, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    if kind == "mamba":
+        config = MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2)
+        base = AutoModelForCausalLM.from_config(config).eval()
+    else:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        base = llama(max_position_embeddings=30, **({"rope_parameters": rope} if kind == "dynamic rope" else {}))
+    heads = MTPHeads.from_backbone(base, window=3, draft_ids=torch.arange(0, 320, 2))
+    lengths, fresh = torch.randint(20, 60, (60,)).tolist(), copy.deepcopy(base)
+    data, forward, computed = [{"input_ids": torch.randint(5, 320, (n,))} for n in lengths], base.forward, []
+
+    def counted(input_ids, **kwargs):
+        computed.append(input_ids.shape)
+        return forward(input_ids, **kwargs)
+
+    monkeypatch.setattr(base, "forward", counted)
+    found = cache_features(heads, data, tmp_path, tokens_per_batch=512)
+    together = sum(rows * length for rows, length in computed)
+    assert all(rows * length <= 512 for rows, length in computed)
+    if kind == "dynamic rope":  # of the longest row in a batch
+        assert together == sum(lengths)
+    else:
+        assert together <= 1.1 * sum(lengths) and len(computed) < 12
+    alone = fresh.eval()
+    for number in sorted(range(60), key=lengths.__getitem__):  # these angles follow the length upwards alone
+        row = data[number]
+        states = alone(row["input_ids"][None], output_hidden_states=True).hidden_states[-1]
+        torch.testing.assert_close(found[number]["cached_states"][:, -1], states[0], rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[number]["input_ids"], row["input_ids"])
 
 
 @pytest.mark.core

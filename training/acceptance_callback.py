@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
@@ -19,6 +18,10 @@ from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
 from .evaluation.methods import drafting_method
 from .trainer_base import BaseTrainer, drafter_of
+from .utils import needs_extra
+
+with needs_extra("train", "AcceptanceCallback"):
+    from datasets import Dataset, IterableDataset
 
 logger = logging.get_logger(__name__)
 _GENERATED = ("generated_accepted", "generated_tokens_per_call")

@@ -1,11 +1,14 @@
 """AcceptanceCallback: acceptance among the metrics, for best checkpoints and early stopping; training is untouched."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 from transformers import EarlyStoppingCallback
 
 from tests.every_model import llama
-from tests.internals import DraftMeasures
+from tests.internals import DraftMeasures, MissingExtraError
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import MTPHeads
 from tokenahead.training import AcceptanceCallback
@@ -130,3 +133,10 @@ def test_a_backbone_that_learns_has_its_loss_among_the_metrics(tmp_path):
 def test_numbers_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}="):
         AcceptanceCallback(**options)
+
+
+def test_without_datasets_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "tokenahead.training.acceptance_callback")
+    with pytest.raises(MissingExtraError, match=r"AcceptanceCallback needs .*'datasets'.*tokenahead\[train\]"):
+        importlib.import_module("tokenahead.training.acceptance_callback")

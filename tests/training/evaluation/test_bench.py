@@ -267,6 +267,33 @@ def test_speed_of_whole_calls_and_without_the_prompts():
     assert row.whole_speed_ups == pytest.approx([2.0] * 3)  # 42 beside 21
 
 
+def test_forced_answers_end_no_earlier(folders, tmp_path):
+    """Half of all bytes end an answer here, so that none is as long as it may be."""
+    model = llama(vocab_size=320, max_position_embeddings=512)
+    model.generation_config.eos_token_id = list(range(0, 320, 2))
+    model.save_pretrained(base := tmp_path / "base")
+    EvaByteTokenizer().save_pretrained(base)
+    words = [
+        "--model",
+        str(base),
+        "--prompts",
+        str(folders / "prompts.jsonl"),
+        "--new-tokens",
+        "12",
+        "--methods",
+        "ngram",
+    ]
+    lengths = []
+    for name, forced in (("free", []), ("forced", ["--force-length"])):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["bench", *words, "--decoding", "T=1", "--output", str(tmp_path / name), *forced])
+        assert not ended.value.code
+        lines = (tmp_path / name / "lines.jsonl").read_text().splitlines()
+        lengths.append({len(ids) for line in lines for ids in json.loads(line)["run"]["ids"]})
+    assert max(lengths[0]) < 12 and lengths[1] == {12}
+    assert "none ended earlier" in MeasuredResults.from_json(tmp_path / "forced" / "results.json").dataset_description
+
+
 def test_turns_are_drawn_apart_and_samples_follow_from_the_seed():
     model = llama(vocab_size=320)
     texts = []

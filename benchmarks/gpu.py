@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --json gpu.json              # what nine minutes hold
     python benchmarks/gpu.py --shapes 8B --batches 1 --drafts EAGLE-3 --modes compiled
     python benchmarks/gpu.py --all --seconds 3600         # also batch 32 and contexts of 4,096
+    python benchmarks/gpu.py --evabyte                    # EvaByte with the heads of MtPC's tables (`gpu_evabyte`)
     python benchmarks/gpu.py --smoke                      # a tiny shape on any machine
 
 Random weights of true shapes, made on the GPU in bfloat16; nothing is loaded. A verification costs what it costs, and
@@ -28,6 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import gpu_evabyte
 import torch
 import transformers
 from planned import Clock, plan_of, planned
@@ -50,8 +52,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Llama 3.2 1B's (which ties its embeddings), Llama 3.1 8B's, and one for tests."""
-MODES: dict[str, dict[str, Any]] = {"eager": {}, "compiled": {"cache_implementation": "static"}}
-"""Options of `generate`, for plain decoding and for drafts alike."""
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "recorded": {"cache_implementation": "static", "disable_compile": True},
+    "compiled": {"cache_implementation": "static"},
+}
+"""Options of `generate`, for plain decoding and for drafts alike; the last two record the cycles of drafts."""
 
 
 def _few(model: LlamaForCausalLM) -> int:
@@ -76,6 +82,7 @@ class Call:
     cycles: list[float]
     tokens_per_call: float
     events: dict[str, int]
+    graphs: dict[str, Any] | None = None
 
 
 @dataclass
@@ -151,9 +158,12 @@ def decode(
     options |= {"stopping_criteria": [clock]} if drafter is None else {"assistant_model": drafter}
     started = time.perf_counter()
     with counted() as counts, nullcontext([]) if drafter is None else planned(drafter, plan, clock) as verifiers:
-        untyped(model).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
+        options |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+        out = untyped(model).generate(ids, max_new_tokens=new_tokens, **options)
     cycles, seconds = clock.milliseconds(), time.perf_counter() - started
-    return Call(seconds, cycles, verifiers[-1].tokens_per_call(new_tokens) if verifiers else 1.0, dict(counts))
+    told = None if drafter is None else out.speculation.graphs
+    rate = verifiers[-1].tokens_per_call(new_tokens) if verifiers else 1.0
+    return Call(seconds, cycles, rate, dict(counts), None if told is None else asdict(told))
 
 
 def forget(model: LlamaForCausalLM) -> None:
@@ -214,13 +224,13 @@ def shown(row: Row, rows: list[Row]) -> list[str]:
     last, rate = row.calls[-1], speed_ups(row, rows)
     ordered = sorted(last.cycles)
     times = last.cycles[0], statistics.median(ordered), ordered[int(0.9 * (len(ordered) - 1))], ordered[-1]
-    events = [
-        " + ".join(str(call.events.get(kind, 0)) for call in row.calls) for kind in ("dynamo", "cudagraph_recording")
-    ]
+    compiled = " + ".join(str(call.events.get("dynamo", 0)) for call in row.calls)
+    ours = ((call.graphs or {}).get("recorded", 0) for call in row.calls)
+    recorded = " + ".join(str(call.events.get("cudagraph_recording", 0) + own) for call, own in zip(row.calls, ours))
     return [
         *head, f"{row.calls[0].seconds:.1f}", *(f"{each:.2f}" for each in times), f"{last.tokens_per_call:.2f}",
         f"{row.ms_per_token:.2f}", *("-" if each is None else f"{each:.2f}" for each in rate), f"{row.peak_gib:.1f}",
-        *events,
+        compiled, recorded,
     ]  # fmt: skip
 
 
@@ -236,7 +246,7 @@ def table_of(rows: list[Row], title: str) -> Table:
     return table
 
 
-def store(path: Path, facts: dict[str, Any], rows: list[Row]) -> None:
+def store(path: Path, facts: dict[str, Any], rows: list[Row] | list[gpu_evabyte.Cell]) -> None:
     """Write everything so far, so that a run that is ended from outside leaves it."""
     made = path.with_suffix(".tmp")
     made.write_text(json.dumps(facts | {"rows": [asdict(row) for row in rows]}))
@@ -291,6 +301,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--calls", type=int, default=3, help="of every row; the first one compiles")
     parser.add_argument("--seconds", type=float, default=520, help="no row begins that would not end by then")
     parser.add_argument("--json", type=Path, help="where to write the cycles of all calls")
+    parser.add_argument("--evabyte", action="store_true", help="EvaByte with all heads of MtPC's tables, instead")
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, to see that everything runs")
     arguments = parser.parse_args(words)
     if arguments.smoke:
@@ -300,6 +311,13 @@ def main(words: list[str] | None = None) -> None:
         parser.error("this machine has no GPU: --smoke runs a tiny shape")
     if arguments.all:
         arguments.batches, arguments.contexts = [1, 8, 32], [512, 4096]
+    if arguments.evabyte:
+        cells = gpu_evabyte.run(arguments, made_on)
+        if arguments.json:
+            store(
+                arguments.json, facts_of(arguments, torch.device("cuda" if torch.cuda.is_available() else "cpu")), cells
+            )
+        return
     if any(row.error for row in run(arguments)):
         raise SystemExit("a row failed")
 

@@ -7,7 +7,7 @@ with a plan, the times of a cycle and the tokens that it brings are those of tra
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import StoppingCriteria
 
 from tokenahead.extending import DraftTree, VerificationResult
 from tokenahead.generation.call.sequences import Sequences
+from tokenahead.generation.loop import SpeculativeLoop
 from tokenahead.generation.verification.verifiers import Verifier
 
 
@@ -61,38 +62,43 @@ def plan_of(rate: float, cycles: int, batch: int, seed: int = 0, longest: int = 
 class PlannedVerifier(Verifier):
     """Verifies as another verifier does, and accepts by plan; the added token is the next draft.
 
-    Texts go on as chains draft them, so that look-ups in them find further drafts.
+    Texts go on as chains draft them, so that look-ups in them find further drafts. Everything is counted on the device,
+    so that cycles can be replayed.
 
     Args:
         verifier: It pays.
         plan: [cycles, B] int64, accepted drafts; a shorter draft accepts all of its tokens at most.
-        clock: Marks the end of the prompt and the beginning of every verification.
 
     Attributes:
-        accepted: [B] int64 of every verification.
+        accepted: [cycles, B] int64 of every verification.
     """
 
-    def __init__(self, verifier: Verifier, plan: Tensor, clock: Clock) -> None:
-        self.verifier, self.plan, self.clock = verifier, plan, clock
-        self.accepted: list[Tensor] = []
+    takes_fixed = True
+
+    def __init__(self, verifier: Verifier, plan: Tensor) -> None:
+        self.verifier, self.plan = verifier, plan
+        self.accepted, self.done = torch.zeros_like(plan), torch.zeros(1, dtype=torch.long, device=plan.device)
+
+    def hold(self, hold: Callable[[str, Tensor], Tensor], count: int) -> None:
+        """See `Verifier`."""
+        self.verifier.hold(hold, count)
+        self.plan, self.accepted = hold("planned.plan", self.plan), hold("planned.accepted", self.accepted)
+        self.done = hold("planned.done", self.done)
 
     def first(self, scores: Tensor, tokens: Sequences) -> Tensor:
         """See `Verifier`."""
-        token = self.verifier.first(scores, tokens)
-        self.clock.mark()
-        return token
+        return self.verifier.first(scores, tokens)
 
     def verify(self, tree: DraftTree, scores: Tensor) -> VerificationResult:
         """See `Verifier`."""
-        self.clock.mark()
         result = self.verifier.verify(tree, scores)
         if tree.tokens.shape[1]:
-            planned = self.plan[len(self.accepted)]
             most = tree.tokens.shape[1] if tree.num_nodes is None else tree.num_nodes
-            accepted = planned.clamp(max=most)
+            accepted = self.plan.index_select(0, self.done)[0].clamp(max=most)  # [B]
             tokens = torch.cat([tree.tokens, tree.tokens[:, :1]], dim=1)
             result = VerificationResult(accepted, tokens, check=result.check)
-        self.accepted.append(result.num_accepted)
+        self.accepted.index_copy_(0, self.done, result.num_accepted[None])
+        self.done.add_(1)
         return result
 
     def check(self, result: VerificationResult) -> Tensor | None:
@@ -101,22 +107,30 @@ class PlannedVerifier(Verifier):
 
     def tokens_per_call(self, new_tokens: int) -> float:
         """Tokens per verification and sequence; a sequence that has ended counts in no further one."""
-        ends = (torch.stack(self.accepted).cpu() + 1).cumsum(0)  # tokens behind the first, which the prompt brings
+        ends = (self.accepted[: int(self.done)].cpu() + 1).cumsum(0)  # behind the first, which the prompt brings
         calls = (ends < new_tokens - 1).sum(0) + 1
         return (new_tokens - 1) * ends.shape[1] / int(calls.sum())
 
 
 @contextmanager
 def planned(drafter: Any, plan: Tensor, clock: Clock) -> Iterator[list[PlannedVerifier]]:
-    """Calls with `drafter` accept by plan; yields their verifiers, one per call. Chains only."""
-    made, make = list[PlannedVerifier](), drafter.make_verifier
+    """Calls with `drafter` accept by plan; yields their verifiers, one per call. Chains only.
+
+    The clock marks when the host has read the prompt's token, and every cycle.
+    """
+    made, make, settle = list[PlannedVerifier](), drafter.make_verifier, SpeculativeLoop._settle
 
     def make_planned(*arguments: Any) -> PlannedVerifier:
-        made.append(PlannedVerifier(make(*arguments), plan, clock))
+        made.append(PlannedVerifier(make(*arguments), plan))
         return made[-1]
 
-    drafter.make_verifier = make_planned
+    def settled(*arguments: Any, **options: Any) -> Any:
+        clock.mark()
+        return settle(*arguments, **options)
+
+    drafter.make_verifier, SpeculativeLoop._settle = make_planned, settled
     try:
         yield made
     finally:
+        SpeculativeLoop._settle = settle
         del drafter.make_verifier

@@ -70,8 +70,13 @@ class CudaGraph(Generic[R]):
 
     def __init__(self, function: Callable[[], R], device: torch.device, buffers: Buffers) -> None:
         self.device, self.graph = device, torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.result = function()
+        with torch.cuda.device(device):
+            main = torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                    self.result = function()
+            finally:
+                torch.cuda.set_stream(main)  # a capture that failed leaves its own
 
     def replay(self, function: Callable[[], R]) -> R:
         """See `Graph`."""

@@ -208,7 +208,7 @@ class SpeculativeLoop(Results):
 
     def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what a part of a cycle returns in which the host waits for nothing."""
-        recorder = self.recorder if self.is_constant else None
+        recorder = self.recorder if self.is_constant and self._drafts() else None
         return (REGION_OBSERVER or recorder or called)(name, function, *args, **kwargs)
 
     def _whole(self, length: int, tokens: FixedSequences) -> Cycle:

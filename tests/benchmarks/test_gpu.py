@@ -15,15 +15,24 @@ NEW = 24
 def test_a_smoke_run_writes_every_row(tmp_path, capsys):
     gpu.main(["--smoke", "--drafts", "none", "n-grams", "EAGLE-3", "HMM", "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert len(rows) == 2 * 2 * 4 and not any(row["error"] for row in rows)
+    assert len(rows) == 2 * 3 * 4 and not any(row["error"] for row in rows)
     rates = {(row["batch"], row["calls"][-1]["tokens_per_call"]) for row in rows if row["drafts"] in ("EAGLE-3", "HMM")}
     assert len(rates) == 2, "the plan is that of the batch, whoever drafts"
     assert "ms per token" in capsys.readouterr().out
 
 
+def test_heads_of_evabyte_are_timed(tmp_path, capsys):
+    words = ["--smoke", "--evabyte", "--json", str(tmp_path / "cells.json")]
+    gpu.main(words)
+    cells = json.loads((tmp_path / "cells.json").read_text())["rows"]
+    assert [cell["kind"] for cell in cells[::2]] == ["ff", "cp", "cp", "hmm", "hmm", "btree", "btree"]
+    assert all(0 < cell["draft"] + cell["verify"] < cell["cycle"] for cell in cells)
+    assert "verification" in capsys.readouterr().out
+
+
 def test_rows_without_time_are_left_out(capsys):
     gpu.main(["--smoke", "--drafts", "none", "--seconds", "0"])
-    assert capsys.readouterr().out.count("left out") == 4
+    assert capsys.readouterr().out.count("left out") == 6
 
 
 def test_a_row_that_fails_leaves_the_others(monkeypatch, tmp_path):
@@ -34,7 +43,7 @@ def test_a_row_that_fails_leaves_the_others(monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         gpu.main(["--smoke", "--drafts", "none", "HMM", "--json", str(tmp_path / "rows.json")])
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [bool(row["error"]) for row in rows] == [False, False, True, True] * 2
+    assert [bool(row["error"]) for row in rows] == [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"do_sample": True, "top_k": 0}])

@@ -208,7 +208,8 @@ class SpeculationPlan:
         """Choose what a call with `cache_implementation="static"` decodes on, and what of it is recorded."""
         backbone, drafter, made = self.call.backbone, self.call.drafter, self.draft_options
         has_singles = made.schedule == "adaptive" or not made.drafts
-        self.unfixed = obstacle_to_fixed(made, self.session, self.verifier, self.keywords is not None)
+        has_keywords = self.keywords is not None and (self.keywords.is_prepared or bool(self.keywords.constant))
+        self.unfixed = obstacle_to_fixed(made, self.session, self.verifier, has_keywords)
         self.models = (self.verifier_model, *([drafter] if isinstance(drafter, nn.Module) else []))
         self.unrecorded = self.unfixed or obstacle_to_graphs(*self.models)
         kwargs = self.model_kwargs, self.config, has_singles, self.unfixed is None, self.unrecorded is None

@@ -105,7 +105,7 @@ class SeparateSession(ParallelSession):
         self, model: PreTrainedModel, options: DraftOptions, uniforms: Uniforms, vocabulary: SharedVocabulary
     ) -> None:
         super().__init__(model.config, options, uniforms, distribution=untyped(model).slot_distribution)
-        self.hidden_layers = None  # a sampler head reads states of its own model
+        self.takes_fixed, self.hidden_layers = False, None  # a sampler head reads states of its own model
         self.chain, self.vocabulary = AssistantSession(model, options, vocabulary), vocabulary
         self.unread: list[int] = []
         """Tokens of every sequence that the drafting model has not read."""

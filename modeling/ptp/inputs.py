@@ -148,6 +148,8 @@ def check_uniforms(uniforms: Tensor, may_be_greedy: bool) -> None:
     if uniforms.device.type != "cpu" or torch.compiler.is_compiling():
         return  # reading their values would make the host wait for the accelerator in every forward
     valid = (uniforms >= 0) & (uniforms < 1)
-    if not bool((valid | (uniforms == GREEDY) if may_be_greedy else valid).all()):
+    try:  # no read of the host, which a cycle of fixed shapes must not have
+        torch._assert_async((valid | (uniforms == GREEDY) if may_be_greedy else valid).all())
+    except RuntimeError as error:
         low, high = float(uniforms.min()), float(uniforms.max())
-        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}")
+        raise ValueError(f"uniforms must lie in [0, 1), but they lie between {low} and {high}") from error

@@ -91,6 +91,8 @@ class ParallelSession(DraftSession):
     Attributes:
         is_deterministic: Whether the output of a sequence depends on its own seed and prompt alone: the rule verifies
             drafts by their length, so that neither the length limit nor other sequences may change it.
+        is_fixed: Whether shapes are fixed: then slots are split by the acceptance that is expected at first, and a
+            draft is made in every cycle, whoever has slots for one.
     """
 
     lookahead = 1
@@ -118,10 +120,12 @@ class ParallelSession(DraftSession):
         self.layout: SlotLayout | None = None
         self.pending: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         self.hidden_layers = None if self.distribution is None else -1
+        self.takes_fixed, self.is_fixed = many == 1 and (uniforms.stay or not options.do_sample), False
 
     def begin(self, outputs: Any, view: CacheView) -> None:
         """Take the view; the prefill makes no draft."""
-        self.view = view
+        self.view, self.is_fixed = view, view.is_fixed
+        self.some_lack_drafts |= view.is_fixed
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """Return at most `length` of the drafts read last, and slots for as many next ones; none where 0 is
@@ -187,7 +191,15 @@ class ParallelSession(DraftSession):
         return uniforms if self.options.do_sample else torch.full_like(uniforms, GREEDY if self.config.greedy else 0.5)
 
     def _draw(self, tokens: Sequences, count: int) -> None:
-        self.uniforms.draw(tokens, count)
+        """Draw the uniforms of the next positions; those beyond the end are never read, nor any in greedy decoding."""
+        if not self.is_fixed:
+            self.uniforms.draw(tokens, count)
+            return
+        steps = cached_arange(count, tokens.ids.device)
+        columns = tokens.ends[:, None] - tokens.prompt_length + steps  # [B, count]
+        table = self.uniforms.positions.table  # the verifier holds it
+        read = table.gather(1, columns.clamp(max=table.shape[1] - 1)) if self.uniforms.stay else columns.float() * 0
+        self.uniforms.current = read
 
     def _of_slots(self, layout: SlotLayout) -> Tensor:
         """Return the uniforms of the slots, [B, A]: those of their output positions."""
@@ -202,7 +214,7 @@ class ParallelSession(DraftSession):
         index, exists = layout.of_group(result.num_accepted)
         index, first = index[:, 0], int(self.is_one_hot)  # a one-hot slot 0 predicts what the target picks itself
         index, exists = index[:, first:], exists[:, first:]
-        if index.shape[1] == 0 or not self._any_drafts(layout):
+        if index.shape[1] == 0 or not (self.is_fixed or self._any_drafts(layout)):
             return
         sequence = cached_arange(len(index), index.device)[:, None]
         start = result.num_accepted[:, None] + 1  # the target picks the token before
@@ -210,7 +222,9 @@ class ParallelSession(DraftSession):
         slots = outputs.auxiliary
         if self.distribution is not None:
             slots = to_device((outputs.auxiliary_states or ())[-1], index.device)
-        self.pending = slots[sequence, index], uniforms, exists, result.added
+        pending = slots[sequence, index], uniforms, exists, result.added
+        slots, uniforms, exists, before = (self.view.held(f"slots.{n}", each) for n, each in enumerate(pending))
+        self.pending = slots, uniforms, exists, before
 
     def _any_drafts(self, layout: SlotLayout) -> bool:
         """Return whether the group of any open sequence has slots; note whether that of some sequence has none.
@@ -224,7 +238,7 @@ class ParallelSession(DraftSession):
         return self.is_deterministic or any(have_drafts)
 
     def _learn(self, result: VerificationResult) -> None:
-        if self.is_deterministic:
+        if self.is_deterministic or self.is_fixed:
             return
         drafted = result.tokens.shape[1] - 1
         self.rates.update(drafted, [count - 1 for count in self.view.new_tokens.counts if count])

@@ -2,17 +2,21 @@
 
     python benchmarks/box_heads.py --table rank families start losses layers --seconds 90 --out box.json
     python benchmarks/box_heads.py --table families losses --out box.json --decode       # on an idle machine
+    python benchmarks/box_heads.py --table contexts --only ff-8 hmm-8 --seed 0 1 2 --steps 400 --batch 1 --out box.json
 
 The box's backbone is frozen. It goes on with beginnings of Python's standard library, sampled at T = 1, and every head
 starts from the box's FF heads and learns from that text: where text is the target's own, likelihood estimates what
 acceptance needs, and the block loss is exact. `losses` compares them, all other tables have the block loss. `layers`
-compares draft LoRA after equal steps (`--steps`), everything else gets equal processor time; `released` goes on with
-the box's own heads. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes, expected along
-texts that the backbone has drawn behind held-out files; `nll` is the heads' loss per window on them, in nats.
+compares draft LoRA, and `contexts` leaves that read the bytes before them, after equal steps (`--steps`); everything
+else gets equal processor time. `contexts` learns by likelihood from states that are computed once, an HMM's transitions
+read the last byte where its leaves read any, and `--only` chooses cells by the beginnings of their names. `released`
+goes on with the box's own heads. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes,
+expected along texts that the backbone has drawn behind held-out files; `nll` is the heads' loss per window on them, in
+nats.
 
 With `--decode`, the heads that were kept write at T = 1, all of one table by turns with plain decoding, prompt by
 prompt: bytes per call, and bytes per second of the wall clock. Rows are added to the file; the command goes on where
-it ended.
+it ended. Tables show means over seeds, and the standard errors of tokens per call.
 """
 
 from __future__ import annotations
@@ -29,14 +33,14 @@ from typing import Any
 import torch
 from corpus import ByteWindows, load_corpus
 from measuring import show
-from studies import BEGUN, LENGTH, drawn_texts, held_out_rows, measured, train
+from studies import BEGUN, LENGTH, ROWS, drawn_texts, held_out_rows, measured, train
 
 from tokenahead import EvaByteForMTPC
 from tokenahead.training import TrainingStrategy, regenerate
 from tokenahead.training.box import load_box
 from tokenahead.training.utils import replace_file
 
-TABLES = ("rank", "families", "start", "losses", "layers", "released")
+TABLES = ("rank", "families", "start", "losses", "layers", "contexts", "released")
 FAMILIES = ("ff", "cp", "hmm", "btree")
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 RATE = 3e-3
@@ -60,6 +64,10 @@ def cells(table: str) -> Iterator[dict[str, Any]]:
     elif table == "released":
         for kind, rank in {"ff": 1, "cp": 2, "hmm": 4, "btree": 4}.items():
             yield {"head_type": kind, "window": 16, "rank": rank, "loss": "block", "start": "released"}
+    elif table == "contexts":
+        for n, context, kind in product((8, 16), (0, 1, 3), FAMILIES):
+            moves = {"transition_context": True} if kind == "hmm" and context else {}
+            yield {"head_type": kind, "window": n, "rank": ranks[kind], "context": context} | moves
     else:
         for (kind, window), count in product((("ff", 8), ("btree", 16)), (0, 1, 2)):
             yield {"head_type": kind, "window": window, "rank": ranks[kind], "draft_layers": count} | block
@@ -75,6 +83,13 @@ def own_text(folder: Path, rows: int) -> list[dict[str, torch.Tensor]]:
     text = regenerate(model, prompts, folder, max_new_tokens=512 - BEGUN, batch_size=128, **SAMPLED, **more)
     ids = (torch.tensor(row["ids"]) for row in text.rows)
     return [{"input_ids": row, "labels": row} for row in ids if len(row) == 512]
+
+
+@torch.no_grad()
+def with_states(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Rows with the backbone's last states [L, 1, D], which need not be computed in every step."""
+    body = load_box("ff")[0].model
+    return [row | {"cached_states": body(row["input_ids"][None]).last_hidden_state[0, :, None]} for row in rows]
 
 
 def head_of(cell: dict[str, Any]) -> EvaByteForMTPC:
@@ -98,8 +113,8 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
         loss["label_weight"] = 0.1
     strategy = TrainingStrategy(loss=loss)
     begun = time.process_time()
-    steps = arguments.steps if "draft_layers" in cell else None
-    how = {"seed": arguments.seed, "steps": steps, "bfloat16": arguments.bfloat16}
+    steps = arguments.steps if {"draft_layers", "context"} & cell.keys() else None
+    how = {"seed": arguments.seed, "steps": steps, "bfloat16": arguments.bfloat16, "rows": arguments.batch}
     done = train(model, strategy, data, arguments.seconds, RATE, **how)
     figures = {"seconds": round(time.process_time() - begun), "steps": done.state.global_step}
     model.save_pretrained(folder := folder_of(arguments, cell), remote_code=None)
@@ -138,8 +153,12 @@ def decode(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 def folder_of(arguments: argparse.Namespace, cell: dict[str, Any]) -> Path:
     """Where a trained head lies."""
-    name = "-".join(str(value) for value in cell.values())
-    return arguments.scratch / f"{name}-{arguments.seed}"
+    return arguments.scratch / f"{name_of(cell)}-{arguments.seed}"
+
+
+def name_of(cell: dict[str, Any]) -> str:
+    """Return the options of a cell, joined by hyphens."""
+    return "-".join(str(value) for value in cell.values())
 
 
 def print_table(table: str, rows: list[dict[str, Any]]) -> None:
@@ -149,10 +168,17 @@ def print_table(table: str, rows: list[dict[str, Any]]) -> None:
     for cell in cells(table):
         own = [row for row in rows if row["cell"] == cell]
         if own:
-            found = ([row[name] for row in own if name in row] for name in FIGURES)
-            figures = (f"{statistics.mean(values):.3g}" if values else "" for values in found)
+            found = {name: [row[name] for row in own if name in row] for name in FIGURES}
+            figures = (figure(values, name in ("token", "block")) for name, values in found.items())
             shown.append([*(cell.get(name, "") for name in options), len(own), *figures])
     show((name.replace("_", " ") for name in (*options, "seeds", *FIGURES)), shown, table)
+
+
+def figure(values: list[float], has_error: bool) -> str:
+    """Return the mean of values, and its standard error."""
+    if not has_error or len(values) < 2:
+        return f"{statistics.mean(values):.4g}" if values else ""
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}"
 
 
 def main() -> None:
@@ -160,9 +186,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", nargs="+", default=list(TABLES[:-1]), choices=TABLES)
     parser.add_argument("--seconds", type=float, default=90, help="of processor time, for each head")
-    parser.add_argument("--steps", type=int, default=400, help="of each head of `layers`")
+    parser.add_argument("--steps", type=int, default=400, help="of each head of `layers` and `contexts`")
+    parser.add_argument("--batch", type=int, default=ROWS, help="rows of a step")
+    parser.add_argument("--only", nargs="+", default=[""], help="beginnings of names, as `ff-8-1` (options by hyphens)")
     parser.add_argument("--rows", type=int, default=4096, help="texts of 512 bytes that the backbone writes")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", dest="seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--texts", type=int, default=64, help="held-out texts to measure along")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--bfloat16", action="store_true", help="where the processor multiplies bfloat16 fast")
     parser.add_argument("--decode", action="store_true", help="measure speeds of the heads that were kept")
@@ -170,16 +199,19 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.scratch = arguments.out.with_suffix("")
-    arguments.drawn = drawn_texts(load_box("ff")[0], held_out_rows(load_corpus(seed=0), 64))
+    arguments.drawn = drawn_texts(load_box("ff")[0], held_out_rows(load_corpus(seed=0), arguments.texts))
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     data = [] if arguments.decode else own_text(arguments.scratch / "text", arguments.rows)
-    for table in arguments.table:
-        for cell in [] if arguments.decode else cells(table):
+    for table, seed in product(arguments.table, arguments.seeds):
+        arguments.seed = seed
+        wanted = [cell for cell in cells(table) if name_of(cell).startswith(tuple(arguments.only))]
+        for cell in [] if arguments.decode else wanted:
             if not any(row["cell"] == cell and row["seed"] == arguments.seed for row in rows):
+                if table == "contexts" and "cached_states" not in data[0]:
+                    data = with_states(data)
                 rows.append({"cell": cell, "seed": arguments.seed, **fit(cell, data, arguments)})
                 replace_file(arguments.out, json.dumps(rows, indent=0))
         if arguments.decode:
-            wanted = list(cells(table))
             decode([row for row in rows if row["cell"] in wanted and row["seed"] == arguments.seed], arguments)
             replace_file(arguments.out, json.dumps(rows, indent=0))
         print_table(table, rows)

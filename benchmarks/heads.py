@@ -2,15 +2,16 @@
 
     python benchmarks/heads.py                            # demo size, n = 16, r = 32
     python benchmarks/heads.py --size 85m --rank 8 16 32
+    python benchmarks/heads.py --context 0 1 3            # leaves that read so many tokens before them
     python benchmarks/heads.py --rank 8 --window 8 16 --lexicon lexicon.json --out heads.json --figure heads.png
 
-One table per window and rank, medians in milliseconds of the same run: `forward` is the backbone on n tokens behind a
-prompt, `head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft` everything from
-it to a sampled draft with its distributions, `warped` the same with each conditional warped, `verify` block rule.
-`share` is (head + draft + verify) / (forward + head + draft + verify). `weights` are the head's and the backbone's,
-and `products` its multiply-adds of a cycle as a share of the backbone's on n tokens. `kernels` are the operators of
-head and draft, greedy / sampled: what an accelerator would launch. `--counts` prints these three alone, which depend on
-no machine. Random weights: costs do not depend on what was learned.
+One table per window, rank and context, medians in milliseconds of the same run: `forward` is the backbone on n tokens
+behind a prompt, `head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft`
+everything from it to a sampled draft with its distributions, `warped` the same with each conditional warped, `verify`
+block rule. `share` is (head + draft + verify) / (forward + head + draft + verify). `weights` are the head's and the
+backbone's, and `products` its multiply-adds of a cycle as a share of the backbone's on n tokens. `kernels` are the
+operators of head and draft, greedy / sampled: what an accelerator would launch. `--counts` prints these three alone,
+which depend on no machine. Random weights: costs do not depend on what was learned.
 
 With `--lexicon`, the rows of `lexicon.py`, tokens per call as decoded there are added to these costs: `kept/s` is what
 both make of a second, `most/s` the tokens per second if every draft was kept (MtPC's "max"). `--figure` draws tokens
@@ -84,7 +85,7 @@ def kernels(model: EvaByteForMTPC) -> str:
     for sampled in (False, True):
         with counted() as counts:
             distribution: Any = model.distribution_after(hidden, last, length)
-            distribution.counts_launches = True
+            getattr(distribution, "inner", distribution).counts_launches = True
             distribution.sample_with_probs(length) if sampled else distribution.greedy(length)
         found.append(counts.kernels)
     return " / ".join(map(str, found))
@@ -105,11 +106,15 @@ def result(method: str, tokens: float, ms: float, plain_ms: float, drafts: int |
     )  # fmt: skip
 
 
-def compare(model: EvaByteForMTPC, window: int, rank: int, learned: list[dict[str, Any]], arguments: Any) -> list[Any]:
-    """Print the table of a window and a rank; returns name, tokens per call, milliseconds and drafts of each head."""
+def compare(
+    model: EvaByteForMTPC, window: int, rank: int, context: int, learned: list[dict[str, Any]], arguments: Any
+) -> list[Any]:
+    """Print the table of a window, a rank and a context; returns name, tokens per call, milliseconds and drafts of each
+    head."""
     prompt, found, points, shown = torch.randint(64, 320, (1, 100)), [], [], []
     cells = [{"head_type": kind, "window": window, "rank": 1 if kind == "ff" else rank} for kind in HEADS]
     for cell in cells:
+        cell |= {"context": context} if context else {}
         model.set_head(**cell)
         facts = [cell["head_type"], *counts(model, window), kernels(model)]
         found.append((cell, facts, {} if arguments.counts else cycle(model, prompt)))
@@ -128,7 +133,7 @@ def compare(model: EvaByteForMTPC, window: int, rank: int, learned: list[dict[st
         shown.append(facts)
     timed = () if arguments.counts else ("forward", "head", "draft", "warped", "verify", "cycle", "share")
     rates = ("tokens/call", "kept/s", "most/s") if learned else ()
-    title = f"{arguments.size}, n = {window}, r = {rank}, {arguments.threads} thread(s); ms"
+    title = f"{arguments.size}, n = {window}, r = {rank}, context {context}, {arguments.threads} thread(s); ms"
     show(("head type", "weights", "products", "kernels", *timed, *rates), shown, title, 160)
     return points
 
@@ -139,6 +144,7 @@ def main() -> None:
     parser.add_argument("--model", help="directory of a checkpoint; random weights of --size otherwise")
     parser.add_argument("--window", type=int, nargs="+", default=[16])
     parser.add_argument("--rank", type=int, nargs="+", default=[32])
+    parser.add_argument("--context", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--counts", action="store_true", help="count weights, products and kernels; measure no times")
     parser.add_argument("--lexicon", type=Path, help="rows of lexicon.py, for tokens per call")
@@ -151,8 +157,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     model = evabyte(arguments.model, arguments.size)
     learned, results = json.loads(arguments.lexicon.read_text()) if arguments.lexicon else [], []
-    for window, rank in product(arguments.window, arguments.rank):
-        results += compare(model, window, rank, learned, arguments)
+    for window, rank, context in product(arguments.window, arguments.rank, arguments.context):
+        results += compare(model, window, rank, context, learned, arguments)
     if results:
         plain = 1e3 * seconds_of(forward(model, {"input_ids": torch.randint(64, 320, (1, 100))}, 1), REPEATS, warm_up=5)
         points = [result(name, tokens, ms, plain, drafts) for name, tokens, ms, drafts in results]

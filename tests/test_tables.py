@@ -1,0 +1,151 @@
+"""Tables of README and docs whose raw results are in the repository: every cell follows from these.
+
+`docs/measuring.md` names these tables. Others of the box, of families and of engines have tests where they are made.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.benchmark_modules import ROOT, gpu
+
+Table = list[list[str]]
+SMOL = ROOT / "model_cards" / "smollm2"
+
+
+def tables(page: str) -> Iterator[Table]:
+    """The tables of a page, as rows of cells without bold marks; the second line of each is left out."""
+    rows: Table = []
+    for line in [*(ROOT / page).read_text(encoding="utf-8").splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip().replace("**", "") for cell in line.strip("|").split("|")])
+        elif rows:
+            yield [rows[0], *rows[2:]]
+            rows = []
+
+
+def table(page: str, *head: str) -> Table:
+    """The rows of the first table of a page whose first row begins so."""
+    return next(rows[1:] for rows in tables(page) if rows[0][: len(head)] == list(head))
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def means(steps: list[dict[str, float]], key: str, first: int, width: int, form: str = ".2f") -> list[str]:
+    """Means over successive spans of steps; a step may lack the value."""
+    spans: dict[int, list[float]] = {}
+    for step in steps:
+        if step[key] is not None:
+            spans.setdefault(int(step["step"] - first) // width, []).append(step[key])
+    return [format(statistics.fmean(spans[span]), form) for span in sorted(spans)]
+
+
+def test_a_policy_that_moves():
+    steps = read(ROOT / "benchmarks" / "online.json")["steps"]
+    shown = {row[0]: row[1:] for row in table("docs/online.md", "steps of the policy", "1 to 10")}
+    names = {"loss of the policy": "loss", "static head": "static", "head that learns": "online"}
+    assert shown == {name: means(steps, key, 0, 10) for name, key in names.items()}
+
+
+def test_rollouts_in_trl():
+    found = read(ROOT / "benchmarks" / "grpo.json")
+    names = {
+        "none": "plain rollouts",
+        "static": "EAGLE-3 head, static",
+        "online": "EAGLE-3 head that learns",
+        "suffix": "`SuffixDrafter`",
+        "cascade": "cascade of suffixes and the head that learns",
+    }
+    rates, divergences = (
+        rows[1:] for rows in tables("docs/rl.md") if rows[0][:2] == ["steps of the policy", "1 to 20"]
+    )
+    assert rates == [[names[k], *means(found["steps"][k], "tokens_per_call", 1, 20)] for k in list(names)[1:]]
+    assert divergences == [[f"KL, {names[key]}", *means(found["steps"][key], "kl", 1, 20)] for key in names]
+    answers = [row[1:] for row in table("docs/rl.md", "answers of the group that are there")]
+    assert answers == [[f"{value:.2f}" for value in values] for values in found["suffix_by_answers"].values()]
+
+
+def test_cycles_on_a_gpu():
+    found = read(ROOT / "docs" / "results" / "gpu_h200.json")["rows"]
+    rows = [gpu.Row(**row | {"calls": [gpu.Call(**call) for call in row["calls"]]}) for row in found]
+    by_key = {(row.shape, str(row.batch), row.drafts, row.mode): row for row in rows}
+    names = {"plain decoding": "none", "HMM heads": "HMM"}
+    for shape, batch, drafts, *shown in table("docs/gpu.md", "shape", "batch", "drafts"):
+        pair = [by_key[shape, batch, names.get(drafts, drafts), mode] for mode in ("eager", "compiled")]
+        cycles = [[statistics.median(row.calls[-1].cycles), row.ms_per_token] for row in pair]
+        plain = by_key[shape, batch, "none", "compiled"].ms_per_token
+        ratio = 1 if drafts == "plain decoding" else plain / cycles[1][1]
+        values = [pair[1].calls[-1].tokens_per_call, *cycles[0], *cycles[1], ratio]
+        assert [float(cell) for cell in shown] == pytest.approx(values, abs=0.0051), (shape, batch, drafts)
+
+
+def bench_cells(row: dict[str, Any]) -> list[str]:
+    """What the tables of a bench in docs/benchmarks.md show of a row, from its tokens per call on."""
+    low, middle, high = row["speed_ups"]
+    calls = len(row["per_prompt"]) / row["batch_size"]
+    macro = statistics.fmean(row["category_speed_ups"].values())
+    ratios = [f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{row['micro_speed_up']:.2f}", f"{macro:.2f}"]
+    drafting = f"{row['draft_ms']:.1f}" if row["draft_ms"] else ""
+    is_greedy, is_plain = row["decoding"] == "greedy", row["method"].startswith("plain")
+    rate = "1" if is_plain else "withdrawn" if is_greedy else f"{row['tokens_per_verification']:.2f}"
+    same = f"{row['texts'] - row['differing']} of {row['texts']}" if is_greedy else ""
+    same += f", {row['near_ties']} near-ties" if row["differing"] else ""
+    return [rate, f"{row['looping'] / calls:.0%}".replace("%", " %"), *ratios, f"{row['call_ms']:.1f}", drafting, same]
+
+
+BENCHES = [  # by table of docs/benchmarks.md: the heads whose results are there, and the names of their rows
+    {
+        "eagle1": {"eagle1": "EAGLE-1, chains of 3", "eagle1 trees": "EAGLE-1, trees of 16"},
+        "hydra": {"hydra": "Hydra heads, chains of 3", "hydra trees": "Hydra heads, trees of 16"},
+    },
+    {
+        "eagle3": {
+            "plain, again": "plain, again",
+            "ngram": "`ngram`",
+            "transformers:prompt_lookup": "transformers' prompt lookup",
+            "eagle3": "EAGLE-3, chains of 3",
+            "eagle3 tree": "EAGLE-3, trees of 12",
+            "cascade": "suffixes, where unsure EAGLE-3's trees",
+        }
+    },
+]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_benches_of_smollm2(number):
+    page = [
+        rows[1:]
+        for rows in tables("docs/benchmarks.md")
+        if rows[0][:4] == ["decoding", "method", "tokens per call", "left out"]
+    ]
+    shown, mode = {}, ""
+    for decoding, method, *cells in page[number]:
+        mode = {"greedy": "greedy", "T = 1": "sampled, T=1"}.get(decoding, mode)
+        shown[mode, method] = cells
+    for folder, names in BENCHES[number].items():
+        for row in read(SMOL / folder / "results.json")["results"]:
+            if row["method"] in names:
+                assert shown[row["decoding"], names[row["method"]]] == bench_cells(row), row["name"]
+
+
+def test_the_first_table_of_the_readme():
+    shown = {row[0]: row[2:] for row in table("README.md", "drafter", "training", "tokens per call, T = 1")}
+    names = {
+        ("eagle1", "eagle1"): "EAGLE-1, chains of 3",
+        ("eagle1", "eagle1 trees"): "the same head, trees of 16",
+        ("hydra", "hydra"): "Hydra heads, chains of 3",
+        ("hydra", "hydra trees"): "the same heads, trees of 16",
+    }
+    for (folder, method), name in names.items():
+        rows = {
+            row["decoding"]: row for row in read(SMOL / folder / "results.json")["results"] if row["method"] == method
+        }
+        greedy, sampled = (bench_cells(rows[mode]) for mode in ("greedy", "sampled, T=1"))
+        medians = [cells[2].split()[0] for cells in (greedy, sampled)]
+        assert shown[name] == [sampled[0], *medians, greedy[1], sampled[1]], name

@@ -46,7 +46,7 @@ def mixes_documents(model: Any, row: Mapping[str, Any], device: torch.device) ->
     with at_rest(model), torch.random.fork_rng(cards, device_type=device.type):
         try:
             joined, apart = (_change(model, row, device, is_joined) for is_joined in (True, False))
-        except (TypeError, ValueError, RuntimeError):  # it takes no position ids, for example
+        except (TypeError, ValueError, AttributeError, RuntimeError):  # it takes no position ids, for example
             return True
     return joined > 4 * apart
 

@@ -52,6 +52,7 @@ MAKERS = {
     "eagle": lambda: EagleHead.from_backbone(llama(num_hidden_layers=4)),
     "parallel": lambda: student(base=backbone()),
     "masks": lambda: student("mask", base=backbone()),
+    "budget": lambda: MTPHeads.from_backbone(llama(), window=3, unembedding="own"),
 }
 
 
@@ -67,8 +68,12 @@ def make_trainer(name: str, folder: Path, processes: int, size: int, **options):
         gradient_accumulation_steps=ROWS // (size * processes), train_sampling_strategy="sequential",
         eval_strategy="steps", eval_steps=3, dataloader_pin_memory=False,
     )  # fmt: skip
+    given = {}
+    if name == "budget":  # an update is an epoch, however many batches it has
+        defaults |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1000}
+        given["tokens_per_batch"] = 100
     arguments = TrainingArguments(**(defaults | options))
-    given = dict(train_dataset=rows, eval_dataset=rows[:HELD_OUT])
+    given |= dict(train_dataset=rows, eval_dataset=rows[:HELD_OUT])
     if name in ("parallel", "masks"):
         return PTPTrainer(model, arguments, **given)
     if name.startswith("joint"):

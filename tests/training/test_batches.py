@@ -13,7 +13,7 @@ from tests.ptp_models import backbone, student
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tests.training.process_client import MAKERS
 from tokenahead import MTPHeads
-from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer
+from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, cache_features
 from tokenahead.training.batches import (
     BatchedRows,
     Collator,
@@ -264,3 +264,13 @@ def test_joined_rows_on_a_backbone_that_mixes_them_are_refused(tmp_path):
     trainer = MTPTrainer(recurrent_heads("mamba"), arguments, train_dataset=rows, data_collator=collator)
     with pytest.raises(ValueError, match="DataCollatorWithFlattening.*MambaForCausalLM"):
         trainer.train()
+
+
+def test_stored_states_are_joined_whatever_the_backbone(tmp_path):
+    data = cache_features(recurrent_heads("mamba"), rows_of([5, 30, 7]), tmp_path / "features")
+    heads = recurrent_heads("mamba")
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, max_steps=1)
+    trainer = MTPTrainer(heads, arguments, train_dataset=data, data_collator=data.collate, tokens_per_batch=64)
+    [batch] = batches_of(trainer)
+    assert batch["cached_states"].shape[:2] == batch["position_ids"].shape == (1, 42)
+    trainer.train()

@@ -10,6 +10,7 @@ import families_table  # noqa: E402
 import gpu  # noqa: E402
 import planned  # noqa: E402
 import serving_table  # noqa: E402
+import training_tables  # noqa: E402
 from analyze import analysis_figure, analyze, drafter_and_data  # noqa: E402
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "gpu",
     "planned",
     "serving_table",
+    "training_tables",
 ]

@@ -15,7 +15,7 @@ import griffe
 import pytest
 
 import tokenahead
-from tests.benchmark_modules import families_table, serving_table
+from tests.benchmark_modules import families_table, serving_table, training_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -138,6 +138,10 @@ def test_the_tables_of_families_are_those_of_the_registry_the_tests_and_the_last
     """Otherwise: `python benchmarks/families_table.py`."""
     page = families_table.PAGE.read_text(encoding="utf-8")
     assert families_table.rewritten(page) == page
+
+
+def test_what_a_drafter_costs_is_what_the_counts_say():
+    assert training_tables.costs() in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_engines_is_that_of_the_last_run():

@@ -50,11 +50,12 @@ SCRIPTS = {
     "smollm2": "train hydra --model llama --folder . --minutes 0.001 --dtype float32 --draft-tokens 100",
     "smollm2, measured": "measure --model llama --folder . --questions prompts.jsonl --per-category 1 --dtype float32",
     "strategies": "llama --seconds 0.1 --only nll --seed 0 --rows 4 --prompts 1 --new-tokens 4",
-    "trainer_overhead": "--steps 2 --width 16 --layers 1 --vocab 32 --length 8 --rows 4",
+    "training": "--shape tiny --length 8 --steps 1 --rounds 1",
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
 }
 """Scripts (behind a comma, another way to run one), and the words of their smallest run in the directory of `work`."""
 PARTS = {"analysis", "corpus", "markov", "measuring", "planned", "smollm2_kinds", "studies"}
+PARTS |= {"training_peer", "training_tables"}
 PARTS |= {f"serving_{part}" for part in ("cases", "engine", "forks", "models", "server")}
 """Modules that scripts import."""
 

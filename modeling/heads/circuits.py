@@ -265,7 +265,7 @@ class LatentDistribution(WindowDistribution):
         if self.reader is None:
             tokens = rows.argmax(-1)  # [..., length]
         else:  # leaves are those at the tokens
-            tokens, bias = _raced(rows.log(), self.reader)
+            tokens, bias = raced(rows.log(), self.reader)
             own = (self.leaf_logits[..., :length, :, :] + bias[..., None, :]).softmax(-1)
         evidence = (
             self._at(own, tokens) if not known else torch.cat([known[0][..., None, :], self._at(own, tokens)], -2)
@@ -365,7 +365,7 @@ def stepwise(
     return None
 
 
-def _raced(scores: Tensor, reader: TokenReader) -> tuple[Tensor, Tensor]:
+def raced(scores: Tensor, reader: TokenReader) -> tuple[Tensor, Tensor]:
     """Return the tokens [..., m] of the largest scores [..., m, v] with the bias of those before, and the biases."""
     tokens, found = list[Tensor](), list[Tensor]()
     for row in scores.unbind(-2):

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...configuration.heads import MTPHeadConfig
+from ...generation.tensors.sampling import exponentials
 from ...generation.tensors.wrapped_models import gather
-from .circuits import LatentDistribution
+from .circuits import LatentDistribution, raced
 from .window_distribution import (
     Choose,
     FactorisedDistribution,
@@ -242,10 +243,19 @@ class ContextDistribution(WindowDistribution):
         return self._reading().greedy(length, note)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
-        """Draw states before tokens, where no state reads a token."""
-        inner = self._reading()
-        if isinstance(inner, FactorisedDistribution) or self.tables.transition is not None:
+        """Draw by races that are run before the first token is known, and states before tokens.
+
+        Only where a state reads a token, each is drawn in turn.
+        """
+        inner, reader = self._within(), _Reader(self, self.known)
+        if isinstance(inner, FactorisedDistribution):
+            logits = inner.leaf_logits[..., :length, 0, :]  # [..., length, v]
+            arrivals = exponentials(logits.shape, logits.dtype, logits.device)
+            tokens, bias = raced(logits - arrivals.log_(), reader)
+            return tokens, (logits + bias).softmax(-1)
+        if self.tables.transition is not None:
             return super().sample_with_probs(length)
+        inner.reader = reader
         return inner.sample_with_probs(length)
 
     def _reading(self) -> FactorisedDistribution | LatentDistribution:
@@ -258,9 +268,9 @@ class _Reader(TokenReader):
     """The tokens of a draft so far, and what leaves read of them."""
 
     def __init__(self, distribution: ContextDistribution, known: Tensor | None) -> None:
-        self.tables, self.ids, self.table = distribution.tables, distribution._ids, distribution.tables.table()
-        self.read_ids = list[Tensor]()
-        self.found = list[Tensor]()  # embeddings [..., R], or rows [..., count, v] of the table
+        self.tables, self.ids, self.count = distribution.tables, distribution._ids, distribution.tables.count
+        self.table, self.read_ids = self.tables.table(), list[Tensor]()
+        self.found = list[Tensor]()  # embeddings [..., R], or rows of the table, [..., v] or [..., count, v]
         for token in () if known is None else known.unbind(-1):
             self.read(token)
 
@@ -270,16 +280,21 @@ class _Reader(TokenReader):
     def _look_up(self, ids: Tensor) -> Tensor:
         if self.table is None:
             return self.tables.embed(ids)
-        return nn.functional.embedding(ids, self.table).unflatten(-1, (self.tables.count, -1))
+        rows = nn.functional.embedding(ids, self.table)  # [..., count v]
+        return rows if self.count == 1 else rows.unflatten(-1, (self.count, -1))
 
     def bias(self, position: int) -> Tensor | None:
-        self.found += map(self._look_up, self.read_ids[len(self.found) : position])
-        before = self.found[max(position - self.tables.count, 0) : position][::-1]
-        if not before:
+        while len(self.found) < position:
+            self.found.append(self._look_up(self.read_ids[len(self.found)]))
+        if not position:
             return None
+        if self.count == 1:
+            last = self.found[position - 1]
+            return self.tables.bias(last) if self.table is None else last
+        before = self.found[max(position - self.count, 0) : position][::-1]
         if self.table is not None:
             return reduce(torch.add, [rows[..., j, :] for j, rows in enumerate(before)])
-        return self.tables.bias(before[0] if len(before) == 1 else torch.cat(before, -1))
+        return self.tables.bias(torch.cat(before, -1))
 
     def move(self, position: int) -> Tensor | None:
         if self.tables.transition is None:

@@ -91,7 +91,8 @@ class HeadFamily:
         layer_config: From a head's config and its backbone's to the config of the decoder layer that it needs, if any.
         fit: From the module, its config and a backbone: adopts its properties whenever heads are attached.
         start_from: From the module and the parts of a backbone: initialises new heads as its own, as far as possible.
-        is_independent: Whether the distribution after the window's first token does not depend on that token.
+        is_independent: Whether the distribution after the window's first token does not depend on that token, but for
+            leaves that read it (`context`).
         layouts: Formats of other tools.
         circuit: Its parameters, where `circuit_from_logits` can build its distribution.
     """

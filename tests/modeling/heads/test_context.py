@@ -152,11 +152,12 @@ def test_tables_of_zeros_change_nothing(kind):
     assert torch.equal(got.greedy(), want.greedy())
 
 
-def test_drafts_follow_the_joint():
-    head, config, states = head_of("hmm", 2, window=3, transition_context=True)
+@pytest.mark.parametrize("kind", ["ff", "cp", "hmm"])
+def test_drafts_follow_the_joint(kind):
+    head, config, states = head_of(kind, 2, window=3, transition_context=kind == "hmm")
     joint = joint_of(head, config, states[0]).flatten()
     with torch.no_grad():
-        tokens = window_distribution(head, config, states[:1].expand(200_000, -1)).sample()
+        tokens = window_distribution(head, config, states[:1].expand(50_000, -1)).sample_with_probs(3)[0]
     counts = torch.bincount((tokens * V ** torch.arange(2, -1, -1)).sum(1), minlength=V**3)
     expected = joint * len(tokens)
     statistic = ((counts - expected) ** 2 / expected).sum()

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
@@ -37,7 +37,10 @@ from .parts import (
     write_facts,
 )
 from .processes import Processes
-from .utils import check_same, eos_ids, until_end
+from .utils import check_same, eos_ids, needs_extra, until_end
+
+if TYPE_CHECKING:
+    import datasets
 
 _PLAN, _PARTS, _IDS, _PROMPTS = "plan.json", "parts", "ids", "prompts"
 _SECONDS = 60.0  # of work that a part holds, at least
@@ -78,6 +81,21 @@ class RegeneratedText(Dataset):
         labels = ids.clone()
         labels[: self.rows[row]["prompt"]] = IGNORE
         return {"input_ids": ids, "labels": labels}
+
+    def to_dataset(self) -> datasets.Dataset:
+        """Return the rows as a data set of `datasets`, with `input_ids` and `labels`, for trainers and for the Hub.
+
+        Raises:
+            MissingExtraError: `datasets` is not installed.
+
+        Example:
+            >>> RegeneratedText("answers").to_dataset().push_to_hub("me/answers")
+        """
+        with needs_extra("train", "RegeneratedText.to_dataset"):
+            import datasets
+
+        labels = [[IGNORE] * row["prompt"] + row["ids"][row["prompt"] :] for row in self.rows]
+        return datasets.Dataset.from_dict({"input_ids": [row["ids"] for row in self.rows], "labels": labels})
 
 
 def _rows_of(part: Part) -> list[dict[str, Any]]:

@@ -1,9 +1,12 @@
 """Text that the backbone writes: its own, the same after an interruption, with labels on completions alone."""
 
+import sys
+
+import datasets
 import pytest
 import torch
 
-from tests.internals import RegeneratedText, part_files, regeneration_module
+from tests.internals import MissingExtraError, RegeneratedText, part_files, regeneration_module
 from tests.training.test_evaluation_loss import llama
 from tokenahead import NgramDrafter
 from tokenahead.training import regenerate
@@ -67,3 +70,16 @@ def test_a_misspelt_option_binds_no_folder(tmp_path):
     for wrong in ({"batch_size": 0}, {"max_new_tokens": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0 must be at least 1"):
             regenerate(backbone, PROMPTS, tmp_path, **wrong)
+
+
+def test_rows_are_a_data_set_that_comes_back(tmp_path, monkeypatch):
+    rows = regenerate(llama(), PROMPTS, tmp_path / "answers", max_new_tokens=6)
+    data = rows.to_dataset()
+    data.save_to_disk(tmp_path / "saved")
+    again = datasets.load_from_disk(tmp_path / "saved").with_format("torch")
+    assert again.column_names == ["input_ids", "labels"] and len(again) == len(rows)
+    for found, row in zip(again, rows):
+        assert all(torch.equal(found[name], row[name]) for name in row)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"to_dataset needs .*tokenahead\[train\]"):
+        rows.to_dataset()

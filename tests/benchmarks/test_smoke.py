@@ -55,7 +55,7 @@ SCRIPTS = {
 }
 """Scripts (behind a comma, another way to run one), and the words of their smallest run in the directory of `work`."""
 PARTS = {"analysis", "corpus", "markov", "measuring", "planned", "smollm2_kinds", "studies"}
-PARTS |= {"training_peer", "training_tables"}
+PARTS |= {"gpu_evabyte", "training_peer", "training_tables"}
 PARTS |= {f"serving_{part}" for part in ("cases", "engine", "forks", "models", "server")}
 """Modules that scripts import."""
 

@@ -208,7 +208,7 @@ class SpeculationPlan:
         """Choose what a call with `cache_implementation="static"` decodes on, and what of it is recorded."""
         backbone, drafter, made = self.call.backbone, self.call.drafter, self.draft_options
         has_singles = made.schedule == "adaptive" or not made.drafts
-        has_keywords = self.keywords is not None and (self.keywords.is_prepared or bool(self.keywords.constant))
+        has_keywords = self.keywords is not None and not self.keywords.are_plain
         self.unfixed = obstacle_to_fixed(made, self.session, self.verifier, has_keywords)
         self.models = (self.verifier_model, *([drafter] if isinstance(drafter, nn.Module) else []))
         self.unrecorded = self.unfixed or obstacle_to_graphs(*self.models)
@@ -225,7 +225,8 @@ class SpeculationPlan:
         of_session = type(self.session).__name__, self.session.num_tokens
         of_verifier = type(self.verifier).__name__, rule, self.verifier.shape(self.prompt)
         chosen = made.do_sample, made.draft_tree, made.pad, made.ends, list(made.processors), made.extra
-        return *self.models, self.call.drafter, *of_session, *of_verifier, *chosen
+        keywords = {} if self.keywords is None else self.keywords.constant
+        return *self.models, self.call.drafter, *of_session, *of_verifier, *chosen, keywords
 
     def _takes_static_cache(self) -> bool:
         """Return whether the call asks for a static cache on which drafts can be verified."""

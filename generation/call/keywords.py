@@ -119,6 +119,12 @@ class Keywords:
         made = _merged(columns, None if self.draws_trees else torch.zeros_like(prompt[:, :1]), 1)
         self.constant = {} if self.is_prepared else made
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether every forward gets the same numbers and texts, and no tensor."""
+        values = self.constant.values()
+        return not self.is_prepared and all(isinstance(value, (bool, int, float, str, type(None))) for value in values)
+
     def of_block(self, tokens: Sequences, drafts: Tensor, depth: int, done: list[bool]) -> Kwargs:
         """Return the keyword arguments of a block: the last token of every sequence and its drafts [B, m], `depth`
         deep.

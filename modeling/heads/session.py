@@ -182,12 +182,9 @@ def _last(hidden_states: tuple[Tensor, ...]) -> Tensor:
 class AttendingHeadSession(HeadSession):
     """The drafts of one call of attached heads, whose features `read` makes with a cache."""
 
-    takes_fixed = False
-
     def __init__(self, heads: WindowHeadMixin, options: DraftOptions, read: Callable[..., Tensor]) -> None:
         super().__init__(heads.distribution_after, options, heads.hidden_layers, read, heads.draft_vocabulary)
         self.cache = DynamicCache()
-        self.takes_fixed = True
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Run over the prompt; columns of an earlier call in the backbone's cache are ignored.

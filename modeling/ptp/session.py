@@ -192,14 +192,14 @@ class ParallelSession(DraftSession):
 
     def _draw(self, tokens: Sequences, count: int) -> None:
         """Draw the uniforms of the next positions; those beyond the end are never read, nor any in greedy decoding."""
+        table = self.uniforms.positions.table  # where shapes are fixed the verifier holds it
         if not self.is_fixed:
             self.uniforms.draw(tokens, count)
-            return
-        steps = cached_arange(count, tokens.ids.device)
-        columns = tokens.ends[:, None] - tokens.prompt_length + steps  # [B, count]
-        table = self.uniforms.positions.table  # the verifier holds it
-        read = table.gather(1, columns.clamp(max=table.shape[1] - 1)) if self.uniforms.stay else columns.float() * 0
-        self.uniforms.current = read
+        elif self.uniforms.stay:
+            columns = tokens.ends[:, None] - tokens.prompt_length + cached_arange(count, table.device)  # [B, count]
+            self.uniforms.current = table.gather(1, columns.clamp(max=table.shape[1] - 1))
+        else:
+            self.uniforms.current = table.new_zeros(len(table), count)
 
     def _of_slots(self, layout: SlotLayout) -> Tensor:
         """Return the uniforms of the slots, [B, A]: those of their output positions."""

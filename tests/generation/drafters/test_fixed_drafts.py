@@ -1,0 +1,175 @@
+"""Drafts in fixed shapes: on a static cache they are what they are on one that grows."""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.backbones import backbone, prompts, train_eagle
+from tests.internals import FakeGraph, graphs_module
+from tests.models import left_padded
+from tests.ptp_models import VOCABULARY, student
+from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, SuffixDrafter
+
+WITHIN = (DeepSeekMTP, PTPForCausalLM)
+STATIC = dict(cache_implementation="static", disable_compile=True)
+TREES = {
+    "chain": {},
+    "ranked": {"draft_tree": [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]},
+    "grown": {"draft_tree": {"depth": 2, "top_k": 2, "total_tokens": 6}},
+}
+
+
+@cache
+def model_of(name: str = "llama") -> PreTrainedModel:
+    """A random model."""
+    return backbone(name)
+
+
+@cache
+def trained_eagle(version: int) -> EagleHead:
+    """A head of that model that has learned some of its text."""
+    return train_eagle(model_of(), version, steps=25)
+
+
+@cache
+def parallel_eagle() -> EagleHead:
+    """A head that drafts a chain in one call."""
+    torch.manual_seed(0)
+    options = dict(version=3, aux_layers=[0, 1, 2], mask_token_id=7)
+    return EagleHead.from_backbone(model_of(), **options)
+
+
+@cache
+def heads(kind: str, **options) -> MTPHeads:
+    """Heads that attend."""
+    torch.manual_seed(0)
+    return MTPHeads.from_backbone(model_of(), head_type=kind, window=4, **options)
+
+
+DRAFTERS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
+    **{f"EAGLE-{v} {name}": (lambda v=v: trained_eagle(v), tree) for v in (1, 3) for name, tree in TREES.items()},
+    "modules": (lambda: modules(2), {"num_assistant_tokens": 4}),
+    "modules, unused": (lambda: modules(2), {"num_assistant_tokens": 1}),
+    "modules, grown": (lambda: modules(2), TREES["grown"]),
+    "P-EAGLE": (parallel_eagle, {}),
+    "layers": (lambda: heads("layer"), {}),
+    "layers, ranked": (lambda: heads("layer"), TREES["ranked"]),
+    "Hydra++": (lambda: heads("hydra", arch="prefix-mlp"), {}),
+}
+
+
+LOOK_UPS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
+    "n-grams": (lambda: NgramDrafter(longest=2, num_tokens=6).attach(model_of()), {}),
+    "n-grams, branches": (lambda: NgramDrafter(longest=2, num_tokens=4, branches=2).attach(model_of()), {}),
+    "n-grams, adaptive": (
+        lambda: NgramDrafter(longest=1, num_tokens=3).attach(model_of()),
+        {"num_assistant_tokens": 5},
+    ),
+    "suffixes": (lambda: SuffixDrafter(num_tokens=5).attach(model_of()), {}),
+    "suffixes, branches": (lambda: SuffixDrafter().attach(model_of()), {"draft_tree": {"top_k": 2, "total_tokens": 8}}),
+    "suffixes and EAGLE": (lambda: DrafterCascade([SuffixDrafter(), trained_eagle(1)]).attach(model_of()), {}),
+}
+"""Drafters whose blocks are wider where shapes are fixed, so that a seed gives another text."""
+
+
+@cache
+def slots(variant: str = "one_hot") -> PTPForCausalLM:
+    """A model that drafts in slots."""
+    model = student(variant=variant)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@cache
+def modules(count: int) -> DeepSeekMTP:
+    """A model that drafts for itself."""
+    torch.manual_seed(0)
+    return DeepSeekMTP.from_backbone(backbone(), count).eval()
+
+
+RECORDED = (
+    DRAFTERS | {name: LOOK_UPS[name] for name in LOOK_UPS if "n-grams" in name} | {"slots": (lambda: slots(), {})}
+)
+SAMPLING = [{"do_sample": False}, {"do_sample": True, "top_k": 8}]
+
+
+def decoded(drafter, batch, **options):
+    """The text, its statistics, and what was replayed."""
+    torch.manual_seed(0)
+    model, own = (drafter, {}) if isinstance(drafter, WITHIN) else (model_of(), {"assistant_model": drafter})
+    out = model.generate(**batch, **own, use_mtp=True, return_dict_in_generate=True, pad_token_id=0, **options)
+    found = out.sequences.tolist(), out.speculation.rows_accepted, out.speculation.rows_drafts
+    return found, out.speculation.graphs
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Cycles are recorded, and replayed by a fake that compares."""
+    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", FakeGraph)
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_look_ups_on_a_static_cache_are_those_on_a_cache_that_grows(name):
+    make, options = LOOK_UPS[name]
+    options = options | {"max_new_tokens": 30, "do_sample": False}
+    for rows in (1, 3, 8):
+        batch, found = left_padded(prompts(rows)), list[object]()
+        for more in ({}, STATIC):
+            drafter = make()  # suffixes remember the first call
+            found.append([decoded(drafter, batch, **options, **more)[0] for _ in range(2)])
+        assert found[0] == found[1] and sum(map(sum, found[0][1][1]))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
+def test_drafts_on_a_static_cache_are_those_on_a_cache_that_grows(name, sampling):
+    make, options = DRAFTERS[name]
+    drafter = make()
+    for rows in (1, 3, 8):
+        batch, call = left_padded(prompts(rows)), options | sampling | {"max_new_tokens": 20}
+        assert decoded(drafter, batch, **call, **STATIC)[0] == decoded(drafter, batch, **call)[0]
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
+def test_cycles_repeat_themselves_and_a_second_call_records_nothing(name, sampling, fake):
+    make, options = RECORDED[name]
+    drafter, call = make(), options | sampling | {"max_new_tokens": 16}
+    for rows in (1, 3):
+        for seed in (5, 6):
+            batch = left_padded(prompts(rows, VOCABULARY, seed=seed))
+            (text, _, _), graphs = decoded(drafter, batch, **call, **STATIC)
+            assert graphs.replayed["cycle"] > 2 and not graphs.reasons
+            if not sampling["do_sample"]:
+                assert text == decoded(drafter, batch, **call)[0][0]
+        assert not graphs.recorded and not graphs.buffers_made
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "verification": "coupled", "seed": 3}])
+@pytest.mark.parametrize("variant", ["one_hot", "categorical", "mask"])
+def test_slots_in_fixed_shapes_write_the_same_text(variant, options, fake):
+    drafter = slots(variant)
+    for rows in (1, 3):
+        batch = left_padded(prompts(rows, VOCABULARY))
+        (text, _, _), graphs = decoded(drafter, batch, max_new_tokens=20, **options, **STATIC)
+        assert text == decoded(drafter, batch, max_new_tokens=20, **options)[0][0] and graphs.replayed["cycle"] > 2
+
+
+@pytest.mark.parametrize("name", ["EAGLE-1 chain", "layers", "modules", "slots"])
+def test_numbers_of_a_drafter_that_are_none_leave_the_text_alone(name):
+    make, options = RECORDED[name]
+    drafter, batch = copy.deepcopy(make()), left_padded(prompts(3, VOCABULARY))
+    if not isinstance(drafter, WITHIN):
+        drafter.attach(model_of())
+    call = options | {"max_new_tokens": 12, "do_sample": False}
+    text = decoded(drafter, batch, **call)[0][0]
+    words = "mtp.", "lora_", "uniform_embedding"
+    for part, parameter in drafter.named_parameters():
+        if not isinstance(drafter, WITHIN) or any(word in part for word in words):
+            parameter.data.fill_(float("nan"))
+    for _ in range(2):  # nothing of the first call is left in the buffers
+        assert decoded(drafter, batch, **call, **STATIC)[0][0] == text

@@ -36,8 +36,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM
 from tokenahead.training import MTPTrainer, PTPTrainer, TrainingStrategy
+from tokenahead.training.batches import Collator
 from tokenahead.training.features import cache_features
-from tokenahead.training.trainer_base import Collator
 
 WINDOW, RANK, STEPS, SLOTS = 4, 2, 3, 8
 SMALL = {

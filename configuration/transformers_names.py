@@ -53,6 +53,7 @@ CORE = {
         "_supports_flex_attn": "set: as the backbone's",
         "_supports_sdpa": "set: models that take `attn_implementation='sdpa'`",
         "_tied_weights_keys": "set: the output embeddings, which a config may tie to the embeddings of the input",
+        "_tp_size": "among how many processes tensor parallelism divides a model",
     },
     "transformers.configuration_utils:PreTrainedConfig": {
         "_attn_implementation": "the attention that a model uses; copied where a config becomes part of another",

@@ -19,7 +19,7 @@ from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, Recorder
 from .tensors.tensor_files import Fields
-from .tensors.wrapped_models import Kwargs
+from .tensors.wrapped_models import Kwargs, check_whole
 from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
@@ -136,6 +136,17 @@ class BaseDrafter:
     def policy(self) -> PreTrainedModel:
         """The model whose text it drafts: itself, or what it is attached to."""
         return cast(PreTrainedModel, self)
+
+    @property
+    def tp_size(self) -> int | None:
+        """None: a drafter's layers are whole, for only trainers ask, and they may not have those of a backbone divided.
+
+        Raises:
+            ValueError: The policy's are. Each process would read other rows, and sum its layers with those of others.
+        """
+        if isinstance(self, nn.Module):
+            check_whole(self.policy, f"a trainer of {type(self).__name__}")
+        return None
 
     def obstacle(self, config: GenerationConfig, model_kwargs: Kwargs) -> str | None:
         """Return an obstacle to these drafts in a call, in the user's words; None: there is none."""

@@ -127,13 +127,13 @@ def cache_features(
             damaged index, states that are not finite, or a backbone that several processes hold together.
     """
     folder, backbone = Path(folder), drafter.backbone
+    processes = Processes.of(backbone)
     dtype = str(backbone.dtype).removeprefix("torch.") if dtype is None else dtype
     index = _index(drafter, data, dtype)
     if (folder / INDEX).exists():
         earlier = FeatureIndex.read(folder)
         check_same(f"folder={folder}", *({name: vars(each)[name] for name in _SAME} for each in (earlier, index)))
         index = earlier
-    processes = Processes.of(backbone)
     folder.mkdir(parents=True, exist_ok=True)
     if processes.rank == 0:
         index.write(folder)

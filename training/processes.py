@@ -12,6 +12,7 @@ from torch import distributed
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..generation.tensors.wrapped_models import check_whole, is_unit
 from .utils import one_line
 
 logger = logging.get_logger(__name__)
@@ -38,8 +39,11 @@ class Processes:
         Raises:
             ValueError: The backbone is divided among them, so that they cannot read different rows.
         """
-        if (size := getattr(backbone, "tp_size", None) or 1) > 1:
-            raise ValueError(f"the backbone is divided among tp_size={size} processes: load it whole in each of them")
+        check_whole(backbone, "rows divided among processes")
+        if any(map(is_unit, backbone.modules())):
+            raise ValueError(
+                f"FSDP2 shards {type(backbone).__name__}, and rows are divided among whole ones: load it so"
+            )
         if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
         return cls(distributed.get_rank(), distributed.get_world_size())

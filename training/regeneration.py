@@ -152,6 +152,7 @@ def regenerate(
         raise ValueError("there are no prompts: at least one is needed")
     if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:
         raise ValueError(f"prompt {empty[0]} is empty: it needs at least one token, such as <bos>")
+    processes = Processes.of(backbone)
     plan = {
         "backbone": _identity(backbone),
         "rows": len(ids),
@@ -169,7 +170,6 @@ def regenerate(
         check_same(f"folder={folder}", earlier, plan)
     else:
         names = []
-    processes = Processes.of(backbone)
     if processes.rank == 0:
         write_facts(facts, {**plan, _PARTS: names})
 

@@ -22,7 +22,7 @@ from transformers.utils import find_adapter_config_file
 
 from ...configuration.fields import field
 from ..tensors.tensor_files import HUB_OPTIONS, check_index
-from ..tensors.wrapped_models import carries_adapters, has_own_cache, untyped, unwrap
+from ..tensors.wrapped_models import carries_adapters, check_whole, has_own_cache, untyped, unwrap
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -46,6 +46,7 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     linear = isinstance(model.get_output_embeddings(), nn.Linear)
     if config.get_text_config() is not config or has_own_cache(model) or carries_adapters(model) or not linear:
         raise ValueError(f"{kind} cannot be cut to layers={layers}: pass a plain language model, without adapters")
+    check_whole(model, f"layers={layers} of {kind}")
     for name, value in config.to_dict().items():  # layer_types, and other fields with an entry per layer
         if isinstance(value, list) and len(value) == whole:
             setattr(config, name, value[:layers])

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 
 Model = TypeVar("Model")
@@ -136,6 +137,31 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 def is_unit(module: nn.Module) -> bool:
     """Return whether FSDP2 gathers and shards this module on its own."""
     return isinstance(module, FSDPModule)
+
+
+def tensor_parallel_size(model: nn.Module) -> int:
+    """Return among how many processes the layers of a model are divided; 1: tensor parallelism divides none.
+
+    What FSDP2 shards is whole where it is used, and does not count.
+    """
+    modules = [*model.modules()]
+    named = max(vars(module).get("_tp_size") or 1 for module in modules)
+    if named > 1 or any(map(is_unit, modules)):
+        return named
+    return max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
+
+
+def check_whole(model: nn.Module, purpose: str) -> None:
+    """Refuse a model whose layers are divided among processes.
+
+    Raises:
+        ValueError: Tensor parallelism divides them.
+    """
+    if (size := tensor_parallel_size(model)) > 1:
+        raise ValueError(
+            f"{purpose}: tensor parallelism divides the layers of {type(model).__name__} among tp_size={size} "
+            "processes; load it whole, without tp_plan"
+        )
 
 
 def gather(modules: Iterable[object]) -> None:
@@ -268,6 +294,12 @@ class WrapperMixin:
     def inner(self) -> PreTrainedModel:
         """The backbone."""
         return getattr(self, self.base_model_prefix or "backbone")
+
+    @property
+    def tp_size(self) -> int | None:
+        """As that of a drafter."""
+        check_whole(self.inner, f"a trainer of {type(self).__name__}")
+        return None
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the backbone's."""

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
@@ -91,12 +92,16 @@ def _unembed(unembedding: nn.Module, config: PreTrainedConfig, part: DraftVocabu
 def part_logits(part: DraftVocabulary, unembedding: nn.Module, states: Tensor) -> Tensor:
     """Return the logits [..., U] that an unembedding makes of states [..., H]; its parameters get no gradient."""
     linear = unembedding if type(unembedding) is nn.Linear else None
-    if linear is None or linear.weight.is_meta or is_unit(linear) or "_hf_hook" in vars(linear):
+    if linear is None or is_unit(linear) or "_hf_hook" in vars(linear) or not _is_plain(linear.weight):
         # such weights cannot be read outside their module's forward: all logits are computed
         return frozen(unembedding, states).index_select(-1, part.on(states.device))
     rows = part.rows(linear.weight)  # [U, H]
     bias = None if linear.bias is None else linear.bias.detach()[part.on(rows.device)]  # [U]
     return nn.functional.linear(states.to(rows.device), rows, bias)  # [..., U]
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return not (weight.is_meta or isinstance(weight, DTensor))
 
 
 def frozen(module: nn.Module, *args: object) -> Any:
@@ -135,7 +140,8 @@ def weight_of(linear: nn.Module, like: Tensor) -> Tensor:
     Of a map that is quantised, offloaded or adapted, it is the map's output for unit vectors.
     """
     if type(linear) is nn.Linear and not linear.weight.is_meta:
-        return linear.weight.detach()
+        weight = linear.weight.detach()
+        return weight.full_tensor() if isinstance(weight, DTensor) else weight
     unit = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)  # [in, in]
     return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T  # without the bias
 

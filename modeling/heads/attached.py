@@ -26,7 +26,7 @@ from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import untyped, unwrap
+from ...generation.tensors.wrapped_models import check_whole, untyped, unwrap
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
@@ -237,6 +237,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         """Refuse a backbone with another hidden size or vocabulary."""
         super().check_backbone(backbone)
         check_fit(self._expected_embedding, self.hidden_layers, backbone)
+        if self.draft_layers is not None:
+            check_whole(backbone, f"draft_layers={self.config.draft_layers}")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's dtype and device, and adopt its special ids."""

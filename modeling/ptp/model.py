@@ -21,6 +21,7 @@ from ...generation.tensors.wrapped_models import (
     Kwargs,
     PicklableMixin,
     WrapperMixin,
+    check_whole,
     checkpointing_paused,
     checkpoints_activations,
     merged_copy,
@@ -88,6 +89,7 @@ class PTPForCausalLM(
         if attention is not None:  # the new model resets it as well
             self.backbone.config._attn_implementation = attention
         check_model(self.backbone)
+        check_whole(self.backbone, type(self).__name__)
         parts = slot_parts(config, config.backbone_config.hidden_size)
         for name, part in parts.items():
             setattr(self, name, part)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.internals import (
     FeatureDataset,
-    Processes,
     RegeneratedText,
     part_files,
     parts_module,
@@ -276,11 +275,6 @@ def test_ids_that_cannot_be_are_named(damaged, monkeypatch):
     save_file(tensors, path, {"of": of, "crc32": sums})
     with pytest.raises(ValueError, match=path.name):
         RegeneratedText(damaged.folder)
-
-
-def test_a_backbone_in_tensor_parallel_parts_is_refused():
-    with pytest.raises(ValueError, match="tp_size=2"):
-        Processes.of(SimpleNamespace(tp_size=2))
 
 
 def work(rank, world, folder, kind, slow):

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...configuration.ptp import SAMPLING
-from ...generation.tensors.wrapped_models import checkpoints_activations
+from ...generation.tensors.wrapped_models import check_whole, checkpoints_activations
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
 from ..batches import Collator
@@ -275,6 +275,8 @@ def _checked(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -
     if not isinstance(model, PTPForCausalLM):
         hint = "see PTPForCausalLM.from_backbone; of a PTPStudent, give it student.whole"
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}: {hint}")
+    if teacher is not None:
+        check_whole(teacher, "teacher=")
     variant = model.config.variant
     if options.sequences == "student" and not model.config.reads_uniforms:
         raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")

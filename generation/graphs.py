@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import RLock
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from transformers.utils import logging
 from .call.options import DraftOptions
 from .call.outputs import Graphs
 from .call.positions import ON_DEVICE
-from .contract import DraftSession
+from .contract import DraftSession, DraftTree
 from .tensors.buffers import Buffers
 from .tensors.wrapped_models import has_foreign_hooks, peft_arguments
 from .verification.verifiers import Verifier
@@ -181,6 +182,15 @@ def _beside(run: Callable[[], R], device: torch.device) -> R:
         result = run()
     main.wait_stream(side)
     return result
+
+
+def held_draft(tree: DraftTree, hold: Callable[[str, Tensor], Tensor]) -> DraftTree:
+    """Return a draft that was made on the host at constant addresses (`CacheView.held`); its tokens were not drawn."""
+    parts = {"tokens": tree.tokens, "num_nodes": tree.num_nodes} | ({} if tree.is_chain else {"parents": tree.parents})
+    width = tree.tokens.shape[1]  # a shorter one at the end leaves the others alone
+    return replace(
+        tree, **{name: hold(f"draft.{width}.{name}", part) for name, part in parts.items() if part is not None}
+    )
 
 
 def obstacle_to_fixed(

@@ -40,7 +40,7 @@ from .backbone.target import OwnCacheBackbone, RaggedBackbone, Target
 from .call.outputs import GenerateSpeculativeOutput, Graphs
 from .call.sequences import FixedSequences, NewTokens
 from .contract import DraftTree, SpeculativeCache, TargetOutput, VerificationResult
-from .graphs import Observer, Recorder, called, fingerprint, obstacle_to_whole
+from .graphs import Observer, Recorder, called, fingerprint, held_draft, obstacle_to_whole
 from .plan import SpeculationPlan, decode_plainly
 from .results import Results
 from .tensors.masks import to_device
@@ -189,12 +189,15 @@ class SpeculativeLoop(Results):
     def _cycle(self, length: int) -> tuple[Cycle, list[int]]:
         """Draft, verify, and move on; return the cycle, and the accepted drafts of the open sequences."""
         self.statistics.backbone_calls += 1
+        drafted = None
+        if self.fixed is not None and self.session.reads_host and self._drafts():
+            drafted = held_draft(self.session.propose(self.tokens, length), self.target.held)
         if self.fixed is not None and self.is_whole and self._drafts():
-            cycle = self._on_host(replace(self._region("cycle", self._whole, length, self.fixed)))
+            cycle = self._on_host(replace(self._region("cycle", self._whole, length, self.fixed, drafted)))
             if not cycle.faults:
                 return cycle, self._settle(cycle)[0]
         else:
-            cycle = self._on_host(self._verified(*self._region("forward", self._read, length)))
+            cycle = self._on_host(self._verified(*self._region("forward", self._read, length, drafted)))
         if cycle.faults:
             cycle = self._without_drafts(cycle)
         accepted, new_tokens = self._settle(cycle)
@@ -211,9 +214,9 @@ class SpeculativeLoop(Results):
         recorder = self.recorder if self.is_constant and self._drafts() else None
         return (REGION_OBSERVER or recorder or called)(name, function, *args, **kwargs)
 
-    def _whole(self, length: int, tokens: FixedSequences) -> Cycle:
+    def _whole(self, length: int, tokens: FixedSequences, drafted: DraftTree | None) -> Cycle:
         """Return a cycle that ends before the host has read it; where a sequence is at fault, it leaves no trace."""
-        cycle = self._verified(*self._read(length))
+        cycle = self._verified(*self._read(length, drafted))
         counts = self.stopping.counts(tokens, cycle.result, cycle.is_sound())  # [B]
         self._move_on(cycle, NewTokens.unread(counts))
         return cycle
@@ -228,9 +231,9 @@ class SpeculativeLoop(Results):
         if self._drafts():
             self.session.advance(cycle.outputs.along(result, tree), result)
 
-    def _read(self, length: int) -> tuple[DraftTree, TargetOutput]:
-        """Draft, and call the backbone on b and the draft."""
-        tree = self.session.propose(self.tokens, length) if self._drafts() else self.empty
+    def _read(self, length: int, drafted: DraftTree | None) -> tuple[DraftTree, TargetOutput]:
+        """Draft, where nobody has, and call the backbone on b and the draft."""
+        tree = drafted or (self.session.propose(self.tokens, length) if self._drafts() else self.empty)
         self.drafted = time.perf_counter()
         return tree, self._forward(tree)
 

@@ -117,7 +117,7 @@ _NAMES = {
     "tokenahead.generation.lookups.suffix_counts": ("Reader", "SuffixCounts"),
     "tokenahead.generation.assistant.translation": ("CommonVocabulary", "TranslatedSession", "Translation"),
     "tokenahead.generation.loop": ("SpeculativeLoop",),
-    "tokenahead.generation.fake_graphs": ("CannotReplay", "FakeGraph"),
+    "tokenahead.generation.tensors.buffers": ("Buffers",),
     "tokenahead.generation.backbone.backbones": ("target_of",),
     "tokenahead.generation.backbone.cache": ("block_mask", "RaggedLayer", "CacheLayout"),
     "tokenahead.generation.backbone.repacking": ("RealignedBackbone", "shift_cache"),

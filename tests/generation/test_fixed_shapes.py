@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.backbones import backbone, prompts, train_heads
-from tests.internals import FakeGraph, HeadSession, buffers_module, graphs_module, loop_module, static_module
+from tests.fake_graphs import FakeGraph
+from tests.internals import HeadSession, NumberCheck, buffers_module, graphs_module, loop_module, static_module
 from tests.models import left_padded
 from tokenahead import MTPHeads, free_buffers
 
@@ -272,4 +273,14 @@ def test_nobody_records_while_another_call_runs(model, fake):
     with graphs_module.running():
         told = generated(model, drafter, batch_of(3), **options).speculation.graphs
     assert not told.recorded and not told.replayed
+    drafter.detach()
+
+
+def test_drafts_made_on_the_host_leave_the_rest_recorded(model, fake, monkeypatch):
+    drafter = train_heads(model)
+    monkeypatch.setattr(HeadSession, "reads_host", True)
+    monkeypatch.setattr(NumberCheck, "note", lambda *_: None)  # look-ups choose from no scores
+    fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
+    assert same(fixed, generated(model, drafter, batch_of(3), **WAYS["greedy"]))
+    assert fixed.speculation.graphs.replayed["cycle"] == fixed.speculation.backbone_calls - 3
     drafter.detach()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .tensors.buffers import Buffers
+from tests.internals import Buffers
 
 R = TypeVar("R")
 _WAITS = (

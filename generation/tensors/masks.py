@@ -119,8 +119,8 @@ def grouped_attention(
     if blocks is not None and kwargs.get("position_bias") is None:
         parts = []
         for start, stop, mask in blocks:
-            own = [each[:, :, start:stop] for each in (query, key, value)]
-            parts.append(sdpa_attention_forward(module, *own, mask, dropout, scaling, **kwargs)[0])  # [1, R, H, d]
+            q, k, v = (each[:, :, start:stop] for each in (query, key, value))
+            parts.append(sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, **kwargs)[0])  # [1, R, H, d]
         return torch.cat(parts, 1), None
     groups, (batch, heads, queries, _) = query.shape[1] // key.shape[1], query.shape
     is_ours = kwargs.get("position_bias") is None and getattr(attention_mask, _PACKED, None) is not None

@@ -10,7 +10,7 @@ Drafters on a frozen backbone learn from stored states (`cache_features`), and t
 logits: forward and backward, and the teacher's. Whatever trains the backbone has `Trainer` with the backbone's own loss
 as its floor, and MTPTrainer on stored states also transformers' `Trainer` on the same drafter. The backbone's share is
 that of a step which runs it instead of reading stored states; of joint training the floor's share. Computed tokens per
-useful one are those of the trainer's batches of 8 rows of log-normal lengths. Memory is the peak above what was there.
+useful one are those of a trainer's own batches of rows of log-normal lengths. Memory is the peak above what was there.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ SMALL = {
 """For a processor: 64 tokens for every dimension, as in models of many tokens."""
 LENGTHS = torch.distributions.LogNormal(math.log(400), 0.8)
 """Of rows whose batches are counted: a median of 400 tokens, 550 on average."""
-PADDED = 8
-"""Rows of such a batch."""
 
 
 @dataclass(frozen=True)
@@ -151,14 +149,14 @@ class Bench:
                 return LlamaForCausalLM(self.config).eval()
         return LlamaForCausalLM(self.config).eval()
 
-    def trainer(self, kind: type[Trainer], model: Any, data: Any, rows: int, **options: Any) -> Trainer:
-        """A trainer of all rows that shows nothing."""
+    def trainer(self, kind: type[Trainer], model: Any, data: Any, rows: int = 8, **options: Any) -> Trainer:
+        """A trainer of all rows that shows nothing; transformers' 8 rows leave batches to the trainer."""
         asked = TrainingArguments(
             str(self.folder / "out"), max_steps=self.asked.steps + 1, per_device_train_batch_size=rows,
             report_to="none", save_strategy="no", disable_tqdm=True, learning_rate=1e-5, max_grad_norm=0.0,
             use_cpu=self.device.type == "cpu", bf16=self.device.type == "cuda", dataloader_pin_memory=False,
         )  # fmt: skip
-        collate = getattr(data, "collate", Collator())
+        collate = getattr(data, "collate", Collator() if kind is Trainer else None)
         trainer = kind(model, asked, train_dataset=data, data_collator=collate, **options)
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -197,11 +195,11 @@ class Bench:
         return by_turns({"": multiply}, 3)[""] / 4 * case.products * self.tokens / 128
 
     def share_of_padding(self, case: Case, model: Any) -> float:
-        """Computed tokens per useful one, in batches of 8 rows of log-normal lengths."""
+        """Computed tokens per useful one, in the batches that the trainer makes of rows of log-normal lengths."""
         torch.manual_seed(0)
         sizes = LENGTHS.sample((64,)).clamp(8, 4096).long().tolist()
         rows = [{"input_ids": torch.ones(size).long(), "labels": torch.ones(size).long()} for size in sizes]
-        trainer = self.trainer(case.trainer, model, rows, PADDED, **(case.options or {}))
+        trainer = self.trainer(case.trainer, model, rows, **(case.options or {}))
         batches = list(trainer.get_train_dataloader())
         useful = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
         return sum(batch["input_ids"].numel() for batch in batches) / useful

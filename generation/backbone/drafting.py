@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
@@ -32,11 +31,8 @@ class DrafterLayout(FixedLayout):
     def __init__(self, view: CacheView, size: int, limit: int, span: int, name: str) -> None:
         super().__init__(_last(view.mask, size), view.is_padded, limit, span)
         self.view, self.name, self.num_layers, self.lengths = view, name, 0, [0] * len(self.lengths)
-        self.ends = self.held("ends", self.ends)
-        self.padding = self.held("padding", self.prompt - view.counts)  # [B]
-        if self.mask is not None:
-            whole = torch.nn.functional.pad(self.mask, (0, self.capacity - self.prompt), value=True)  # [B, C]
-            self.mask, self.prompt = self.held("mask", whole), self.capacity
+        self.padding = self.prompt - view.counts  # [B]
+        self.hold(view.held, name)
 
     def held(self, part: str, value: Tensor) -> Tensor:
         """Return a value at an address that lasts, see `CacheView.held`."""
@@ -45,8 +41,6 @@ class DrafterLayout(FixedLayout):
     def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
         """See `CacheLayout`."""
         super().install_layers(cache, kind or DrafterLayer)
-        if self.window:
-            self.written = self.capacity  # a slot of a ring has its newest column from the first block on
 
     def keep(self, new: NewTokens) -> None:
         """See `CacheLayout`; only the device knows how many there are."""

@@ -90,7 +90,7 @@ class EagleSession(DraftSession):
         if self.prompt is not None:  # its last pair has the token that was added first
             self.pairs.append(_Pairs(self.prompt, tokens.newest(self.prompt.shape[1])))
             self.prompt = None
-        features = None if self.pending is None else self.pending.run(tokens)  # [B, 1, d]
+        features = None if self.pending is None else self.pending.run(self, tokens)  # [B, 1, d]
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
         for pairs in self.pairs:
@@ -166,7 +166,7 @@ class _FixedPairs:
     """
 
     def __init__(self, session: EagleSession, layout: DrafterLayout, prompt: Tensor) -> None:
-        self.session, self.layout, size = session, layout, prompt.shape[1]
+        self.layout, size = layout, prompt.shape[1]  # not the session: a call's buffers go back when it goes
         layout.block_offset = -size
         if size > 1:
             session._run(prompt[:, :-1], session.options.prompt[:, 1 - size :])
@@ -181,11 +181,11 @@ class _FixedPairs:
         (own,) = of_accepted((features,), new)
         self.features[:, : features.shape[1]] = cast(Tensor, own)
 
-    def run(self, tokens: Sequences) -> Tensor:
+    def run(self, session: EagleSession, tokens: Sequences) -> Tensor:
         """Run the pairs, and return the features [B, 1, d] of each sequence's last one; any where it has ended."""
         columns = (tokens.ends - self.new)[:, None] + cached_arange(self.features.shape[1], self.new.device)  # [B, P]
         self.layout.block_offset = 0
-        features = self.session._run(self.features, tokens.at(columns))  # [B, P, d]
+        features = session._run(self.features, tokens.at(columns))  # [B, P, d]
         self.layout.move(self.new)
         return taken(features, (self.new - 1).clamp(min=0)[:, None].to(features.device))
 

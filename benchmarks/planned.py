@@ -101,9 +101,9 @@ class PlannedVerifier(Verifier):
         self.done.add_(1)
         return result
 
-    def check(self, result: VerificationResult) -> Tensor | None:
+    def path_rows(self, result: VerificationResult) -> Tensor | None:
         """See `Verifier`."""
-        return self.verifier.check(result)
+        return self.verifier.path_rows(result)
 
     def tokens_per_call(self, new_tokens: int) -> float:
         """Tokens per verification and sequence; a sequence that has ended counts in no further one."""

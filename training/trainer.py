@@ -251,7 +251,7 @@ class MTPTrainer(BaseTrainer):
             counts = counts / self.args.n_gpu
         if self.args.n_gpu > 1:  # DataParallel cuts tensors along their first axis: a copy for each replica
             counts = counts[None].expand(self.args.n_gpu, -1)
-        return counts / self.get_tp_size()
+        return counts  # whole numbers: FSDP2 would round floating ones to the dtype of its parameters
 
     def _mean_names(self) -> list[str]:
         unit, depths = self._drafter.loss_unit, range(1, self._drafter.num_losses + 1)

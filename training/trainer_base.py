@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_compiled_module
 from peft import PeftModel
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
@@ -169,6 +171,14 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
         self._means = {True: RunningMeans(), False: RunningMeans()}
         self._bar = TokenProgress.replace_bar(self)
         self.check_batches()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in `Trainer`; FSDP2 leaves outputs in their dtype, as it would round losses to that of parameters."""
+        super().create_accelerator_and_postprocess()
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        policy = None if plugin is None else plugin.mixed_precision_policy
+        if isinstance(policy, MixedPrecisionPolicy):
+            plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Trainer`; tokens are counted for the bar."""

@@ -72,6 +72,7 @@ class EagleSession(DraftSession):
         self.view, prompt, options = view, self.head.fuse(outputs.hidden_states), self.options  # [B, L, d]
         self.layout = drafter_layout(view, prompt.shape[1], options.max_length, most_nodes(options), "eagle")
         self.layout.install_layers(self.cache)
+        self.draft_ids = None if self.draft_ids is None else view.held("eagle.draft_ids", self.draft_ids)  # [v]
         if isinstance(self.layout, DrafterLayout):
             self.pending = _FixedPairs(self, self.layout, prompt)
         else:

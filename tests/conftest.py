@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests import models
-from tests.internals import obstacle_of_peft
+from tokenahead.configuration.transformers_names import obstacle_of_peft
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores

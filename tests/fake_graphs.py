@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.internals import Buffers
+from tokenahead.generation.tensors.buffers import Buffers
 
 R = TypeVar("R")
 _WAITS = (

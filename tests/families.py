@@ -3,9 +3,8 @@
 import torch
 from transformers import AutoConfig
 
-from tests.internals import RETROFIT, set_modules
-from tests.internals import mtp_families_FAMILIES as FAMILIES
 from tokenahead import DeepSeekMTP
+from tokenahead.configuration.mtp_families import FAMILIES, RETROFIT, set_modules
 
 VOCABULARY = 96
 _COMMON = dict(

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.internals import buildable
+from tokenahead.generation.assistant.models import buildable
 
 KINDS = ["sliding_attention", "full_attention"]
 WINDOW = 6

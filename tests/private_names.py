@@ -15,7 +15,7 @@ import transformers
 from peft import LoraConfig
 
 import tokenahead
-from tests.internals import MissingExtraError
+from tokenahead.training.utils import MissingExtraError
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("configuration", "modeling", "generation", "training", "model_cards")

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from tests.every_model import llama
-from tests.internals import Measurement, box_model
-from tests.internals import cli_module as cli
-from tests.internals import demo_run as demo_module
-from tests.internals import loading_module as loading
 from tests.training.conftest import micro_config, small_model
-from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__
+from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__, cli
 from tokenahead.model_cards import DecodingResult, MeasuredResults
+from tokenahead.training import demo as demo_module
+from tokenahead.training import loading
+from tokenahead.training.demo import Measurement
+from tokenahead.training.demo_subjects import box_model
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from tests.internals import cli_module as cli
 from tests.test_documentation import PAGES, ROOT, name_of
+from tokenahead import cli
 
 LINE = re.compile(r"^(?:    |\t)(?:[A-Z_]+=\S+ )*(?:.*&& )?((?:tokenahead|python) .*)$")
 READ_ELSEWHERE = {"lm-eval"}

@@ -76,7 +76,7 @@ def test_the_core_works_without_extras_and_what_needs_one_names_it():
 
 
 def test_a_defect_of_our_own_is_no_missing_extra():
-    from tests.internals import needs_extra
+    from tokenahead.training.utils import needs_extra
 
     with pytest.raises(ModuleNotFoundError, match="'tokenahead.nowhere'"), needs_extra("demo", "it"):
         import tokenahead.nowhere  # noqa: F401

@@ -16,7 +16,8 @@ import torch
 import transformers
 import trl
 
-from tests.internals import (
+from tests.private_names import accessed, overridden
+from tokenahead.configuration.transformers_names import (
     CORE,
     TESTED_VERSIONS,
     TRAINER,
@@ -25,7 +26,6 @@ from tests.internals import (
     obstacle_of_peft,
     warn_of_newer_version,
 )
-from tests.private_names import accessed, overridden
 
 PARAMETERS = {
     "_has_unfinished_sequences": "this_peer_finished synced_gpus device",
@@ -59,6 +59,7 @@ OTHERS = [
     (torch.nn.Linear(1, 1), "_forward_hooks"),
     (torch.nn.Linear(1, 1), "_forward_pre_hooks"),
     (torch.Tensor, "_version"),
+    (torch, "_assert_async"),
     (torch, "_dynamo"),
     (torch, "_standard_gamma"),
     (peft.LoraConfig, "_register_custom_module"),
@@ -75,9 +76,9 @@ WRITTEN_IN_SOURCE = [
 """Names of other libraries that objects get at run time."""
 
 OWNERS = {name: owner for table in (CORE, TRAINER) for owner, names in table.items() for name in names}
-IN_CONFIG_FILES = {"_name_or_path"}
-"""Fields of config.json, which look like private names."""
-LISTED = {*OWNERS, *IN_CONFIG_FILES, *(name for _, name in (*OTHERS, *WRITTEN_IN_SOURCE))}
+IN_FILES = {"_name_or_path", "_exp_gamma_weights", "_proj"}
+"""Fields of config.json and names of published tensors, which look like private names."""
+LISTED = {*OWNERS, *IN_FILES, *(name for _, name in (*OTHERS, *WRITTEN_IN_SOURCE))}
 
 
 def label(value) -> str:

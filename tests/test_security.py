@@ -9,9 +9,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.every_model import llama
-from tests.internals import cli_module as cli
-from tests.internals import hide_local_names, web_module
-from tokenahead import EagleHead, MTPHeads, NgramDrafter, PTPStudent, SuffixDrafter
+from tokenahead import EagleHead, MTPHeads, NgramDrafter, PTPStudent, SuffixDrafter, cli
+from tokenahead.model_cards.push import hide_local_names
+from tokenahead.training import web as web_module
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "security.md"

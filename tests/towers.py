@@ -6,9 +6,9 @@ import torch
 from transformers import AutoConfig
 
 from tests.families import _COMMON, _CONVOLVED, _DELTA, _EXPERTS, _POOLED, _QWEN_EXPERTS, _WINDOWS, shake
-from tests.internals import family_of, set_modules
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
+from tokenahead.configuration.mtp_families import family_of, set_modules
 
 _ROTARY = dict(
     rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2], partial_rotary_factor=1.0)

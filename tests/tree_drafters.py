@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from tests.internals import drawn_tree
 from tokenahead.extending import AttachableDrafter, DraftSession, DraftTree
+from tokenahead.generation.trees.building import drawn_tree
 
 DEPTH = 4
 

@@ -9,7 +9,9 @@ import itertools
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.internals import DraftTree, Processing, accepted_path, path_columns, tree_acceptance
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.contract import DraftTree, path_columns
+from tokenahead.generation.verification.tree_rules import accepted_path, tree_acceptance
 
 V = 3
 WARPS = {

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from tests.internals import DraftTree, NewTokens, target_of
+from tokenahead.generation.backbone.backbones import target_of
+from tokenahead.generation.call.sequences import NewTokens
+from tokenahead.generation.contract import DraftTree
 
 ACCEPTED = [[1, 1, 1], [4, 1, 2], [0, 1, 1], [1, 4, 3], [4, 4, 4], [1, 2, 1], [3, 4, 1], [4, 0, 1], [2, 4, 4]]
 """New tokens of three sequences, cycle by cycle."""

@@ -7,8 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from tests.every_model import every_model, llama, prompt_for
-from tests.internals import CACHE, given_cache, name_of_cache, renamed
 from tokenahead import NgramDrafter
+from tokenahead.configuration.cache_names import CACHE, given_cache, name_of_cache, renamed
 
 NAMES = ["cache", "past_key_values"]
 ONE, OTHER = DynamicCache(), DynamicCache()

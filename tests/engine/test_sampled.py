@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import export
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.model_cards.export import export
 
 VOCABULARY, WINDOW, TEXTS, NEW = 8, 4, 2000, 5
 PROMPT = [1, 5, 2, 7]

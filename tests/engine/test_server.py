@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.internals import export
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.model_cards.export import export
 
 NEW, STEPS = 24, 120
 GREEDY = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True}

@@ -15,17 +15,11 @@ import torch
 from transformers import TrainerCallback
 
 from tests.boxes import CONFIG, HELD_OUT, ROOT, TRAIN, card, release, text, train
-from tests.internals import (
-    BoxDamagedError,
-    Excerpt,
-    Measurement,
-    box_directory,
-    box_model,
-    check_box,
-    load_box,
-)
 from tokenahead import EvaByteForMTPC
 from tokenahead.model_cards import MeasuredResults
+from tokenahead.training.box import BoxDamagedError, Excerpt, box_directory, check_box, load_box
+from tokenahead.training.demo import Measurement
+from tokenahead.training.demo_subjects import box_model
 
 RECIPE = train.Recipe(
     config=CONFIG, phases=[(4, 32, 1), (2, 64, 1)], ranks={"ff": 1, "btree": 2}, head_steps=2, save_steps=3

@@ -7,11 +7,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from tests.backbones import backbone, blurred
-from tests.internals import SampledVerifier
-from tests.internals import mixins_module as mixins
 from tests.models import tiny_model
 from tests.ptp_models import ids, student
 from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
+from tokenahead.generation import generate as mixins
+from tokenahead.generation.verification.verifiers import SampledVerifier
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 OPTIONS = dict(attention_mask=torch.ones_like(PROMPT), max_new_tokens=12, do_sample=False)

@@ -5,9 +5,10 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from tests.every_model import llama, moved_heads
-from tests.internals import SpeculativeLoop, generate_module
 from tests.models import tiny_model
 from tokenahead import EvaByteTokenizer
+from tokenahead.generation import generate as generate_module
+from tokenahead.generation.loop import SpeculativeLoop
 
 IDS = torch.tensor([[72, 105, 40, 41, 99, 100], [101, 102, 70, 72, 80, 81]])
 GREEDY = dict(attention_mask=torch.ones_like(IDS), max_new_tokens=16, do_sample=False, pad_token_id=0)

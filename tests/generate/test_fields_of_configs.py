@@ -6,8 +6,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import CompileConfig, PreTrainedTokenizerFast
 
 from tests.every_model import llama, moved_heads
-from tests.internals import plan_module
 from tests.models import tiny_model
+from tokenahead.generation import plan as plan_module
 
 IDS = torch.tensor([[12, 11, 14, 12], [16, 9, 11, 4]])
 GREEDY = dict(attention_mask=torch.ones_like(IDS), max_new_tokens=9, do_sample=False, pad_token_id=0)

@@ -6,10 +6,10 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from tests.backbones import backbone, prompts
-from tests.internals import CACHE
 from tests.models import left_padded, trained_model
 from tests.ptp_models import VOCABULARY, student
 from tokenahead import NgramDrafter
+from tokenahead.configuration.cache_names import CACHE
 
 NEW, MORE = 16, 8
 

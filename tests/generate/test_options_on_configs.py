@@ -8,10 +8,11 @@ from transformers import GenerationConfig
 
 from tests.every_model import llama, moved_heads
 from tests.families import family_model
-from tests.internals import plan_module, tree_options
 from tests.models import tiny_model
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter, NgramDrafter
+from tokenahead.generation import plan as plan_module
+from tokenahead.generation.trees.growth import tree_options
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
 PLAIN = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True)

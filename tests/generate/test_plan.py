@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.every_model import llama, moved_heads
-from tests.internals import plan_module
+from tokenahead.generation import plan as plan_module
 
 IDS = torch.tensor([[5, 6, 7, 5, 6]])
 

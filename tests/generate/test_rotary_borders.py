@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
-from tests.internals import rotary_border
 from tests.models import left_padded
 from tokenahead import AssistantDrafter, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM
+from tokenahead.configuration.fields import rotary_border
 
 BORDER = 160
 _SIZES = dict(

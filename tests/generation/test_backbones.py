@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from tests.backbones import backbone, plain_continuations, prompts, train_heads
-from tests.internals import CACHE
 from tests.models import left_padded
 from tokenahead import NgramDrafter
+from tokenahead.configuration.cache_names import CACHE
 
 IDS = dict(vocab_size=48, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.3)
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from tests.every_model import llama
-from tests.internals import CallOptions, ranked_tree
 from tests.ptp_models import student
 from tokenahead import DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPStudent, SuffixDrafter
+from tokenahead.generation.call.options import CallOptions
+from tokenahead.generation.trees.building import ranked_tree
 
 HUGE = 10**6, 10**9, 2**62, 2**70
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 5, 6, 9, 5, 6, 9]])

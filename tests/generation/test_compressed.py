@@ -7,10 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.families import family_config, family_model, random_ids, shake
-from tests.internals import CompressedBackbone, DraftTree, NewTokens, target_of
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
 from tokenahead import AssistantDrafter
+from tokenahead.generation.backbone.backbones import target_of
+from tokenahead.generation.backbone.compressed import CompressedBackbone
+from tokenahead.generation.call.sequences import NewTokens
+from tokenahead.generation.contract import DraftTree
 
 
 def model_of(**changes):

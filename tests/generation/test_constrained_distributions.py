@@ -9,9 +9,12 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from tests import tree_worlds
-from tests.internals import DraftTree, Processing, Sequences, warped
 from tests.tree_worlds import World, all_trees, emitted_distribution, first_of_length
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
+from tokenahead.generation.call.options import warped
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.call.sequences import Sequences
+from tokenahead.generation.contract import DraftTree
 
 V, DEPTH, STATES = 5, 3, 4
 PROMPT = [2, 1]

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.families import family_config, family_model, random_ids, shake
-from tests.internals import ConvolvedBackbone
-from tests.internals import cache_module as rows_module
 from tests.models import left_padded
 from tests.verified_blocks import check_blocks
 from tokenahead import AssistantDrafter, NgramDrafter
+from tokenahead.generation.backbone import cache as rows_module
+from tokenahead.generation.backbone.convolved import ConvolvedBackbone
 
 KINDS = [["hybrid_sliding", "hybrid"], ["hybrid", "hybrid"], ["hybrid_sliding", "hybrid_sliding"]]
 

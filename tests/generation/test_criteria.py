@@ -15,10 +15,11 @@ from transformers import (
 
 from tests.every_model import llama
 from tests.families import family_model, shake
-from tests.internals import NewTokens, Sequences, Stopping
 from tests.models import tiny_model
 from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter
+from tokenahead.generation.call.sequences import NewTokens, Sequences
+from tokenahead.generation.call.stopping import Stopping
 
 PROMPT, EOS, PAD, LONGEST = 4, 2, 77, 24
 

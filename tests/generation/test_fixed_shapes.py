@@ -7,9 +7,14 @@ import torch
 
 from tests.backbones import backbone, prompts, train_heads
 from tests.fake_graphs import FakeGraph
-from tests.internals import HeadSession, NumberCheck, buffers_module, graphs_module, loop_module, static_module
 from tests.models import left_padded
 from tokenahead import MTPHeads, free_buffers
+from tokenahead.generation import graphs as graphs_module
+from tokenahead.generation import loop as loop_module
+from tokenahead.generation.backbone import static as static_module
+from tokenahead.generation.tensors import buffers as buffers_module
+from tokenahead.generation.tensors.sampling import NumberCheck
+from tokenahead.modeling.heads.session import HeadSession
 
 NEW = 24
 COMMON = dict(max_new_tokens=NEW, pad_token_id=0, use_mtp=True, return_dict_in_generate=True)

@@ -4,7 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.internals import DraftTree, follow, verify_tree_greedy
+from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.verification.rules import verify_tree_greedy
+from tokenahead.generation.verification.tree_rules import follow
 
 
 @st.composite

@@ -6,7 +6,9 @@ That it draws from the distributions of block verification is tested with `verif
 import pytest
 import torch
 
-from tests.internals import DraftTree, SampledVerifier, is_raced, race_block, verify
+from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.verification.rules import verify
+from tokenahead.generation.verification.verifiers import SampledVerifier, is_raced, race_block
 
 
 def rows(batch: int, length: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,12 +7,14 @@ import torch
 
 from tests.backbones import backbone, prompts
 from tests.families import VOCABULARY, family_model, random_ids
-from tests.internals import NewTokens, OnlineBuffer, OnlineLearner
 from tests.models import left_padded, tiny_model
 from tests.ptp_models import backbone as ptp_backbone
 from tests.ptp_models import student
 from tests.towers import tower_model
 from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, SuffixDrafter
+from tokenahead.generation.call.sequences import NewTokens
+from tokenahead.modeling.common.online import OnlineLearner
+from tokenahead.modeling.common.recording import OnlineBuffer
 from tokenahead.training.features import FeatureDataset
 
 DRAFTERS = {

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tests.internals import Records, TargetOutput
+from tokenahead.generation.call.records import Records
+from tokenahead.generation.contract import TargetOutput
 
 BATCH, V, LAYERS, WIDTH, PROMPT = 2, 5, 3, 4, 6
 KEPT = [[1, 1], [3, 0], [2, 0]]

@@ -8,9 +8,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM
 
 from tests.families import RECURRENT, family_config, random_ids, shake
-from tests.internals import DraftTree, Replay, is_recurrent, target_of
 from tests.models import left_padded
 from tokenahead import NgramDrafter
+from tokenahead.generation.backbone.backbones import target_of
+from tokenahead.generation.backbone.replay import Replay
+from tokenahead.generation.backbone.target import is_recurrent
+from tokenahead.generation.contract import DraftTree
 
 
 def recurrent_model(name, **changes):

@@ -6,17 +6,13 @@ from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.backbones import backbone
-from tests.internals import (
-    CacheLayout,
-    DraftTree,
-    NewTokens,
-    RaggedBackbone,
-    block_mask,
-    cache_module,
-    grouped_attention,
-    model_mask,
-    target_of,
-)
+from tokenahead.generation.backbone import cache as cache_module
+from tokenahead.generation.backbone.backbones import target_of
+from tokenahead.generation.backbone.cache import CacheLayout, block_mask
+from tokenahead.generation.backbone.target import RaggedBackbone
+from tokenahead.generation.call.sequences import NewTokens
+from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.tensors.masks import grouped_attention, model_mask
 
 PROMPT, BLOCK = 9, 5
 KEPT = [[3, 1], [5, 2], [1, 5], [4, 4], [2, 3], [5, 1], [1, 1], [3, 5]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from tests.internals import AdaptiveSchedule
+from tokenahead.generation.call.schedule import AdaptiveSchedule
 
 
 def run(schedule, chance, seconds, cycles, seed=0, rows=1):

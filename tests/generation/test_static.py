@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
 from tests.families import family_config, family_model, shake
-from tests.internals import CACHE, buffers_module, cache_module
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tests.ptp_models import backbone as ptp_backbone
 from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter, PTPStudent
+from tokenahead.configuration.cache_names import CACHE
+from tokenahead.generation.backbone import cache as cache_module
+from tokenahead.generation.tensors import buffers as buffers_module
 
 NEW = 24
 GREEDY = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -12,7 +12,8 @@ from transformers import (
     StopStringCriteria,
 )
 
-from tests.internals import NewTokens, Sequences, Stopping
+from tokenahead.generation.call.sequences import NewTokens, Sequences
+from tokenahead.generation.call.stopping import Stopping
 
 PROMPT = 4
 WORDS = ["<unk>", "st", "op", "stop", "sto", "pper", "x", "y", " "]

@@ -5,15 +5,12 @@ import torch
 from transformers import DynamicCache
 
 from tests.backbones import ATTENTION_WINDOW, backbone
-from tests.internals import (
-    CacheLayout,
-    DraftTree,
-    NewTokens,
-    block_mask,
-    shift_cache,
-    target_of,
-)
-from tests.internals import cache_module as rows_module
+from tokenahead.generation.backbone import cache as rows_module
+from tokenahead.generation.backbone.backbones import target_of
+from tokenahead.generation.backbone.cache import CacheLayout, block_mask
+from tokenahead.generation.backbone.repacking import shift_cache
+from tokenahead.generation.call.sequences import NewTokens
+from tokenahead.generation.contract import DraftTree
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2"]
 LENGTHS = [9, 4]

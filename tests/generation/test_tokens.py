@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.internals import NewTokens, Sequences
+from tokenahead.generation.call.sequences import NewTokens, Sequences
 
 CPU = torch.device("cpu")
 

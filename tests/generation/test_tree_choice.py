@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tests.internals import chain_options, fastest_tree
 from tests.matrix.decoding import warnings_of
 from tokenahead import EagleHead, MTPHeads, Speculation
+from tokenahead.generation.trees.choice import chain_options, fastest_tree
 
 
 def stats(tree, seconds, accepted):

@@ -9,22 +9,20 @@ import torch
 
 from tests import tree_worlds
 from tests.distributions import chi_square
-from tests.internals import (
-    DraftTree,
+from tests.no_sync import NoSync
+from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length
+from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.tensors.sampling import draw
+from tokenahead.generation.trees.building import drawn_tree, joined_chains
+from tokenahead.generation.verification import tree_rules as tree_verification
+from tokenahead.generation.verification.rules import (
     block_acceptance,
-    draw,
-    drawn_tree,
-    follow,
-    joined_chains,
     token_acceptance,
-    tree_acceptance,
     verify,
     verify_sampled,
     verify_tree,
 )
-from tests.internals import tree_verification_module as tree_verification
-from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length
+from tokenahead.generation.verification.tree_rules import follow, tree_acceptance
 
 SHAPES = {
     "chain": [-1, 0, 1],

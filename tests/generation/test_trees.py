@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.distributions import chi_square
-from tests.internals import (
-    DraftTree,
+from tests.no_sync import NoSync
+from tests.tree_worlds import WARPS, V, World, emitted_distribution
+from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.tensors.sampling import race_order
+from tokenahead.generation.trees import building as growth
+from tokenahead.generation.trees.building import (
     choices_from_accuracies,
     drawn_tree,
     dynamic_tree,
-    race_order,
     ranked_tree,
     static_tree,
 )
-from tests.internals import trees_module as growth
-from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, emitted_distribution
 
 DATA = Path(__file__).parent.parent / "data" / "trees"
 GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choices.safetensors")

@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.distributions import chi_square, golden
-from tests.internals import block_acceptance, race_block, token_acceptance, verify
-from tests.internals import verification_module as verification
+from tokenahead.generation.verification import rules as verification
+from tokenahead.generation.verification.rules import block_acceptance, token_acceptance, verify
+from tokenahead.generation.verification.verifiers import race_block
 
 RULES = {"token": token_acceptance, "block": block_acceptance}
 WAYS = RULES | {"race": block_acceptance}

@@ -10,10 +10,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.internals import HeadProposer, listen
 from tests.modeling.heads.backbones import backbone, shaken
 from tokenahead import MTPHeads
 from tokenahead.model_cards.vllm import register
+from tokenahead.model_cards.vllm_proposer import HeadProposer, listen
 
 KINDS = {
     "ff": {},

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.internals import saving_module
-from tests.internals import saving_module as saving
 from tests.kills import before_operation, killed, no_space, stop
+from tokenahead.generation.tensors import saving
+from tokenahead.generation.tensors import saving as saving_module
 
 FORK = multiprocessing.get_context("fork")
 ONE = ("model.safetensors",)

@@ -9,11 +9,12 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.assisted import assisted_generate
 from tests.families import CHUNKED, family_config, family_model, shake
-from tests.internals import RaggedLayer, cache_module
-from tests.internals import drafters_modules as modules
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, KnowingChains, KnowingTrees
 from tokenahead import AssistantDrafter
+from tokenahead.generation.backbone import cache as cache_module
+from tokenahead.generation.backbone.cache import RaggedLayer
+from tokenahead.modeling.deepseek import session as modules
 
 WINDOW, NEW, NODES, VOCABULARY = 6, 40, 7, 24
 NAMES = ["mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text"]

@@ -12,11 +12,15 @@ from tests.backbones import backbone
 from tests.families import family_model
 from tests.generation.drafters.test_head_trees import KINDS, tiny
 from tests.integration.test_enumeration import ends_of
-from tests.internals import DraftTree, options_module, tree_acceptance, trees_module, verifiers_module
 from tests.modeling.heads.backbones import shaken
 from tests.tree_worlds import ends
 from tokenahead import AssistantDrafter, EagleHead
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
+from tokenahead.generation.call import options as options_module
+from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.trees import building as trees_module
+from tokenahead.generation.verification import verifiers as verifiers_module
+from tokenahead.generation.verification.tree_rules import tree_acceptance
 
 V, DEPTH, STATES = 5, 3, 4
 PROMPT, FIRST = torch.tensor([[1, 3, 2, 4, 3]]), 2

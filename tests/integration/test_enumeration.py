@@ -8,8 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.internals import DraftOptions, Processing, block_acceptance, circuit_from_logits, token_acceptance
 from tests.ptp_models import backbone, student
+from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.verification.rules import block_acceptance, token_acceptance
+from tokenahead.modeling.heads.circuit_head import circuit_from_logits
 
 V, WINDOW, RANK = 3, 4, 2
 WARPS = {

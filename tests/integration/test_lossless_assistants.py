@@ -23,10 +23,10 @@ from transformers import (
 
 from tests.backbones import backbone, blurred, code_prompts
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import AssistantSession
 from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC, NgramDrafter
+from tokenahead.generation.assistant.session import AssistantSession
 
 NAMES = ["llama", "mistral", "gpt2"]
 NEW, DRAFT = 30, 4

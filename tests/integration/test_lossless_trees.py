@@ -7,9 +7,9 @@ import torch
 
 from tests.backbones import ATTENTION_WINDOW, backbone, plain_continuations, prompts
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import DraftTree
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, DrawnTrees, KnowingTrees
+from tokenahead.generation.contract import DraftTree
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2", "evabyte"]
 NEW = 20

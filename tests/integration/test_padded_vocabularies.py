@@ -9,11 +9,15 @@ from transformers import LogitsProcessorList
 from tests.backbones import backbone, prompts, word_tokenizer
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.integration.test_enumeration import DRAFTS, WARPS, WINDOW, emitted, target_rows
-from tests.internals import DraftOptions, NumberCheck, ParallelAssistant, Processing, SharedVocabulary
 from tests.models import left_padded
 from tests.ptp_models import backbone as ptp_backbone
 from tests.ptp_models import student
 from tokenahead import AssistantDrafter
+from tokenahead.generation.assistant.session import SharedVocabulary
+from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.tensors.sampling import NumberCheck
+from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
 
 GREEDY = dict(max_new_tokens=20, do_sample=False)
 SIZES = [(42, 48), (48, 44)]

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.internals import schedule_module as schedules
-from tests.internals import split_budget
 from tests.ptp_models import VOCABULARY, backbone, ids, student
+from tokenahead.generation.call import schedule as schedules
+from tokenahead.modeling.ptp.slots import split_budget
 
 _COUPLED = {"do_sample": True, "verification": "coupled"}
 

@@ -7,10 +7,10 @@ import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from tests.distributions import chi_square
-from tests.internals import pick
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPStudent
+from tokenahead.generation.tensors.sampling import pick
 
 
 def pair(variant="one_hot", noise=0.02, base=None):

@@ -16,11 +16,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from tests.internals import ParallelAssistant, StrictLoadingMixin
 from tests.matrix.decoding import DICT, as_plain
 from tests.matrix.models import Entry
 from tests.models import checkpoint_activations
 from tokenahead import AssistantDrafter
+from tokenahead.modeling.common.loading import StrictLoadingMixin
+from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
 
 
 def by_its_own_code(thing: Any, folder: Path) -> Any:

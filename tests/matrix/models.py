@@ -16,7 +16,6 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.backbones import backbone as random_backbone
 from tests.backbones import prompts, train_eagle, train_heads
-from tests.internals import ParallelAssistant
 from tests.models import left_padded, trained_model
 from tests.ptp_models import backbone as small_backbone
 from tests.ptp_models import student
@@ -32,6 +31,7 @@ from tokenahead import (
     PTPStudent,
     SuffixDrafter,
 )
+from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 NEW_TOKENS = 16

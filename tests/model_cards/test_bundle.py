@@ -8,8 +8,10 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from tests.internals import REQUIREMENT, TESTED_VERSIONS, TRANSFORMERS, bundle
-from tests.internals import bundle_module as module
+from tokenahead.configuration.transformers_names import TESTED_VERSIONS
+from tokenahead.model_cards import bundle as module
+from tokenahead.model_cards.bundle import bundle
+from tokenahead.modeling.common.remote_code import REQUIREMENT, TRANSFORMERS
 
 ENTRIES = {
     "modeling.evabyte.model": "modeling_evabyte",

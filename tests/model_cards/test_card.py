@@ -9,9 +9,9 @@ from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 
 from tests.families import family_model
-from tests.internals import card_module
 from tests.ptp_models import student
 from tokenahead import EagleHead, EagleHeadConfig, EvaByteForMTPC, MTPHeadConfig, PTPStudent
+from tokenahead.model_cards import card as card_module
 from tokenahead.model_cards import render_card, write_card
 
 

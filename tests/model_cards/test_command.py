@@ -6,11 +6,13 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.every_model import llama, moved_heads
-from tests.internals import CardRequest, make_card, read_prompts
 from tests.test_cli import error_of, run
 from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults, render_card, write_card
+from tokenahead.model_cards.command import make_card
+from tokenahead.training.evaluation.prompts import read_prompts
+from tokenahead.training.requests import CardRequest
 
 
 @pytest.fixture(scope="module")

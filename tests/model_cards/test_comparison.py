@@ -9,12 +9,14 @@ import torch
 from huggingface_hub import ModelCard
 
 from tests.every_model import llama, moved_heads
-from tests.internals import CardRequest, describe, make_card
 from tests.model_cards.test_card import table_row
 from tests.test_cli import error_of, run
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults
+from tokenahead.model_cards.command import make_card
+from tokenahead.model_cards.facts import describe
+from tokenahead.training.requests import CardRequest
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.families import family_config, family_model, random_ids
-from tests.internals import export, family_of, num_layers, tensor_dtypes
-from tests.internals import export_module as module
 from tests.towers import TOWERS, tower_model
 from tokenahead import DeepSeekMTP, EvaByteForMTPC, NgramDrafter, PTPForCausalLM, PTPStudent
+from tokenahead.configuration.mtp_families import family_of, num_layers
+from tokenahead.generation.tensors.tensor_files import tensor_dtypes
+from tokenahead.model_cards import export as module
+from tokenahead.model_cards.export import export
 
 GOLDEN = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "glm4moe_d1"
 

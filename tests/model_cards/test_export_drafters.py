@@ -5,10 +5,10 @@ import shlex
 
 import pytest
 
-from tests.internals import export
-from tests.internals import vllm_proposer_module as vllm_proposer
 from tests.modeling.heads.backbones import KINDS, backbone
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.model_cards import vllm_proposer
+from tokenahead.model_cards.export import export
 
 
 def options_of(command, name):

@@ -6,9 +6,9 @@ import unicodedata
 import pytest
 
 from tests.every_model import llama
-from tests.internals import escaped, visible
 from tokenahead import MTPHeads
 from tokenahead.model_cards import DecodingResult, MeasuredResults, render_card
+from tokenahead.training.utils import escaped, visible
 
 ROW = dict(
     name="greedy", do_sample=False, backbone_calls=5, new_tokens=20, seconds=1.0, plain_seconds=2.0, identical=True

@@ -114,7 +114,8 @@ def test_truncated_file_is_named(results, tmp_path):
 
 @pytest.mark.core
 def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
-    from tests.internals import card_metadata, describe
+    from tokenahead.model_cards.card import card_metadata
+    from tokenahead.model_cards.facts import describe
 
     loops = dataclasses.replace(row, repeated_share=0.6, expected_tokens_per_call=3.0)
     assert loops.is_degenerate and not row.is_degenerate

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.every_model import llama
 from tests.families import family_model
-from tests.internals import load_backbone, read_index, read_tensors, weight_files
 from tests.models import tiny_model
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPForCausalLM, PTPStudent
+from tokenahead.generation.tensors.tensor_files import read_index, read_tensors, weight_files
+from tokenahead.training.loading import load_backbone
 
 
 def _heads(**options):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_utils import slice_logits_to_keep
 
-from tests.internals import selected_positions
+from tokenahead.generation.tensors.masks import selected_positions
 
 STATES = torch.arange(24.0).view(2, 4, 3)
 

@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.every_model import every_model, llama, moved_heads
-from tests.internals import JointMTPModel, saving_module
 from tests.kills import before_operation, killed, no_space
 from tokenahead import (
     AssistantDrafter,
@@ -23,6 +22,8 @@ from tokenahead import (
     PTPStudent,
     SuffixDrafter,
 )
+from tokenahead.generation.tensors import saving as saving_module
+from tokenahead.modeling.heads.joint import JointMTPModel
 
 COMPLETE = ".tokenahead-complete"
 

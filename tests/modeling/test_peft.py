@@ -5,8 +5,9 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from tests.every_model import NAMES, every_model, llama, moved_heads, prompt_for, same_texts, texts
-from tests.internals import CACHE, obstacle_of_peft
 from tokenahead import DeepSeekMTP, MTPHeads
+from tokenahead.configuration.cache_names import CACHE
+from tokenahead.configuration.transformers_names import obstacle_of_peft
 
 EVABYTES = [name for name in NAMES if name.startswith("evabyte")]
 DEEPSEEKS = [name for name in NAMES if name.startswith("deepseek")]

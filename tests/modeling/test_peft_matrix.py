@@ -5,9 +5,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.every_model import every_model, llama, moved_heads, prompt_for, same_texts, texts
-from tests.internals import HEAD_TYPES
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.configuration.heads import HEAD_TYPES
 
 OWNERS = {
     **{f"evabyte_{kind}": kind for kind in ("ff", "cp", "hmm", "btree")},

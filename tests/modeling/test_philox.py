@@ -2,7 +2,8 @@
 
 import torch
 
-from tests.internals import Uniforms, philox, seed_streams, stream_uniforms
+from tokenahead.generation.tensors.sampling import philox, stream_uniforms
+from tokenahead.generation.verification.verifiers import Uniforms, seed_streams
 
 KNOWN = [
     ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

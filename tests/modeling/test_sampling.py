@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.distributions import chi_square
-from tests.internals import draw, picked, raced
+from tokenahead.generation.tensors.sampling import draw, picked, raced
 
 WAYS = pytest.mark.parametrize("way", [picked, raced])
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.every_model import every_model, llama, moved_heads
-from tests.internals import add_code, code_when_pushed
 from tests.models import tiny_model
 from tokenahead import EagleHead, EvaByteForMTPC, EvaByteTokenizer
+from tokenahead.modeling.common.remote_code import add_code, code_when_pushed
 
 KINDS = ("evabyte_ff", "deepseek_llama", "ptp_one_hot", "heads", "eagle", "tokenizer")
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 from tests.eagle_models import tiny_backbone
-from tests.internals import drafter_class, holds_drafter_alone, read_drafter
 from tokenahead import EagleHead, MTPHeads, PTPStudent
+from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from tokenahead.training import MTPTrainer
 
 IDS = torch.randint(2, 64, (4, 24), generator=torch.Generator().manual_seed(0))

@@ -8,10 +8,11 @@ import torch
 from transformers import EarlyStoppingCallback
 
 from tests.every_model import llama
-from tests.internals import DraftMeasures, MissingExtraError
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import MTPHeads
 from tokenahead.training import AcceptanceCallback
+from tokenahead.training.evaluation.drafts import DraftMeasures
+from tokenahead.training.utils import MissingExtraError
 
 SHORT = dict(prompts=2, prompt_tokens=6, new_tokens=8)
 

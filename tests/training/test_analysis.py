@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from tests.internals import layer_divergences, marginal_log_probs, next_token_spread
 from tests.modeling.heads.backbones import backbone
 from tests.models import tiny_model
+from tokenahead.training.analysis import layer_divergences, marginal_log_probs, next_token_spread
 
 V = 12
 PREFIX = torch.tensor([[3, 7, 5, 9, 2, 4]])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.boxes import HELD_OUT, release, untrained_box
-from tests.internals import (
+from tokenahead.training.box import (
     EXCERPT,
     Box,
     BoxDamagedError,

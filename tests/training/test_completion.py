@@ -10,11 +10,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TextStreamer
 
 from tests.families import family_config, shake
-from tests.internals import GenerateRequest, HeadSession, complete, load_model
 from tests.ptp_models import student
 from tests.test_cli import error_of, run
 from tests.training.conftest import small_model
 from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeadConfig, MTPHeads, PTPForCausalLM
+from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.training.completion import complete
+from tokenahead.training.loading import load_model
+from tokenahead.training.requests import GenerateRequest
 
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
 

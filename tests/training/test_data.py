@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.internals import code_prompts
+from tokenahead.training.box import code_prompts
 
 FILES = [
     "".join(

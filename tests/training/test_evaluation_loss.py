@@ -134,7 +134,7 @@ def test_both_trainers_take_the_same_step(make, tmp_path):
 
 
 def test_training_never_holds_all_logits(tmp_path, monkeypatch):
-    from tests.internals import heads_chunks as chunks
+    from tokenahead.modeling.common import chunks
 
     monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 7 * 320)
     model, rows = modules(), []

@@ -4,12 +4,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.internals import put_adapters
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tests.training.test_strategies import modules
 from tokenahead import MTPHeads
 from tokenahead.training import TrainingStrategy
+from tokenahead.training.loading import put_adapters
 
 ROWS = ragged_rows(4)
 THERE = dict(r=3, lora_alpha=5, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])

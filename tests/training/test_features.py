@@ -13,11 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig
 
-from tests.internals import FeatureDataset, FeatureIndex, eagle_terms, heads_teacher, part_files
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.modeling.common import teacher as heads_teacher
+from tokenahead.modeling.eagle import terms as eagle_terms
 from tokenahead.training import cache_features
+from tokenahead.training.features import FeatureDataset, FeatureIndex
+from tokenahead.training.parts import part_files
 
 ROOT = Path(__file__).resolve().parents[2]
 

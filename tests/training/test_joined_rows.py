@@ -6,9 +6,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from tests.every_model import llama
 from tests.families import family_model
-from tests.internals import JointMTPModel, masks_module
 from tests.training.conftest import small_model
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.generation.tensors import masks as masks_module
+from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training.batches import Collator, JoinedCollator
 
 LENGTHS = (70, 3, 90, 20, 51)

@@ -14,18 +14,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.internals import (
-    FeatureDataset,
-    RegeneratedText,
-    part_files,
-    parts_module,
-    processes_module,
-    regeneration_module,
-)
 from tests.training.conftest import ragged_rows
 from tests.training.test_evaluation_loss import llama
 from tokenahead import MTPHeads
 from tokenahead.training import cache_features, regenerate
+from tokenahead.training import parts as parts_module
+from tokenahead.training import processes as processes_module
+from tokenahead.training import regeneration as regeneration_module
+from tokenahead.training.features import FeatureDataset
+from tokenahead.training.parts import part_files
+from tokenahead.training.regeneration import RegeneratedText
 
 PROMPTS = [[70 + row, 71, 72][: 1 + row % 3] for row in range(12)]
 ROWS = len(PROMPTS)

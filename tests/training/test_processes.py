@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.internals import JointMTPModel, trainer_base
 from tests.training import process_client
 from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tokenahead.modeling.heads.joint import JointMTPModel
+from tokenahead.training import trainer_base
 
 ROOT = Path(__file__).resolve().parents[2]
 

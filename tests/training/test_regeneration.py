@@ -6,10 +6,13 @@ import datasets
 import pytest
 import torch
 
-from tests.internals import MissingExtraError, RegeneratedText, part_files, regeneration_module
 from tests.training.test_evaluation_loss import llama
 from tokenahead import NgramDrafter
 from tokenahead.training import regenerate
+from tokenahead.training import regeneration as regeneration_module
+from tokenahead.training.parts import part_files
+from tokenahead.training.regeneration import RegeneratedText
+from tokenahead.training.utils import MissingExtraError
 
 PROMPTS = [[70, 71, 72], [80], [90, 91], [100, 101, 102, 103], [75, 76]]
 

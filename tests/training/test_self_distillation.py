@@ -5,8 +5,8 @@ from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
 from tests.families import family_model
-from tests.internals import frequent_tokens
 from tokenahead import DeepSeekMTP
+from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
 from tokenahead.training import regenerate
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}

@@ -6,10 +6,11 @@ from peft import PeftModel
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from tests.families import family_model
-from tests.internals import JointMTPModel, TrainableDrafter
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.modeling.common.outputs import TrainableDrafter
+from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training import TrainingStrategy
 
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from tests.internals import Processes
 from tests.training.test_evaluation_loss import llama
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
 from tokenahead.training import MTPTrainer, MuToRTrainer, TrainingStrategy, cache_features, regenerate
+from tokenahead.training.processes import Processes
 
 IDS = torch.arange(70, 80)[None]
 ROWS = [{"input_ids": IDS[0], "labels": IDS[0]}]

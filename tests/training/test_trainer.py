@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
 
-from tests.internals import window_targets
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EvaByteForMTPC, MTPHeads
+from tokenahead.modeling.heads.losses import window_targets
 from tokenahead.training import MTPTrainer
 
 

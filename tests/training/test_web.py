@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.internals import cli_module as cli
-from tests.internals import web_module as web
 from tests.training.conftest import small_model
-from tokenahead import EvaByteTokenizer, MTPHeads
+from tokenahead import EvaByteTokenizer, MTPHeads, cli
+from tokenahead.training import web
 
 SIZES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=320)
 CHAIN = web.Cycle([70, 71, 72], [-1, 0, 1], [0], 90)

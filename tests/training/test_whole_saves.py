@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.internals import has_adapters, holds_model, public_copy, saving_module
 from tests.kills import killed
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EvaByteForMTPC, EvaByteTokenizer
+from tokenahead.generation.tensors import saving as saving_module
+from tokenahead.model_cards.push import public_copy
+from tokenahead.training.loading import has_adapters, holds_model
 
 COMPLETE = ".tokenahead-complete"
 

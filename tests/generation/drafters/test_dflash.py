@@ -14,11 +14,15 @@ from tests.dflash_models import BLOCK, WINDOW, assistant, fill, random_pair, tra
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.integration.test_enumeration import DRAFTS, WARPS, emitted, target_rows
 from tests.integration.test_enumeration import WINDOW as LONGEST
-from tests.internals import CallOptions, DraftOptions, NumberCheck, Processing, Sequences, target_of
 from tests.models import left_padded, tiny_model
 from tests.no_sync import NoSync
 from tests.two_tokenizers import tokenizer
 from tokenahead import AssistantDrafter, DrafterCascade, SuffixDrafter
+from tokenahead.generation.backbone.backbones import target_of
+from tokenahead.generation.call.options import CallOptions, DraftOptions
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.call.sequences import Sequences
+from tokenahead.generation.tensors.sampling import NumberCheck
 
 NAMES = ["llama", "mistral", "glimmer", "spark"]
 

@@ -8,9 +8,10 @@ from transformers import MistralConfig, Qwen3Config
 
 from tests.assisted import assisted_generate
 from tests.eagle_models import tiny_backbone
-from tests.internals import EagleSession, tree_options
 from tests.models import left_padded
 from tokenahead import EagleHead
+from tokenahead.generation.trees.growth import tree_options
+from tokenahead.modeling.eagle.session import EagleSession
 
 GREEDY = dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
 CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]

@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
-from tests.internals import FakeGraph, graphs_module
+from tests.fake_graphs import FakeGraph
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, SuffixDrafter
+from tokenahead.generation import graphs as graphs_module
 
 WITHIN = (DeepSeekMTP, PTPForCausalLM)
 STATIC = dict(cache_implementation="static", disable_compile=True)

@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import NumberCheck, Processing, WindowGrowth
-from tests.internals import trees_module as growth
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
 from tokenahead import EvaByteCache, EvaByteConfig, EvaByteForMTPC, MTPHeads
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.tensors.sampling import NumberCheck
+from tokenahead.generation.trees import building as growth
+from tokenahead.modeling.heads.session import WindowGrowth
 
 KINDS = {
     "ff": dict(unembedding="own"),

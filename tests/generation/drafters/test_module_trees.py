@@ -9,11 +9,14 @@ from transformers import LogitsProcessorList
 
 from tests.families import family_model
 from tests.integration.test_lossless_modules import CHECKPOINT, greedy, prompts
-from tests.internals import ModuleGrowth, NumberCheck, Processing, Sequences
-from tests.internals import drafters_modules as modules
-from tests.internals import growth_module as growth
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.call.sequences import Sequences
+from tokenahead.generation.tensors.sampling import NumberCheck
+from tokenahead.generation.trees import growth
+from tokenahead.modeling.deepseek import session as modules
+from tokenahead.modeling.deepseek.session import ModuleGrowth
 
 TREE = dict(draft_tree=dict(depth=3, top_k=3, total_tokens=14))
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.backbones import backbone
-from tests.internals import NewTokens, NgramSession, Sequences
 from tokenahead import NgramDrafter
+from tokenahead.generation.call.sequences import NewTokens, Sequences
+from tokenahead.generation.lookups.ngram import NgramSession
 
 LONGEST, LENGTH = 3, 4
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.backbones import backbone, prompts
-from tests.internals import Reader, SuffixCounts
 from tests.models import left_padded
 from tokenahead import AssistantDrafter, DrafterCascade, NgramDrafter, SuffixDrafter
+from tokenahead.generation.lookups.suffix_counts import Reader, SuffixCounts
 
 DEPTH = 5
 TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=4)

@@ -13,10 +13,13 @@ from tests.distributions import continuation_distribution, continuation_p_value
 from tests.gemma4_models import assistant as gemma4_assistant
 from tests.gemma4_models import gemma4
 from tests.integration.test_enumeration import DRAFTS, WARPS, WINDOW, emitted, target_rows
-from tests.internals import CommonVocabulary, DraftOptions, NumberCheck, Processing, TranslatedSession, Translation
 from tests.models import left_padded
 from tests.two_tokenizers import TEXT, prompts, speaker, tokenizer, with_bytes
 from tokenahead import AssistantDrafter, NgramDrafter
+from tokenahead.generation.assistant.translation import CommonVocabulary, TranslatedSession, Translation
+from tokenahead.generation.call.options import DraftOptions
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.tensors.sampling import NumberCheck
 
 SIZE, DRAFT = 64, 4
 ASSISTANTS = [("llama", 46, "bytes"), ("mistral", 56, "words"), ("gpt2", 58, "bytes")]

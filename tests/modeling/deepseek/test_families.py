@@ -19,10 +19,10 @@ from tests.families import (
     random_ids,
     shake,
 )
-from tests.internals import REFUSED, family_of, main_class
-from tests.internals import mtp_families_FAMILIES as FAMILIES
 from tests.towers import TOWERS, tower_model
 from tokenahead import DeepSeekMTP
+from tokenahead.configuration.mtp_families import FAMILIES, REFUSED, family_of
+from tokenahead.modeling.deepseek.conversion import main_class
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.families import family_model, random_ids
-from tests.internals import dequantize
 from tokenahead import DeepSeekMTP
+from tokenahead.modeling.deepseek.checkpoint_files import dequantize
 
 BLOCK = 32  # 48 rows end in the middle of a block, as 576 rows do in blocks of 128
 

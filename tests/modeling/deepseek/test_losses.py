@@ -5,10 +5,11 @@ import torch
 from torch.nn import functional
 
 from tests.families import family_model, random_ids
-from tests.internals import ModuleLossOptions, chain_loss, teacher_forced
-from tests.internals import heads_chunks as chunks
 from tests.models import checkpoint_activations
 from tests.towers import image_batch, tower_model
+from tokenahead.configuration.loss_options import ModuleLossOptions
+from tokenahead.modeling.common import chunks
+from tokenahead.modeling.deepseek.losses import chain_loss, teacher_forced
 
 LENGTH = 16
 

@@ -6,12 +6,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import BACKBONES, family_config, random_ids, shake
-from tests.internals import LMHeadView
-from tests.internals import deepseek_readout as readout
-from tests.internals import deepseek_retrofit as retrofit
 from tests.models import left_padded
 from tests.towers import TOWERS
 from tokenahead import DeepSeekMTP
+from tokenahead.modeling.deepseek import modules as readout
+from tokenahead.modeling.deepseek import retrofit
+from tokenahead.modeling.deepseek.modules import LMHeadView
 
 VOCABULARY = 24
 OPTIONS = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}

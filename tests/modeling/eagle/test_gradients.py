@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.eagle_models import tiny_backbone
-from tests.internals import eagle_steps as steps
 from tokenahead import EagleHead
+from tokenahead.modeling.eagle import steps
 
 IDS = torch.randint(2, 64, (2, 26), generator=torch.Generator().manual_seed(5))
 REAL = torch.ones_like(IDS).index_fill(1, torch.arange(4), 0)

@@ -5,8 +5,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.eagle_models import CASES, golden_case, tiny_backbone
-from tests.internals import EagleLossOptions, eagle_steps
 from tokenahead import EagleHead
+from tokenahead.configuration.loss_options import EagleLossOptions
+from tokenahead.modeling.eagle import steps as eagle_steps
 
 IDS = torch.randint(2, 64, (2, 20), generator=torch.Generator().manual_seed(5))
 

@@ -20,8 +20,8 @@ from transformers import (
 
 from tests.backbones import backbone
 from tests.eagle_models import CASES, golden_case, teacher_forced, tiny_backbone
-from tests.internals import eagle_retrofit as retrofit
 from tokenahead import EagleHead, EagleHeadConfig
+from tokenahead.modeling.eagle import conversion as retrofit
 
 IDS = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
 

@@ -6,9 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.internals import CACHE
 from tests.models import GOLDENS, left_padded, tiny_model
 from tokenahead import EvaByteCache, EvaByteForMTPC, NgramDrafter
+from tokenahead.configuration.cache_names import CACHE
 
 MODEL = tiny_model()
 WINDOW = MODEL.config.window_size

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.internals import SequenceMap
+from tokenahead.modeling.evabyte.geometry import SequenceMap
 
 
 def check(rows: SequenceMap, mask: torch.Tensor, want: list[list[int]]) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TextStreamer
 
-from tests.internals import CHAT_TEMPLATE, SPECIAL_TOKENS
 from tokenahead import EvaByteTokenizer
+from tokenahead.modeling.evabyte.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "evabyte_tokenizer.json").read_text(encoding="utf-8"))
 INFO = GOLDEN["info"]

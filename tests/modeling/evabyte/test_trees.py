@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import DraftTree, NewTokens
 from tests.models import left_padded, tiny_model, trained_model
 from tokenahead import EvaByteCache, NgramDrafter
+from tokenahead.generation.call.sequences import NewTokens
+from tokenahead.generation.contract import DraftTree
 
 MODEL = tiny_model(window_size=16, initializer_range=0.3).double()
 TEXT = torch.randint(64, 320, (4, 120), generator=torch.Generator().manual_seed(1))

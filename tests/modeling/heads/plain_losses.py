@@ -2,16 +2,11 @@
 
 import torch
 
-from tests.internals import (
-    IGNORE,
-    CircuitHead,
-    FFHead,
-    depth_means,
-    discounted_mtp_loss,
-    tokens_ahead,
-    window_distribution,
-)
 from tokenahead import MTPHeadConfig
+from tokenahead.modeling.heads.circuit_head import CircuitHead
+from tokenahead.modeling.heads.ff import FFHead
+from tokenahead.modeling.heads.losses import IGNORE, depth_means, discounted_mtp_loss, tokens_ahead
+from tokenahead.modeling.heads.registry import window_distribution
 
 
 def head_and_batch(kind: str = "ff"):

@@ -5,20 +5,14 @@ import torch
 
 from tests.eagle_models import tiny_backbone
 from tests.families import family_model
-from tests.internals import (
-    EagleLossOptions,
-    ModuleLossOptions,
-    accepted_along,
-    call_weights,
-    cycle_starts,
-    drafted_probs,
-    eagle_steps,
-    position_weights,
-)
 from tests.modeling.heads.backbones import backbone
 from tests.modeling.heads.test_draft_vocabularies import KEPT, TYPES, made
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeadConfig, MTPHeads
+from tokenahead.configuration.loss_options import EagleLossOptions, ModuleLossOptions
+from tokenahead.modeling.common.teacher import accepted_along, call_weights, cycle_starts, position_weights
+from tokenahead.modeling.eagle import steps as eagle_steps
+from tokenahead.training.evaluation.drafts import drafted_probs
 
 
 def ratios(texts=3, length=12, drafts=3, seed=0):

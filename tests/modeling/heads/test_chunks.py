@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from tests.internals import IGNORE, discounted_mtp_loss, head_loss, window_distribution
-from tests.internals import heads_chunks as chunks
-from tests.internals import heads_losses as losses
 from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
+from tokenahead.modeling.common import chunks
+from tokenahead.modeling.heads import losses
+from tokenahead.modeling.heads.losses import IGNORE, discounted_mtp_loss, head_loss
+from tokenahead.modeling.heads.registry import window_distribution
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from tests.internals import CircuitHead, build_head, window_distribution
 from tests.models import TRAINED, tiny_model
 from tokenahead import EvaByteForMTPC, MTPHeadConfig, MTPHeads
+from tokenahead.modeling.heads.circuit_head import CircuitHead
+from tokenahead.modeling.heads.registry import build_head, window_distribution
 
 CIRCUITS = ["cp", "hmm", "btree"]
 VARIANTS = [

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.families import family_model
-from tests.internals import DIVERGENCES, acceptance, divergence, log_acceptance
 from tests.ptp_models import backbone
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.configuration.loss_options import DIVERGENCES
+from tokenahead.modeling.common.teacher import acceptance, divergence, log_acceptance
 
 DRAFTERS = {
     "heads": lambda: MTPHeads.from_backbone(backbone(), window=3),

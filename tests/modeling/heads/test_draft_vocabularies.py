@@ -7,10 +7,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from tests.distributions import continuation_distribution, continuation_p_value
-from tests.internals import DraftVocabulary, JointMTPModel, describe, drafted_probs, export
 from tests.modeling.heads.backbones import backbone
 from tests.models import left_padded
 from tokenahead import MTPHeads
+from tokenahead.model_cards.export import export
+from tokenahead.model_cards.facts import describe
+from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
+from tokenahead.modeling.heads.joint import JointMTPModel
+from tokenahead.training.evaluation.drafts import drafted_probs
 
 TYPES = {
     "ff": {},

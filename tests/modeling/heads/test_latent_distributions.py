@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from tests.distributions import CIRCUITS, chi_square, golden
-from tests.internals import TreeDistribution, balanced, circuit_from_logits, draw, logsumexp
+from tokenahead.generation.tensors.sampling import draw
+from tokenahead.modeling.heads.balanced_trees import TreeDistribution, balanced
+from tokenahead.modeling.heads.circuit_head import circuit_from_logits
+from tokenahead.modeling.heads.window_distribution import logsumexp
 
 CASES = {case["name"]: case for case in json.loads((CIRCUITS / "index.json").read_text())["cases"]}
 DENSITY = [name for name, case in CASES.items() if case["type"] == "density"]

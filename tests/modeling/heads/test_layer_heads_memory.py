@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from tests.internals import JointMTPModel, heads_chunks, layer_module
 from tests.training.test_evaluation_loss import llama
 from tokenahead import MTPHeads
+from tokenahead.modeling.common import chunks as heads_chunks
+from tokenahead.modeling.heads import layer as layer_module
+from tokenahead.modeling.heads.joint import JointMTPModel
 
 
 def inputs():

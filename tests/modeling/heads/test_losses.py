@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tests.distributions import golden
-from tests.internals import (
+from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
+from tokenahead import MTPHeadConfig
+from tokenahead.modeling.heads.ff import FFHead
+from tokenahead.modeling.heads.losses import (
     IGNORE,
-    FFHead,
     counts_of_update,
     depth_means,
     depth_targets,
@@ -14,11 +16,9 @@ from tests.internals import (
     discounted_mtp_loss,
     head_loss,
     tokens_ahead,
-    window_distribution,
     window_targets,
 )
-from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
-from tokenahead import MTPHeadConfig
+from tokenahead.modeling.heads.registry import window_distribution
 
 FAMILIES = ("ff", "cp", "hmm", "btree")
 READINGS = ("observe", "marginalise", "univariate")

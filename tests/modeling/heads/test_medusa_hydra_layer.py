@@ -7,9 +7,9 @@ from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, Qwen3Config
 
 from tests.families import family_config
-from tests.internals import heads_chunks as chunks
 from tests.modeling.heads.backbones import KINDS, backbone, shaken
 from tokenahead import MTPHeadConfig, MTPHeads
+from tokenahead.modeling.common import chunks
 
 IDS = torch.randint(2, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 

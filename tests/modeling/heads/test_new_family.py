@@ -5,19 +5,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
-from tests.internals import (
-    HEAD_FAMILIES,
-    HeadFamily,
-    HeadFamilyFacts,
-    JointMTPModel,
-    export,
-    factorised_distribution,
-    register,
-)
-from tests.internals import heads_FAMILIES as FAMILIES
 from tests.modeling.heads.backbones import backbone, shaken
 from tokenahead import MTPHeadConfig, MTPHeads
+from tokenahead.configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from tokenahead.model_cards import render_card
+from tokenahead.model_cards.export import export
+from tokenahead.modeling.heads.family import FAMILIES, HeadFamily, register
+from tokenahead.modeling.heads.ff import factorised_distribution
+from tokenahead.modeling.heads.joint import JointMTPModel
 
 IDS = torch.randint(2, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 NAME = "narrow"

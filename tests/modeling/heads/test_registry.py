@@ -8,10 +8,12 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from tests.internals import HEAD_FAMILIES, BackboneParts, build_head, init_head, window_distribution
-from tests.internals import heads_FAMILIES as FAMILIES
 from tests.models import tiny_model
 from tokenahead import MTPHeadConfig
+from tokenahead.configuration.head_families import HEAD_FAMILIES
+from tokenahead.modeling.common.backbone_parts import BackboneParts
+from tokenahead.modeling.heads.family import FAMILIES
+from tokenahead.modeling.heads.registry import build_head, init_head, window_distribution
 
 TOKENS = torch.randint(64, 320, (1, 12), generator=torch.Generator().manual_seed(2))
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from tests.internals import SequentialDistribution
+from tokenahead.modeling.heads.window_distribution import SequentialDistribution
 
 V, N, D = 3, 4, 5
 WINDOWS = torch.tensor(list(itertools.product(range(V), repeat=N)))

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.internals import best_of, beta_shares, interval, pick, uniform_features, uniform_for
+from tokenahead.generation.tensors.sampling import interval, pick
+from tokenahead.generation.tensors.uniforms import best_of, beta_shares, uniform_features, uniform_for
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
 LAWS = st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any)

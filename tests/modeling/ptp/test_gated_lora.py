@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.internals import ADAPTER, Gate, gate_linears
-from tests.internals import opened as opened_gate
+from tokenahead.modeling.ptp.gated_linear import gate_linears
+from tokenahead.modeling.ptp.gated_lora import ADAPTER, Gate
+from tokenahead.modeling.ptp.gated_lora import opened as opened_gate
 
 
 def two_layers(std: float = 0.3) -> nn.Module:

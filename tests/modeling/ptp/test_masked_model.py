@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.internals import FactorisedDistribution, packed_mask, packed_positions
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids, student
 from tokenahead import PTPConfig, PTPForCausalLM
+from tokenahead.modeling.heads.window_distribution import FactorisedDistribution
+from tokenahead.modeling.ptp.inputs import packed_mask, packed_positions
 
 
 def masked(base=None, **options):

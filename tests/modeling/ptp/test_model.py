@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, CohereConfig, MambaConfig, MistralConfig, RwkvConfig
 
-from tests.internals import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import PTPConfig, PTPForCausalLM
+from tokenahead.modeling.ptp.inputs import packed_mask, packed_positions, stepwise_mask, token_mask, token_positions
 
 
 def plain(name: str) -> tuple[torch.nn.Module, PTPForCausalLM]:

@@ -9,9 +9,9 @@ import yaml
 
 from tests.every_model import llama
 from tests.families import family_model
-from tests.internals import read_settings
 from tests.models import tiny_model
 from tokenahead import EvaByteTokenizer, PTPForCausalLM
+from tokenahead.training.commands.settings import read_settings
 
 LINES = ["def f(x):\n    return x + 1\n", "import os\n", "class A:\n    pass\n\n\nprint(A)\n", "# note\nx = [1, 2]\n"]
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

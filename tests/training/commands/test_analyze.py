@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from tests.benchmark_modules import analyze, drafter_and_data
-from tests.internals import cli_module as cli
-from tests.internals import commands_train as train
-from tokenahead import EvaByteTokenizer
+from tokenahead import EvaByteTokenizer, cli
 from tokenahead.model_cards import MeasuredResults
+from tokenahead.training.commands.train import train
 
 
 def run(command, *words) -> int:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.benchmark_modules import drafter_and_data
-from tests.internals import commands_train as train
 from tokenahead import MTPHeads
+from tokenahead.training.commands.train import train
 
 IDS = torch.arange(70, 90)[None]
 STILL = {"learning_rate": 0.0, "max_steps": 1}

@@ -9,9 +9,10 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.internals import commands_train, read_settings
 from tokenahead import EagleHead
 from tokenahead.training import TrainingStrategy
+from tokenahead.training.commands.settings import read_settings
+from tokenahead.training.commands.train import train as commands_train
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FILES = sorted((EXAMPLES / "train").glob("*.yaml"))

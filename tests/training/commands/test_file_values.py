@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.internals import read_settings
+from tokenahead.training.commands.settings import read_settings
 
 
 def read(folder, **values):

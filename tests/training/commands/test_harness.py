@@ -11,8 +11,7 @@ from transformers import StoppingCriteria
 
 from tests.backbones import word_tokenizer
 from tests.every_model import llama
-from tests.internals import cli_module as cli
-from tokenahead import EvaByteTokenizer
+from tokenahead import EvaByteTokenizer, cli
 
 TASK = """task: toy
 dataset_path: json

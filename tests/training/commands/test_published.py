@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.internals import commands_train as train
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.training.commands.train import train
 
 
 def exported(folders, folder, drafter, layout):

@@ -8,11 +8,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tests.internals import commands_train as train
-from tests.internals import drafter_of, read_settings
 from tests.models import left_padded
 from tokenahead import EagleHead, MTPHeads
 from tokenahead.training import regenerate
+from tokenahead.training.commands.settings import read_settings
+from tokenahead.training.commands.train import train
+from tokenahead.training.trainer_base import drafter_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "train"
 STEPS = 4

@@ -8,10 +8,9 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.internals import build, ptp_options
-from tests.internals import cli_module as cli
-from tests.internals import commands_train as train
-from tokenahead import PTPStudent
+from tokenahead import PTPStudent, cli
+from tokenahead.training.commands.models import build, ptp_options
+from tokenahead.training.commands.train import train
 
 
 def error_of(tmp_path, capsys, *flags) -> str:

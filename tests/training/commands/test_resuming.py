@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.internals import commands_train as train
-from tests.internals import last_whole_checkpoint
 from tests.training.commands import kill_client
+from tokenahead.training.checkpoints import last_whole_checkpoint
+from tokenahead.training.commands.train import train
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADS = dict(drafter="heads", drafter_options={"window": 3})

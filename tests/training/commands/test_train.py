@@ -9,12 +9,14 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 from transformers.utils import logging
 
-from tests.internals import JointMTPModel, RegeneratedText, part_files, write_run
-from tests.internals import cli_module as cli
-from tests.internals import commands_train as train
 from tests.training.commands.conftest import LINES
-from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads
+from tokenahead import DeepSeekMTP, EagleHead, EvaByteTokenizer, MTPHeads, cli
 from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
+from tokenahead.modeling.heads.joint import JointMTPModel
+from tokenahead.training.commands.run_directory import write_run
+from tokenahead.training.commands.train import train
+from tokenahead.training.parts import part_files
+from tokenahead.training.regeneration import RegeneratedText
 
 RUNS = {
     "evabyte": dict(model="evabyte", drafter_options={"head_type": "btree", "rank": 2}),

@@ -7,9 +7,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 
-from tests.internals import MODES
-from tests.internals import demo_figures as figures
 from tokenahead.model_cards import DecodingResult, MeasuredResults
+from tokenahead.training.commands import bench as figures
+from tokenahead.training.evaluation import MODES
 
 NAMES = ("ngram", "heads:hydra", "eagle:three", "transformers:prompt_lookup", "smaller", "own")
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "translation")

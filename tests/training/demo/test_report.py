@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.internals import Completion, PromptEncoder, drafted_flags, explanation, tables
-from tests.internals import demo_report as report
 from tokenahead import EvaByteTokenizer
 from tokenahead.model_cards import DecodingResult, MeasuredResults
+from tokenahead.training import demo as report
+from tokenahead.training.evaluation.decoding import drafted_flags
+from tokenahead.training.evaluation.prompts import PromptEncoder
+from tokenahead.training.evaluation.summary import Completion
+from tokenahead.training.evaluation.table import explanation, tables
 
 
 def ids(text: str | bytes) -> list[int]:

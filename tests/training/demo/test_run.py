@@ -12,20 +12,13 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.boxes import untrained_box
-from tests.internals import (
-    MARK,
-    BoxDamagedError,
-    Completion,
-    Measurement,
-    box_model,
-    check_output,
-    cli_module,
-    completions_of,
-    named_model,
-    run_demo,
-)
 from tokenahead import EvaByteTokenizer, MTPHeads
+from tokenahead import cli as cli_module
 from tokenahead.model_cards import MeasuredResults
+from tokenahead.training.box import BoxDamagedError
+from tokenahead.training.demo import MARK, Measurement, check_output, run_demo
+from tokenahead.training.demo_subjects import box_model, named_model
+from tokenahead.training.evaluation.summary import Completion, completions_of
 
 FEW = {"seconds": 0.1, "new_tokens": 20}
 

@@ -7,29 +7,15 @@ import pytest
 import torch
 
 from tests.every_model import llama, moved_heads
-from tests.internals import (
-    GREEDY,
-    Bench,
-    Pair,
-    Prompt,
-    PromptEncoder,
-    Protocol,
-    Run,
-    advice_of,
-    bench_module,
-    block_error,
-    groups_of,
-    is_near_tie,
-    methods_of,
-    plain_method,
-    read_prompts,
-    result_of,
-    results_of,
-    sampled,
-)
-from tests.internals import cli_module as cli
-from tokenahead import EagleHead, EvaByteTokenizer
+from tokenahead import EagleHead, EvaByteTokenizer, cli
 from tokenahead.model_cards import DecodingResult, MeasuredResults
+from tokenahead.training.evaluation import bench as bench_module
+from tokenahead.training.evaluation.bench import Bench, Protocol, block_error, is_near_tie
+from tokenahead.training.evaluation.decoding import GREEDY, Run, sampled
+from tokenahead.training.evaluation.methods import methods_of, plain_method
+from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder, groups_of, read_prompts
+from tokenahead.training.evaluation.summary import Pair, result_of, results_of
+from tokenahead.training.evaluation.table import advice_of
 
 ROWS = [
     {"question_id": 81, "category": "writing", "turns": ["def f(x):", "and g?"]},

@@ -5,22 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.internals import (
-    GREEDY,
-    MODES,
-    Bench,
-    Prompt,
-    PromptEncoder,
-    Protocol,
-    bench_module,
-    completions_of,
-    drafting_method,
-    plain_method,
-    results_of,
-    sampled,
-)
 from tests.training.conftest import small_model
 from tokenahead import EvaByteTokenizer
+from tokenahead.training.evaluation import MODES
+from tokenahead.training.evaluation import bench as bench_module
+from tokenahead.training.evaluation.bench import Bench, Protocol
+from tokenahead.training.evaluation.decoding import GREEDY, sampled
+from tokenahead.training.evaluation.methods import drafting_method, plain_method
+from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder
+from tokenahead.training.evaluation.summary import completions_of, results_of
 
 PROMPTS = ["def f(x):\n", "class Words:\n    pass\n"]
 

@@ -6,9 +6,9 @@ from transformers import DynamicCache
 
 from tests.every_model import llama
 from tests.families import family_model
-from tests.internals import DraftMeasures, drafted_probs
 from tests.models import tiny_model
 from tokenahead import EagleHead, MTPHeads
+from tokenahead.training.evaluation.drafts import DraftMeasures, drafted_probs
 
 
 def models():

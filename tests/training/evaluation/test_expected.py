@@ -7,17 +7,11 @@ import pytest
 import torch
 
 from tests.backbones import backbone, train_eagle, train_heads
-from tests.internals import (
-    DraftMeasures,
-    ExpectedCalls,
-    acceptance_along,
-    block_acceptance,
-    ratio_of_sums,
-    text_of,
-    token_acceptance,
-)
 from tests.models import GOLDENS, trained_model
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.generation.verification.rules import block_acceptance, token_acceptance
+from tokenahead.training.evaluation.drafts import DraftMeasures, text_of
+from tokenahead.training.evaluation.expected import ExpectedCalls, acceptance_along, ratio_of_sums
 
 V, M, T = 4, 3, 5
 

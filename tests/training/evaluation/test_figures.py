@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.internals import acceptance_by_position, repeated_share
+from tokenahead.training.evaluation.decoding import acceptance_by_position, repeated_share
 
 
 def test_acceptance_by_position_falls_whatever_the_lengths_of_drafts():

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.every_model import llama
-from tests.internals import BenchRequest, GenerateRequest, complete, methods_of
-from tests.internals import cli_module as cli
-from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads
+from tokenahead import EagleHead, EvaByteTokenizer, MTPHeads, cli
+from tokenahead.training.completion import complete
+from tokenahead.training.evaluation.methods import methods_of
+from tokenahead.training.requests import BenchRequest, GenerateRequest
 
 LAYOUTS = {
     "eagle": {

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.backbones import backbone, train_heads
-from tests.internals import choices_from_accuracies, rank_accuracies
 from tokenahead import MTPHeads
+from tokenahead.generation.trees.building import choices_from_accuracies
+from tokenahead.training.evaluation.drafts import rank_accuracies
 
 
 def written(model, rows=12, length=30):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.internals import heads_chunks as chunks
 from tests.ptp_models import VOCABULARY, Places, backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
+from tokenahead.modeling.common import chunks
 
 
 def gradients(model, tmp_path, rows, size, **options) -> tuple[float, list[torch.Tensor]]:

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from tests.internals import CompletionSequences, Teacher, interval, target_probs
 from tests.ptp_models import backbone, ids, student
 from tests.training.ptp.test_trainer import FOLDED, trainer
+from tokenahead.generation.tensors.sampling import interval
+from tokenahead.training.ptp.completions import Sequences as CompletionSequences
+from tokenahead.training.ptp.forwards import Teacher
+from tokenahead.training.ptp.losses import target_probs
 
 MASK = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])
 

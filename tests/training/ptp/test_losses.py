@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.internals import ptp_LOSSES as LOSSES
-from tests.internals import slot_losses, slot_weights, target_probs
 from tokenahead.training import PTPOptions
+from tokenahead.training.ptp.losses import LOSSES, slot_losses, slot_weights, target_probs
 
 GOLDENS = Path(__file__).parents[2] / "data" / "ptp"
 

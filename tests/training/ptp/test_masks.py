@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.internals import MaskReader
-from tests.internals import ptp_LOSSES as LOSSES
 from tests.ptp_models import backbone, ids, student
 from tests.training.ptp.test_exactness import Places, gradients
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
 from tokenahead import PTPForCausalLM
 from tokenahead.training import PTPOptions
+from tokenahead.training.ptp.losses import LOSSES
+from tokenahead.training.ptp.readers import MaskReader
 
 
 def masked(**options):

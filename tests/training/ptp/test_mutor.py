@@ -10,12 +10,14 @@ from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, TrainingArguments
 
-from tests.internals import REGISTER, RegisterModel, Registers, packed_mask, packed_positions
-from tests.internals import CompletionSequences as Sequences
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids
 from tests.training.conftest import small_model
 from tokenahead import PTPForCausalLM
+from tokenahead.modeling.ptp.inputs import packed_mask, packed_positions
+from tokenahead.modeling.ptp.registers import REGISTER, RegisterModel
 from tokenahead.training import MuToROptions, MuToRTrainer
+from tokenahead.training.ptp.completions import Sequences
+from tokenahead.training.ptp.mutor import Registers
 
 LAYOUTS = Path(__file__).parents[2] / "data" / "ptp" / "mutor_layout.json"
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.internals import CompletionSequences as Sequences
-from tests.internals import PackedBatch
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import EvaByteTokenizer
 from tokenahead.training import PTPTrainer
+from tokenahead.training.ptp.completions import Sequences
+from tokenahead.training.ptp.forwards import PackedBatch
 
 
 def trainer(tmp_path, data=None, compute_metrics=None, processing_class=None, **arguments):

@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import get_imports
 
 from .. import __version__
 
-ALLOWED = frozenset({"torch", "transformers", "huggingface_hub", "safetensors", "numpy"})
+ALLOWED = frozenset({"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "yaml"})
 """What bundled code may import: torch, transformers, and what transformers itself needs."""
 _ROOT = Path(__file__).parents[1]
 _HEADER = f"# {{source}} of tokenahead {__version__} (Apache-2.0), as it travels with a model: only imports differ.\n"

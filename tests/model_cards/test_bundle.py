@@ -38,7 +38,7 @@ def test_every_file_is_there_and_transformers_sees_every_import(entry, tmp_path)
         assert named == set(get_relative_imports(tmp_path / name))
         assert {f"{one}.py" for one in named} <= made.files.keys()
         foreign = set(get_imports(tmp_path / name)) - set(sys.stdlib_module_names)
-        assert foreign <= {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", *made.requires}
+        assert foreign <= {"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "yaml", *made.requires}
     assert not any("tokenahead import" in text for text in made.files.values())
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
@@ -35,7 +36,18 @@ def root(tmp_path_factory):
     (root / "prompts.txt").write_text("def f(\n")
     methods = [f"ours=eagle:{root}/a/head", f"ours, 2=eagle:{root}/a/head?num_assistant_tokens=2"]
     methods += [f"released=eagle:{root}/b/head", f"heads:{root}/heads", "ngram", f"cascade:{root}/a/head"]
-    words = ["--prompts", root / "prompts.txt", "--raw", "--new-tokens", "8", "--no-expected", "--methods", *methods]
+    words = [
+        "--prompts",
+        root / "prompts.txt",
+        "--raw",
+        "--new-tokens",
+        "8",
+        "--decoding",
+        "T=1",
+        "--no-expected",
+        "--methods",
+        *methods,
+    ]
     assert run("bench", "--model", root / "base", *words, "--output", root / "bench") == 0
     return root
 
@@ -47,7 +59,7 @@ def card_of(root, folder, tmp_path, **options):
 
 def methods_in(card):
     entries = [entry for entry in card.data.eval_results or () if entry.metric_type == "tokens_per_call"]
-    return {entry.metric_name.split(", ", 1)[1].removesuffix(", greedy") for entry in entries}
+    return {re.sub(", (greedy|sampled, T=1)$", "", entry.metric_name.split(", ", 1)[1]) for entry in entries}
 
 
 @pytest.mark.parametrize(
@@ -63,9 +75,9 @@ def test_only_rows_of_the_directory_are_its_figures(folder, own, others, root, t
     assert methods_in(card) == own
     first, second = card.text.split("### Other Methods")
     for name in own:
-        assert f"| {name}, greedy |" in first and f"| {name}, greedy |" not in second
+        assert f"| {name}, sampled, T=1 |" in first and f"| {name}, sampled, T=1 |" not in second
     for name in others:
-        assert f"| {name}, greedy |" in second and f"| {name}, greedy |" not in first
+        assert f"| {name}, sampled, T=1 |" in second and f"| {name}, sampled, T=1 |" not in first
     assert "plain, again" not in card.content
 
 
@@ -81,7 +93,7 @@ def test_a_model_without_rows_has_no_figures(root, tmp_path):
     head.save_pretrained(tmp_path / "head")  # trained since, under the same name
     card = card_of(root, tmp_path / "head", tmp_path)
     assert not card.data.eval_results and "Nothing has been measured" in card.text
-    assert table_row(card, "ours, greedy") and "prompts.txt" in card.text and str(root) not in card.content
+    assert table_row(card, "ours, sampled, T=1") and "prompts.txt" in card.text and str(root) not in card.content
     chosen = card_of(root, tmp_path / "head", tmp_path, methods=["released"], overwrite=True)
     assert methods_in(chosen) == {"released"}
 

@@ -13,7 +13,6 @@ evaluate = pytest.importorskip("evaluate")
 @pytest.fixture
 def load(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     return lambda name: evaluate.load(str(ROOT / "model_cards" / "metrics" / name), cache_dir=str(tmp_path))
 
 

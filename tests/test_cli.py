@@ -294,6 +294,7 @@ def test_a_port_in_use_is_one_line(capsys):
 def test_ctrl_c_during_imports_is_no_traceback():
     program = (
         "import os, signal, sys, time; sys.argv = ['tokenahead', 'card', 'x']\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits none
         "class Interrupts:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'torch':\n"

@@ -81,6 +81,7 @@ class MTPTrainer(BaseTrainer):
         model: nn.Module | None = None,
         *args: Any,
         strategy: TrainingStrategy | None = None,
+        tokens_per_batch: int | None = None,
         **kwargs: Any,
     ) -> None:
         if model is not None and not isinstance(without_peft(model), TrainableDrafter):
@@ -98,7 +99,7 @@ class MTPTrainer(BaseTrainer):
         self.strategy = strategy
         self.balance: LossBalance | None = None
         self._unwrapped: tuple[Any, Any] = None, None
-        super().__init__(model, *args, **kwargs)
+        super().__init__(model, *args, tokens_per_batch=tokens_per_batch, **kwargs)
         for callback in [] if strategy is None else callbacks_of(strategy):
             self.add_callback(callback)
         heads = self._drafter.head_config

@@ -175,5 +175,5 @@ class BatchingMixin(Trainer):
         row = data[0] if hasattr(data, "__len__") else {}  # a stream might lose it
         if any(parameter.is_meta for parameter in model.parameters()):
             return False  # the first process decides
-        with self.compute_loss_context_manager():
+        with self.accelerator.autocast():  # as the forward that it prepares has it
             return mixes_documents(model, row, self.args.device)

@@ -40,9 +40,7 @@ class Collator:
     def __call__(self, rows: list[Inputs]) -> Mapping[str, Tensor]:
         """Return a batch; labels are padded with -100."""
         for row in rows:  # padding would hide what is missing or too short
-            if missing := [name for name in ("input_ids", *rows[0]) if name not in row]:
-                hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
-                raise ValueError(f"a row of the data has no {missing[0]}{hint}")
+            _refuse_missing(("input_ids", *rows[0]), row)
             for name in ("labels", "attention_mask", "position_ids"):
                 if name in row and len(row[name]) != len(row["input_ids"]):
                     raise ValueError(
@@ -54,6 +52,12 @@ class Collator:
         columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
         columns.setdefault("attention_mask", [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows])
         return _padded(columns)
+
+
+def _refuse_missing(names: Sequence[str], row: Mapping[str, Any]) -> None:
+    if missing := [name for name in names if name not in row]:
+        hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
+        raise ValueError(f"a row of the data has no {missing[0]}{hint}")
 
 
 def _padded(columns: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
@@ -171,6 +175,7 @@ def row_lengths(rows: Any, column: str = "length") -> list[int]:
 
 
 def _length(row: Mapping[str, Any]) -> int:
+    _refuse_missing(["input_ids"], row)
     mask = row.get("attention_mask")
     return len(row["input_ids"]) if mask is None else int(torch.as_tensor(mask).sum())
 

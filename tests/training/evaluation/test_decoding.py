@@ -145,6 +145,4 @@ def test_results_say_how_they_spread_and_whether_the_text_repeats_itself(model):
     result = compare_decoding(model, PROMPTS, GREEDY, 40).result
     assert result.repeated_share == 1.0 and result.is_degenerate
     assert result.spread == (min(result.per_prompt), max(result.per_prompt)) and result.processor_speed_up > 0
-    assert result.accepted_by_position == [1.0, 1.0, 0.9]  # the last draft is cut to what is left
-    assert result.expected_by_position == result.accepted_by_position
-    assert result.expected_tokens_per_call == pytest.approx(result.tokens_per_verification)
+    assert result.only_loops and result.accepted_by_position == result.expected_by_position == []

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from ..call.sequences import NewTokens
-from ..contract import CacheView, States, each_state
+from ..contract import CacheView
 from ..tensors.masks import cached_arange
 from .cache import CacheLayout, RaggedLayer
 from .static import FixedLayer, FixedLayout
@@ -41,15 +40,6 @@ class DrafterLayout(FixedLayout):
     def install_layers(self, cache: Cache, kind: type[RaggedLayer] | None = None) -> None:
         """See `CacheLayout`."""
         super().install_layers(cache, kind or DrafterLayer)
-
-    def keep(self, new: NewTokens) -> None:
-        """See `CacheLayout`; only the device knows how many there are."""
-        self.move(new.on_device)
-
-    def move(self, counts: Tensor) -> None:
-        """Move the ends by `counts` [B]."""
-        self.ends.add_(counts.to(self.ends.device))
-        self.block_offset = 0
 
     def visible(
         self,
@@ -99,14 +89,10 @@ def drafter_layout(view: CacheView, size: int, limit: int, span: int, name: str)
     return CacheLayout(_last(view.mask, size), view.is_padded, limit, span, view.counts)
 
 
-def of_accepted(states: States | None, new: Tensor) -> States:
+def of_accepted(state: Tensor, new: Tensor) -> Tensor:
     """Return hidden states [B, F, D] of a block with zeros after the first `new` [B]: no rejected draft leaves NaN."""
-
-    def own(state: Tensor) -> Tensor:
-        is_other = cached_arange(state.shape[1], state.device) >= new.to(state.device)[:, None]  # [B, F]
-        return state.masked_fill(is_other[..., None], 0)
-
-    return each_state(states, own) or ()
+    is_other = cached_arange(state.shape[1], state.device) >= new.to(state.device)[:, None]  # [B, F]
+    return state.masked_fill(is_other[..., None], 0)
 
 
 def _last(mask: Tensor, size: int) -> Tensor:

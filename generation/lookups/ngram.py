@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -86,7 +85,8 @@ class NgramSession(DraftSession):
         self.options = options
         # a schedule that measures tries its own lengths
         self.is_adaptive = options.schedule != "adaptive"
-        self.is_fixed, self.reach, self.reach_on_device = False, list[int](), cast("Tensor | None", None)
+        self.is_fixed, self.reach = False, list[int]()
+        self.reach_on_device: Tensor | None = None
 
     def begin(self, outputs: object, view: CacheView) -> None:
         """Begin with drafts of full length."""

@@ -23,8 +23,6 @@ module before. A level of nodes that meets a module for the first time brings al
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -122,8 +120,7 @@ class ModuleSession(DraftSession):
 
     def _append_fixed(self, block: Tensor, new: NewTokens) -> None:
         """Append the first `new` states of a block [B, F, D]: as many columns are pending in every cycle."""
-        (own,) = of_accepted((block,), new.on_device)
-        states = torch.cat([self.newest, cast(Tensor, own)], dim=1)  # [B, P + F, D]
+        states = torch.cat([self.newest, of_accepted(block, new.on_device)], dim=1)  # [B, P + F, D]
         source = new.on_device[:, None] + cached_arange(self.num_fixed, new.on_device.device)  # [B, P]
         self.newest = self.view.held("modules.states", taken(states, source.to(states.device)))
         self.layout.keep(new)

@@ -13,7 +13,6 @@ them. These new pairs run first in the next draft, and the last of them proposes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -179,15 +178,14 @@ class _FixedPairs:
     def take(self, features: Tensor, new: Tensor) -> None:
         """Take the features [B, P or fewer, d] of a block, of which the first `new` [B] are accepted."""
         self.new.copy_(new)
-        (own,) = of_accepted((features,), new)
-        self.features[:, : features.shape[1]] = cast(Tensor, own)
+        self.features[:, : features.shape[1]] = of_accepted(features, new)
 
     def run(self, session: EagleSession, tokens: Sequences) -> Tensor:
         """Run the pairs, and return the features [B, 1, d] of each sequence's last one; any where it has ended."""
         columns = (tokens.ends - self.new)[:, None] + cached_arange(self.features.shape[1], self.new.device)  # [B, P]
         self.layout.block_offset = 0
         features = session._run(self.features, tokens.at(columns))  # [B, P, d]
-        self.layout.move(self.new)
+        self.layout.keep(NewTokens.unread(self.new))
         return taken(features, (self.new - 1).clamp(min=0)[:, None].to(features.device))
 
 

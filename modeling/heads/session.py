@@ -29,6 +29,7 @@ from ...generation.contract import (
     SpeculativeCache,
     TargetOutput,
     VerificationResult,
+    each_state,
     taken,
 )
 from ...generation.tensors.masks import cached_arange, cached_range, to_device
@@ -206,7 +207,8 @@ class AttendingHeadSession(HeadSession):
         """Run over the new tokens."""
         new = self.view.new_tokens
         if self.view.is_fixed:
-            size, states = outputs.logits.shape[1], of_accepted(outputs.hidden_states, new.on_device)
+            size = outputs.logits.shape[1]
+            states = each_state(outputs.hidden_states, lambda state: of_accepted(state, new.on_device)) or ()
             last = (new.on_device - 1).clamp(min=0)  # [B]
         elif (size := new.longest) == 0:
             return

@@ -251,9 +251,9 @@ def _entries(results: MeasuredResults) -> Iterator[EvalResult]:
 
 def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
     """Return (metric id, label, value) of one way of decoding; no speed-up of loops or an unsteady machine."""
-    figures = [("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second)]
-    if not row.only_loops:
-        figures.insert(0, ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call))
+    per_call = ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call)
+    per_second = ("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second)
+    figures: list[tuple[str, str, float]] = [per_second] if row.only_loops else [per_call, per_second]
     if row.expected_tokens_per_call is not None and not row.only_loops:
         drafts = f", drafts of {row.draft_length}" if row.draft_length else ""
         label = f"Expected {unit}s per verification{drafts}"

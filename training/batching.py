@@ -45,6 +45,7 @@ class BatchingMixin(Trainer):
     joins_rows = False
     tokens_besides: int = 0
     _mixes: bool | None = None
+    _counted: tuple[Any, list[int]] | None = None
     _owner: Any
     _reader: str
 
@@ -88,7 +89,10 @@ class BatchingMixin(Trainer):
         return next((reason for reason, holds in obstacles.items() if holds), None)
 
     def _row_costs(self, data: Any) -> list[int]:
-        return [length + self.tokens_besides for length in row_lengths(data, self.args.length_column_name)]
+        """Return what every row costs; rows are read once, which may take minutes."""
+        if self._counted is None or self._counted[0] is not data:
+            self._counted = data, row_lengths(data, self.args.length_column_name)
+        return [length + self.tokens_besides for length in self._counted[1]]
 
     def get_train_dataloader(self) -> DataLoader:
         """As in `Trainer`, with batches of a budget of tokens, and rows joined where they may be."""
@@ -110,7 +114,7 @@ class BatchingMixin(Trainer):
     def _budget_dataloader(self, data: Any, is_padded: bool) -> DataLoader:
         args = self.args
         costs = self._row_costs(data)
-        budget = self.tokens_per_batch or max(TOKENS_PER_BATCH, *costs)
+        budget = self.tokens_per_batch or max(TOKENS_PER_BATCH, max(costs))
         check_budget(costs, budget, self.tokens_besides)
         seed = args.seed if args.data_seed is None else args.data_seed
         in_order = args.train_sampling_strategy == "sequential"

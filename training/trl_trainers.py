@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, TrainingArguments
 from ..configuration.fields import refuse
 from ..generation.attach import MTPGenerationMixin
 from ..modeling.common.outputs import TrainableDrafter
+from .batches import Inputs
 from .batching import BatchingMixin
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
-from .trainer_base import Inputs, check_kernels, without_peft
+from .trainer_base import check_kernels, without_peft
 from .utils import needs_extra
 
 with needs_extra("train", "a trainer of TRL"):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..batches import Inputs
 from ..regeneration import RegeneratedText, holds_text
-from ..trainer_base import Inputs, check_ids
+from ..trainer_base import check_ids
 from ..utils import needs_extra, one_line
 from .settings import Settings
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...configuration.fields import check_values
 from ...modeling.heads.losses import IGNORE
 from ...modeling.ptp.registers import RegisterModel
-from ..trainer_base import Inputs
+from ..batches import Inputs
 from .completions import FixedDraws, RandomDraws, Sequences, at_columns, draw_starts
 from .trainer import UpdateTrainer, next_tokens
 

@@ -17,9 +17,9 @@ from ...configuration.ptp import SAMPLING
 from ...generation.tensors.wrapped_models import check_whole, checkpoints_activations
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
-from ..batches import Collator
+from ..batches import Collator, Inputs
 from ..documents import at_rest
-from ..trainer_base import BaseTrainer, Inputs, check_depths, check_ids
+from ..trainer_base import BaseTrainer, check_depths, check_ids
 from .completions import Sequences
 from .forwards import Teacher
 from .losses import PTPOptions

@@ -7,9 +7,11 @@ the model's own loss on the chosen completions, drafter included, is an auxiliar
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -31,6 +33,9 @@ with needs_extra("train", "a trainer of TRL"):
     from trl.trainer.dpo_trainer import DPOTrainer
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 
 class _SFTBehaviour(BatchingMixin):
@@ -60,6 +65,29 @@ class _SFTBehaviour(BatchingMixin):
     def collates_rows(self) -> bool:
         """See `BatchingMixin`; TRL's collator of texts does nothing but pad, unless it joins rows itself."""
         return isinstance(self.data_collator, DataCollatorForLanguageModeling) or super().collates_rows()
+
+    def _prepare_dataset(
+        self,
+        dataset: Dataset | IterableDataset,
+        processing_class: Any,
+        args: SFTConfig,
+        packing: bool,
+        formatting_func: Callable[[dict], str] | None,
+        dataset_name: str,
+    ) -> Dataset | IterableDataset:
+        """Prepare data as TRL does; `drop_longer` of `TrainConfig` drops long rows before they are cut or packed."""
+        prepare: Any = super()._prepare_dataset
+        if getattr(args, "drop_longer", False):
+            whole = copy.copy(args)
+            whole.max_length, whole.shuffle_dataset = None, False
+            rows = prepare(dataset, processing_class, whole, False, formatting_func, dataset_name)
+            dataset, formatting_func = rows.filter(lambda row: len(row["input_ids"]) <= args.max_length), None
+            if next(iter(dataset), None) is None:
+                raise ValueError(
+                    f"drop_longer=True: all rows of the {dataset_name} data are longer than max_length="
+                    f"{args.max_length}; raise it, or leave drop_longer out"
+                )
+        return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
 
     def compute_loss(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of the next trainer among the bases, and count tokens as TRL does."""

@@ -117,12 +117,17 @@ class TrainConfig(SFTConfig):
         "reads joined rows apart. By default 4,096, or as many as the longest row has; 0, or a given "
         "per_device_train_batch_size: that number of rows.",
     )
+    drop_longer: bool = option(
+        False, help="Leave out rows of more than max_length tokens, which are otherwise cut, or divided by packing."
+    )
 
     def __post_init__(self) -> None:
         if self.bf16 is None and not self.fp16 and (self.use_cpu or not torch.accelerator.is_available()):
             self.bf16 = False
         if self.gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={self.gradient_accumulation_steps} must be at least 1")
+        if self.drop_longer and self.max_length is None:
+            raise ValueError("drop_longer=True needs max_length, beyond which rows are left out")
         super().__post_init__()
 
 

@@ -78,6 +78,25 @@ def test_the_command_reads_a_file_and_flags(settings_of, tmp_path, capsys):
     assert "2/2" in shown.err and "'loss'" in shown.out
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_long_rows_are_left_out_where_that_is_asked_for(packing, settings_of, data):
+    texts = [json.loads(line)["text"] for line in data["text"].read_text().splitlines()]
+    short = [text for text in texts if len(EvaByteTokenizer()(text).input_ids) < 64]  # the end of a row is a token, too
+    assert 0 < len(short) < len(texts)
+    trainer = train(
+        settings_of(drafter="heads", drop_longer=True, packing=packing, test_split_size=None, eval_strategy="no")
+    )
+    joined = " ".join(EvaByteTokenizer().decode(row["input_ids"]) for row in trainer.train_dataset)
+    assert all(joined.count(text) == texts.count(text) * (text in short) for text in set(texts))
+
+
+def test_data_of_long_rows_alone_are_refused(settings_of):
+    with pytest.raises(ValueError, match="drop_longer=True.*max_length=4"):
+        train(settings_of(drafter="heads", drop_longer=True, max_length=4))
+    with pytest.raises(ValueError, match="drop_longer=True needs max_length"):
+        settings_of(drop_longer=True, max_length="null")
+
+
 def test_settings_that_nobody_gave_are_not_warned_of(settings_of, recwarn):
     assert settings_of().training.activation_checkpointing is False
     assert [str(each.message) for each in recwarn if "gradient_checkpointing" in str(each.message)] == []

@@ -6,6 +6,7 @@ import torch
 from tests.distributions import golden
 from tests.modeling.heads.plain_losses import head_and_batch, plain_loss
 from tokenahead import MTPHeadConfig
+from tokenahead.modeling.heads.circuits import MixtureDistribution
 from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.losses import (
     IGNORE,
@@ -319,3 +320,26 @@ def test_tokens_ahead():
     tokens = torch.tensor([[1, 2, 3]])
     assert tokens_ahead(tokens, 2, 0).tolist() == [[[2, 3], [3, 0], [0, 0]]]
     assert tokens_ahead(tokens, 5, 9)[0, 0].tolist() == [2, 3, 9, 9, 9]
+
+
+def test_independent_positions_pay_for_what_two_tokens_share():
+    rows = torch.softmax(2 * torch.randn(5, 5, dtype=torch.float64), -1)  # of y after x
+    first = torch.softmax(torch.randn(5, dtype=torch.float64), -1)
+    joint = first[:, None] * rows
+    second = joint.sum(0)
+
+    def entropy(probs):
+        return -float(torch.xlogy(probs, probs).sum())
+
+    shared = entropy(first) + entropy(second) - entropy(joint)  # I(X; Y)
+    texts = torch.cartesian_prod(torch.arange(5), torch.arange(5))
+    independent = MixtureDistribution(
+        torch.zeros(25, 1).double(), torch.stack([first, second]).log()[None, :, None].expand(25, -1, -1, -1)
+    )
+    leaves = torch.stack([torch.eye(5).double(), rows]).clamp(min=1e-300).log()  # the state is the first token
+    mixture = MixtureDistribution(first.log().expand(25, -1), leaves.expand(25, -1, -1, -1))
+    losses = [-float((joint.flatten() * each.prefix_log_prob(texts)[:, -1]).sum()) for each in (independent, mixture)]
+    known = (entropy(joint) - entropy(first)) + (entropy(joint) - entropy(second))  # H(Y | X) + H(X | Y)
+    assert losses[0] == pytest.approx(entropy(first) + entropy(second), abs=1e-12)
+    assert losses[0] == pytest.approx(known + 2 * shared, abs=1e-12)
+    assert losses[1] == pytest.approx(losses[0] - shared, abs=1e-12) and shared > 0.1

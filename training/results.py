@@ -76,6 +76,7 @@ class DecodingResult:
         texts: Greedy outputs that were compared with plain decoding's.
         differing: How many of them differ.
         near_ties: How many differ by rounding alone.
+        quality: Scores (0 to 100) of the answers by the prompts' references, by name; empty if not asked for.
 
     Raises:
         ValueError: A count below 1, a time that is not positive and finite, or a share outside 0 to 1.
@@ -125,6 +126,7 @@ class DecodingResult:
     texts: int | None = None
     differing: int | None = None
     near_ties: int | None = None
+    quality: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self)

@@ -60,8 +60,10 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
         torch.set_num_threads(request.threads)
     modes = [DecodingMode.named(words) for words in request.decoding]
     limits = request.new_tokens, request.force_length, request.per_category, request.seconds, request.seed
-    protocol = Protocol(modes, request.batch_size, *limits, expects=not request.no_expected)
+    protocol = Protocol(modes, request.batch_size, *limits, not request.no_expected, request.quality)
     prompts, broken = read_prompts(request.prompts, request.skip_broken)
+    if request.quality and not any(map(any, (prompt.references for prompt in prompts))):
+        raise ValueError(f"--quality: no prompt of {request.prompts} has a `reference` or an `answer`; leave it out")
     settings = _settings(request)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -60,6 +60,7 @@ class Protocol:
             None: no limit.
         seed: Of the samples.
         expects: Whether calls are expected along the plain outputs, too.
+        scores: Whether answers are scored by the prompts' references.
     """
 
     modes: Sequence[DecodingMode] = MODES
@@ -70,6 +71,7 @@ class Protocol:
     seconds: float | None = None
     seed: int = 0
     expects: bool = True
+    scores: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ class Prompt:
         turns: The user's messages.
         category: The file's, or `"prompts"`.
         before: Messages before the first turn, such as that of the system.
+        references: Answers to the turns by which a model's are scored; None: the turn has none.
     """
 
     name: str
     turns: tuple[str, ...]
     category: str = "prompts"
     before: tuple[dict[str, Any], ...] = ()
+    references: tuple[str | None, ...] = ()
 
 
 def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], list[str]]:
@@ -34,8 +36,8 @@ def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], l
 
     Args:
         path: In a `.jsonl`: JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
-            `messages`, `prompt` or `text`, and, optionally, `question_id` and `category`. In any other file a prompt
-            per line.
+            `messages`, `prompt` or `text`, and, optionally, `question_id`, `category` and `reference` or `answer`. In
+            any other file a prompt per line.
         skip_broken: Leave out lines that hold no prompt.
 
     Returns:
@@ -89,7 +91,9 @@ def _of_json(number: int, line: str) -> Prompt:
     if not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError('neither a string nor an object with "turns", "question", "messages" or "prompt"')
     name, category = entry.get("question_id", number), entry.get("category")
-    return Prompt(str(name), tuple(turns), str(category) if category else "prompts", before)
+    said = next((entry[name] for name in ("reference", "answer") if name in entry), [])
+    references = tuple(each if isinstance(each, str) else None for each in ([said] if isinstance(said, str) else said))
+    return Prompt(str(name), tuple(turns), str(category) if category else "prompts", before, references)
 
 
 def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | None = None) -> list[list[Prompt]]:

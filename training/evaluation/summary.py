@@ -16,6 +16,7 @@ from ..results import DEGENERATE_SHARE, DecodingResult, MeasuredResults, environ
 from .bench import CONTROL, Bench, Line, is_near_tie
 from .decoding import DecodingMode, Run, acceptance_by_position, drafted_flags, repeated_share
 from .expected import ExpectedCalls, ratio_of_sums
+from .quality import quality_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,21 @@ def results_of(bench: Bench) -> list[DecodingResult]:
     rows = [replace(result_of(*pairs, error), source=sources[pairs[0]]) for pairs in pairs_of(bench)]
     controls = {(row.decoding, row.batch_size): row for row in rows if row.method == CONTROL}
     ratios = {key: [*row.speed_ups, row.micro_speed_up] for key, row in controls.items() if row.micro_speed_up}
-    return [replace(row, plain_ratios=ratios.get((row.decoding, row.batch_size), [])) for row in rows]
+    rows = [replace(row, plain_ratios=ratios.get((row.decoding, row.batch_size), [])) for row in rows]
+    return [replace(row, quality=_quality(bench, row)) for row in rows] if bench.protocol.scores else rows
+
+
+def _quality(bench: Bench, row: DecodingResult) -> dict[str, float]:
+    """Return the scores of a row's answers, those that loop included."""
+    answers = []
+    for line in bench.lines:
+        if (line.method, line.mode, line.batch_size) != (row.method, row.decoding, row.batch_size) or line.run.error:
+            continue
+        here = [bench.prompts[name] for name in line.prompts if len(bench.prompts[name].turns) > line.turn]
+        for prompt, ids in zip(here, line.run.ids):
+            if reference := dict(enumerate(prompt.references)).get(line.turn):
+                answers.append((bench.writer.answer(ids), reference))
+    return quality_of(answers)
 
 
 def measured_results(bench: Bench, **facts: Any) -> MeasuredResults:

@@ -22,6 +22,7 @@ from ...configuration.cache_names import CACHE, cache_of
 from ..results import DecodingResult, MeasuredResults
 from ..utils import escaped
 from .bench import CONTROL, PLAIN
+from .quality import BLEU, EXACT
 
 _CONTEXT = 200
 _REPEATS = 7
@@ -94,6 +95,8 @@ _COLUMNS: dict[str, _Cell] = {
     "ms per\ncall": lambda row: _number(row.call_ms, ".1f"),
     "left\nout": lambda row: _number(row.looping_share, ".0%"),
     "same texts": _same,
+    "exact\nmatch, %": lambda row: _number(row.quality.get(EXACT), ".1f"),
+    "BLEU": lambda row: _number(row.quality.get(BLEU), ".1f"),
 }
 _DETAILS: dict[str, _Cell] = {
     "whole\ncalls": lambda row: _number(row.whole_speed_ups[1]) if row.claims_speed and row.whole_speed_ups else "",

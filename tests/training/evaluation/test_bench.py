@@ -14,6 +14,7 @@ from tokenahead.training.evaluation.bench import Bench, Protocol, block_error, i
 from tokenahead.training.evaluation.decoding import GREEDY, Run, sampled
 from tokenahead.training.evaluation.methods import methods_of, plain_method
 from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder, groups_of, read_prompts
+from tokenahead.training.evaluation.quality import quality_of
 from tokenahead.training.evaluation.summary import Pair, result_of, results_of
 from tokenahead.training.evaluation.table import advice_of
 
@@ -332,3 +333,28 @@ def test_names_that_are_no_method_are_refused(folders):
             methods_of([spec], llama())
     with pytest.raises(ValueError, match="NAME=ngram"):
         methods_of(["ngram", "ngram"], llama())
+
+
+def test_answers_are_scored_by_their_references(folders, tmp_path, capsys):
+    rows = [
+        {"question": "2 + 3?", "answer": "It is 5.\n#### 5"},
+        {"category": "translation", "turns": ["Ein Haus", "Zwei"], "reference": ["a house", "two houses"]},
+    ]
+    (tmp_path / "scored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = "--prompts", tmp_path / "scored.jsonl", "--methods", "ngram", "--quality"
+    assert run(folders, tmp_path / "out", *given) == 0
+    plain, again, drafted = MeasuredResults.from_json(tmp_path / "out" / "results.json").results
+    assert plain.quality == again.quality == drafted.quality and set(plain.quality) == {"exact match", "BLEU"}
+    assert "BLEU" in capsys.readouterr().out
+    assert run(folders, tmp_path / "other", "--methods", "ngram", "--quality") == 1
+    assert "--quality: no prompt" in capsys.readouterr().err
+
+
+def test_scores_of_answers():
+    numbers = [("so 3 and 1,200", "#### 1200"), ("7.0 it is", "#### 7"), ("none", "#### 1"), ("-2", "#### 2")]
+    assert quality_of(numbers) == {"exact match": 50.0}
+    text = "The house stands on a hill by the sea."
+    scores = quality_of([*numbers[:1], (text, text)])
+    assert scores == {"exact match": 100.0, "BLEU": pytest.approx(100)}
+    assert 0 < quality_of([(text, "The house stands on a mountain by the sea.")])["BLEU"] < 100
+    assert quality_of([]) == {}

@@ -167,8 +167,9 @@ class BenchRequest:
     """Options of `tokenahead bench`."""
 
     model: str = option(help=NAME)
-    prompts: Path = option(
-        help="Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line"
+    prompts: str = option(
+        help="Spec-Bench's or GSM8K's .jsonl, one of prompts or messages, or text with a prompt per line; or a data "
+        "set of such rows, on the Hub or in a directory: NAME:SPLIT, or NAME:CONFIG:SPLIT"
     )
     methods: list[str] = option(help=_METHODS, nargs="+", metavar="METHOD")
     output: Path = option(help="directory of results; an earlier run there continues")

@@ -64,7 +64,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     prompts, broken = read_prompts(request.prompts, request.skip_broken)
     if request.quality and not any(map(any, (prompt.references for prompt in prompts))):
         raise ValueError(f"--quality: no prompt of {request.prompts} has a `reference` or an `answer`; leave it out")
-    settings = _settings(request)
+    settings = _settings(request, prompts)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
@@ -95,10 +95,10 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     return measured
 
 
-def _settings(request: BenchRequest) -> str:
+def _settings(request: BenchRequest, prompts: list[Prompt]) -> str:
     """Return the settings as JSON; refuse a directory with results of other settings."""
     file = request.output / SETTINGS
-    digest = hashlib.sha256(request.prompts.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
     now = {name: vars(request)[name] for name in _SETTINGS} | {"prompts": digest, "version": __version__}
     if file.is_file():
         check_same(f"--output {request.output}", json.loads(file.read_text(encoding="utf-8")), now)
@@ -116,7 +116,7 @@ def _measured(request: BenchRequest, bench: Bench, refused: dict[str, str]) -> M
     names = {name for line in bench.lines for name in line.prompts}
     return measured_results(
         bench,
-        dataset_name=request.prompts.name,
+        dataset_name=request.prompts.rpartition("/")[2],
         dataset_description=f"{len(names)} prompts, all turns, answers of at most {request.new_tokens} tokens"
         f"{', none ended earlier' * request.force_length}",
         command=shlex.join(["tokenahead", *map(shown_word, sys.argv[1:])]),

@@ -1,15 +1,17 @@
-"""Files of prompts: dialogues of Spec-Bench and SPEED-Bench, questions of GSM8K, plain prompts, text."""
+"""Prompts of files and data sets: dialogues of Spec-Bench and SPEED-Bench, questions of GSM8K, plain prompts, text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+
+from ..utils import needs_extra
 
 
 @dataclass(frozen=True)
@@ -31,51 +33,76 @@ class Prompt:
     references: tuple[str | None, ...] = ()
 
 
-def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], list[str]]:
-    """Return the prompts of a file.
+def read_prompts(source: str | Path, skip_broken: bool = False) -> tuple[list[Prompt], list[str]]:
+    """Return the prompts of a file or of a data set.
 
     Args:
-        path: In a `.jsonl`: JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
-            `messages`, `prompt` or `text`, and, optionally, `question_id`, `category` and `reference` or `answer`. In
-            any other file a prompt per line.
-        skip_broken: Leave out lines that hold no prompt.
+        source: A `.jsonl` with JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
+            `messages`, `prompt` or `text`, and, optionally, `question_id`, `category` and `reference` or `answer`; any
+            other file with a prompt per line; or `NAME:SPLIT` or `NAME:CONFIG:SPLIT` of a data set with such rows, on
+            the Hub or in a directory.
+        skip_broken: Leave out rows that hold no prompt.
 
     Returns:
-        The prompts, and the errors of the lines that were left out.
+        The prompts, and the errors of the rows that were left out.
 
     Raises:
-        FileNotFoundError: No such file.
-        ValueError: No prompt in it, or a line that is none; its number is named.
+        FileNotFoundError: No such file, nor such a data set.
+        ValueError: No prompt in it, or a row that is none; its number is named.
     """
+    rows, parse = _rows(str(source))
+    prompts, broken = [], []
+    for number, row in enumerate(rows, 1):
+        try:
+            if not isinstance(row, str) or row.strip():
+                prompts.append(parse(number, row))
+        except ValueError as error:
+            broken.append(f"line {number}: {error}")
+    if broken and not skip_broken:
+        raise ValueError(f"{source}, {broken[0]}")
+    names = [prompt.name for prompt in prompts]
+    if double := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{source}: question_id {double[0]} occurs twice; number the lines apart")
+    if not prompts:
+        raise ValueError(f"{source}: no prompt in it; write one per line")
+    return prompts, broken
+
+
+def _rows(source: str) -> tuple[Iterable[Any], Callable[[int, Any], Prompt]]:
+    """Return the rows of a source, and what makes a prompt of the number and the content of one."""
+    path = Path(source)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file of prompts")
+        return _rows_of_data_set(source), _of_value
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 ({error}): convert it") from error
-    prompts, broken = [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            if line.strip():
-                prompts.append(_of_json(number, line) if path.suffix == ".jsonl" else Prompt(str(number), (line,)))
-        except ValueError as error:
-            broken.append(f"line {number}: {error}")
-    if broken and not skip_broken:
-        raise ValueError(f"{path}, {broken[0]}")
-    names = [prompt.name for prompt in prompts]
-    if double := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{path}: question_id {double[0]} occurs twice; number the lines apart")
-    if not prompts:
-        raise ValueError(f"{path}: no prompt in it; write one per line")
-    return prompts, broken
+    return lines, _of_json if path.suffix == ".jsonl" else lambda number, line: Prompt(str(number), (line,))
+
+
+def _rows_of_data_set(source: str) -> Iterable[Any]:
+    name, *config, split = source.split(":") if source.count(":") in (1, 2) else (source, "")
+    if not split:
+        raise FileNotFoundError(f"{source}: no such file of prompts; of a data set, name the split, too: NAME:SPLIT")
+    with needs_extra("train", "prompts of a data set"):
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetNotFoundError
+    try:
+        return load_dataset(name, *config, split=split)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(f"{source}: no such file of prompts, nor a data set {name}: {error}") from error
 
 
 def _of_json(number: int, line: str) -> Prompt:
     try:
-        value = json.loads(line)
-    except ValueError as error:
+        return _of_value(number, json.loads(line))
+    except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error})") from error
+
+
+def _of_value(number: int, value: Any) -> Prompt:
     entry = value if isinstance(value, dict) else {"prompt": value}
+    entry = {name: each for name, each in entry.items() if each is not None}  # columns of a data set that others fill
     messages = next((entry[name] for name in ("messages", "prompt") if isinstance(entry.get(name), list)), None)
     before: tuple[dict[str, Any], ...] = ()
     turns: list[Any] = []

@@ -135,6 +135,16 @@ def test_a_broken_line_is_named_and_left_out_where_it_is_asked(tmp_path):
     assert [words.split(":")[0] for words in broken] == ["line 2", "line 5", "line 6", "line 7"]
 
 
+def test_prompts_of_a_data_set(tmp_path):
+    (tmp_path / "data" / "main").mkdir(parents=True)
+    (tmp_path / "data" / "main" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert read_prompts(f"{tmp_path}/data/main:test") == read_prompts(tmp_path / "same.jsonl")
+    for source, named in ((f"{tmp_path}/data/main", "NAME:SPLIT"), (f"{tmp_path}/none:test", "none")):
+        with pytest.raises(FileNotFoundError, match=named):
+            read_prompts(source)
+
+
 def test_categories_take_turns_and_batches_are_whole():
     prompts = [Prompt(f"{category}{i}", ("x",), category) for category in "ab" for i in range(5)]
     names = [[prompt.name for prompt in group] for group in groups_of(prompts, 1, per_category=2)]

@@ -15,7 +15,7 @@ from ..configuration.fields import check_values
 from ..generation.tensors.tensor_files import Fields
 from .documents import at_rest
 from .evaluation.decoding import decode, sampled
-from .evaluation.drafts import DraftMeasures, has_probs, usual_drafts
+from .evaluation.drafts import TOP_K, DraftMeasures, has_probs, usual_drafts
 from .evaluation.methods import drafting_method
 from .trainer_base import BaseTrainer, drafter_of
 from .utils import needs_extra
@@ -34,8 +34,9 @@ class AcceptanceCallback(TrainerCallback):
     - `eval_expected_accepted`: drafts that one block verification of decoding at T = 1 is expected to accept along the
       evaluation data, with drafts of the drafter's default length (`evaluation.expected`: exact where the data are the
       backbone's own outputs, an approximation elsewhere), and `eval_accepted_1`, `eval_accepted_2`, ...: the share of
-      verifications that accept at least so many. Equal for any batch size and number of processes. PTP models have no
-      distributions without their uniforms: they log `eval_num_correct` instead.
+      verifications that accept at least so many; `eval_top_1_draft_1`, `eval_top_5_draft_1`, ...: how often the text's
+      token is the likeliest of draft 1, ..., or one of the five likeliest. Equal for any batch size and number of
+      processes. PTP models have no distributions without their uniforms: they log `eval_num_correct` instead.
     - where the backbone learns, too, `eval_backbone_loss`, in nats per token of the same data, and
       `eval_constrained_accepted`: the accepted drafts of a checkpoint whose backbone loss is within `tolerance` of the
       best so far, and 0 of others. As `metric_for_best_model` it chooses, among all such checkpoints that are on the
@@ -94,16 +95,17 @@ class AcceptanceCallback(TrainerCallback):
         model = _model_of(trainer)
         counts = range(1, usual_drafts(model) + 1) if has_probs(model) else ()
         expected = ["expected_accepted", *(f"accepted_{count}" for count in counts)] if counts else []
+        ranks = [f"top_{k}_draft_{count}" for k in TOP_K for count in counts]
         expected += list(_GENERATED) if self.generate_every == 1 else []
         if not has_probs(model) or not _backbone_learns(trainer.model):
-            return expected
+            return expected + ranks
         if (trainer.args.metric_for_best_model or "").removeprefix("eval_") in expected:
             raise ValueError(
                 f"metric_for_best_model={trainer.args.metric_for_best_model!r} prefers the backbone that is worst, for "
                 f"its flat distributions are easy to draft: choose {_CONSTRAINED!r}, the best acceptance among "
                 f"checkpoints whose backbone loss is within tolerance={self.tolerance:g} of the best"
             )
-        return [*expected, "backbone_loss", *([_CONSTRAINED] if counts else [])]
+        return [*expected, *ranks, "backbone_loss", *([_CONSTRAINED] if counts else [])]
 
     def evaluation_metrics(self, trainer: BaseTrainer, prefix: str) -> dict[str, float]:
         """Return the further metrics of an evaluation, their names with a prefix; called by every process."""
@@ -136,11 +138,13 @@ class AcceptanceCallback(TrainerCallback):
         measures = measures.reduced()
         if not measures.calls:
             return {}
-        expected = measures.calls["block"]
+        expected, means = measures.calls["block"], measures.means()
         metrics = {"expected_accepted": expected.tokens_per_call - 1}
         metrics |= {f"accepted_{count}": share for count, share in enumerate(expected.by_position, 1)}
+        for k in TOP_K:
+            metrics |= {f"top_{k}_draft_{count}": share for count, share in enumerate(means[f"top_{k}"], 1)}
         if _backbone_learns(trainer.model):
-            metrics["backbone_loss"] = measures.means()["backbone_loss"][0]
+            metrics["backbone_loss"] = means["backbone_loss"][0]
             metrics[_CONSTRAINED] = self._constrained(trainer, metrics["backbone_loss"], metrics["expected_accepted"])
         return metrics
 

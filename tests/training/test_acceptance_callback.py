@@ -28,7 +28,8 @@ def heads():
 
 def test_metrics_are_those_of_the_data_whatever_the_batch_size(tmp_path):
     model, rows = small_model(), ragged_rows()
-    expected = DraftMeasures().add(model, batch_of(rows)).calls["block"].tokens_per_call - 1
+    measures = DraftMeasures().add(model, batch_of(rows))
+    expected, means = measures.calls["block"].tokens_per_call - 1, measures.means()
     for size in (1, 3, 8):
         trainer = trainer_for(model, tmp_path, rows, per_device_eval_batch_size=size)
         trainer.add_callback(AcceptanceCallback(rows=None, generate_every=0))
@@ -36,6 +37,9 @@ def test_metrics_are_those_of_the_data_whatever_the_batch_size(tmp_path):
         assert metrics["eval_expected_accepted"] == pytest.approx(expected, rel=1e-6)
         shares = [metrics[f"eval_accepted_{place}"] for place in (1, 2, 3)]
         assert sum(shares) == pytest.approx(expected) and "eval_generated_accepted" not in metrics
+        for k in (1, 5):
+            found = [metrics[f"eval_top_{k}_draft_{place}"] for place in (1, 2, 3)]
+            assert found == pytest.approx(means[f"top_{k}"]) and 0 <= found[0] <= 1
         assert trainer.state.log_history[-1]["eval_expected_accepted"] == metrics["eval_expected_accepted"]
 
 

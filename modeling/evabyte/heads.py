@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -188,6 +189,33 @@ def install_published(model: PreTrainedModel, folder: Path) -> None:
     for name, part in parts.items():
         setattr(model, name, part if part is None else part.to(own_head.weight))
     model.config.mtp_head, model.config.num_pred_heads = config.mtp_head, config.num_pred_heads
+
+
+def set_head_to_read(config: EvaByteConfig, name: str | PathLike | None, **hub: Any) -> bool:
+    """Set a config's head to the one with which a directory is read, which the wanted one then replaces.
+
+    Args:
+        config: With the wanted head.
+        name: The directory, or its name on the Hub; None: tensors are given, and fit the wanted head.
+        hub: Options of the Hub.
+
+    Returns:
+        Whether the stored head is the wanted one but for draft layers.
+
+    Raises:
+        ValueError: A stored circuit of another shape.
+    """
+    wanted = config.mtp_head
+    stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
+    in_rows = wanted.family.rows_of_lm_head
+    is_stored = wanted.same_parameters(stored)
+    if not is_stored and not stored.family.rows_of_lm_head:
+        raise ValueError(f"{name} holds mtp_head={stored.options()}, not {wanted.options()}; load that one")
+    adds_layers = is_stored and not in_rows and wanted.draft_options() != stored.draft_options()
+    config.mtp_head = stored if in_rows or not is_stored or adds_layers else wanted
+    if config.mtp_head.family.rows_of_lm_head:
+        config.mtp_head.window = min(config.mtp_head.window or 0, config.num_pred_heads)
+    return adds_layers
 
 
 def with_layer(layer: int, wanted: bool | int | list[int] | None) -> bool | list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from .heads import (
     EvaDraftLayers,
     OwnAndDraftHeads,
     install_published,
+    set_head_to_read,
     set_tables,
     split_state_dict,
     with_layer,
@@ -111,15 +113,7 @@ class EvaByteForMTPC(
         cls.check_model_type(name, kwargs.get("config"), **hub)
         config, kwargs = config_and_options(name, **kwargs)
         wanted = config.mtp_head
-        stored = wanted if name is None else EvaByteConfig.from_pretrained(name, **hub).mtp_head
-        if not wanted.same_parameters(stored) and not stored.family.rows_of_lm_head:
-            raise ValueError(f"{name} holds mtp_head={stored.options()}, not {wanted.options()}; load that one")
-        in_rows = wanted.family.rows_of_lm_head
-        is_stored = not in_rows and wanted.same_parameters(stored)
-        adds_layers = is_stored and wanted.draft_options() != stored.draft_options()
-        config.mtp_head = wanted if is_stored and not adds_layers else stored
-        if config.mtp_head.family.rows_of_lm_head:
-            config.mtp_head.window = min(config.mtp_head.window or 0, config.num_pred_heads)
+        adds_layers = set_head_to_read(config, name, **hub)
         loaded = super().from_pretrained(name, *args, config=config, **(hub | dtypes | kwargs))
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if adds_layers:
@@ -163,8 +157,7 @@ class EvaByteForMTPC(
         return super().facts(config.mtp_head)
 
     def parts(self) -> dict[str, nn.Module]:
-        layers = self.draft_layers
-        return {"head": self.head} if layers is None else {"head": self.head, "draft_layers": layers}
+        return {"head": self.head} | ({} if self.draft_layers is None else {"draft_layers": self.draft_layers})
 
     @property
     def _silent_head(self) -> nn.Module:
@@ -400,11 +393,8 @@ class EvaByteForMTPC(
         if self.draft_layers is None:
             return HeadSession(self.distribution_after, options)
         run, layer = self.draft_layers.bind(self.model), self.hidden_layers[0]
-        return DraftLayersSession(self.distribution_after, options, layer, run, self._new_cache())
+        return DraftLayersSession(self.distribution_after, options, layer, run, EvaByteCache(self.config))
 
     def own_cache(self) -> Callable[[], EvaByteCache]:
         """Return the function that makes the cache with which `generate` starts."""
-        return self._new_cache
-
-    def _new_cache(self) -> EvaByteCache:
-        return EvaByteCache(self.config)
+        return partial(EvaByteCache, self.config)

@@ -43,7 +43,7 @@ def test_rows_that_ended_early_are_fed_to_their_end(answer):
     batch = left_padded(texts)
     plain = model.generate(**batch, max_new_tokens=NEW, do_sample=False, use_mtp=False)
     ends = dict(eos_token_id=int(plain[0, 14 + 6]), pad_token_id=0)
-    assert goes_on(model, batch, model._new_cache(), answer, {"use_mtp": False}, **ends)
+    assert goes_on(model, batch, model.own_cache()(), answer, {"use_mtp": False}, **ends)
 
 
 @pytest.mark.core

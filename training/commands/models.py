@@ -48,6 +48,7 @@ from .settings import DrafterArguments, Settings, filled
 with needs_extra("train", "tokenahead train"):
     from datasets import Dataset
     from trl.data_utils import maybe_convert_to_chatml
+    from trl.trainer.utils import get_quantization_config
 
 _PROMPT_TOKENS = 32
 
@@ -82,6 +83,8 @@ def build(settings: Settings) -> Trainee:
         options["attn_implementation"] = model.attn_implementation
     if settings.training.trust_remote_code:
         options["trust_remote_code"] = True
+    if quantization := get_quantization_config(model):
+        options |= {"quantization_config": quantization, "device_map": {"": settings.training.device}}
     with_modules = arguments.drafter in ("own", "modules")
     backbone = load_backbone(source, "model_name_or_path", "drafter_name_or_path", with_modules, **options)
     tokenizer = _tokenizer(source, backbone)

@@ -155,12 +155,15 @@ class Settings:
         hint = "leave use_peft out, and set strategy: {train: lora}"
         instead = hint if drafter.drafter == "heads" else "leave it out: an EAGLE head learns on a frozen backbone"
         name, alone = self.data.dataset_name, f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides"
-        quantised = "backbones are not quantised here; leave it out, or set dtype: bfloat16"
+        is_apart = (
+            drafter.drafter in ("heads", "eagle") and (drafter.strategy or {}).get("train", "drafter") == "drafter"
+        )
+        frozen = "a quantised backbone does not learn; choose drafter: heads or eagle, or leave it out"
         refuse(
             [
                 (self.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
-                (model.load_in_4bit, f"load_in_4bit=True: {quantised}"),
-                (model.load_in_8bit, f"load_in_8bit=True: {quantised}"),
+                (model.load_in_4bit and not is_apart, f"load_in_4bit=True: {frozen}"),
+                (model.load_in_8bit and not is_apart, f"load_in_8bit=True: {frozen}"),
                 (model.use_peft and drafter.drafter in ("heads", "eagle"), f"{of_drafter}; {instead}"),
                 (model.use_peft and drafter.strategy, f"{alone} then what learns; leave strategy out, or {hint}"),
             ]

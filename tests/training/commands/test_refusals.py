@@ -62,7 +62,11 @@ WRONG = {
     ),
     "a warm-up of heads alone": ({"strategy": {"head_warmup": 3}}, "head_warmup=3"),
     "a part of adapters": ({"lora_r": 4}, "lora_r=4"),
-    "quantised": ({"load_in_4bit": True}, "load_in_4bit=True"),
+    "quantised, own": ({"drafter": "own", "load_in_4bit": True}, "load_in_4bit=True: a quantised backbone"),
+    "quantised, learning": (
+        {"drafter": "heads", "load_in_8bit": True, "strategy": {"train": "all"}},
+        "load_in_8bit=True: a quantised backbone",
+    ),
     "an unknown dtype": ({"dtype": "float17"}, "'float17'"),
     "a text and a mixture": ({"datasets": [{"path": "text"}]}, "beside `datasets`"),
     "a folder that is a file": ({"output_dir": "config.yaml"}, "config.yaml"),

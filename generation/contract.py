@@ -40,7 +40,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -48,7 +48,7 @@ from torch import Tensor
 
 from .call.outputs import Speculation
 from .call.sequences import NewTokens, Sequences
-from .tensors.masks import cached_arange
+from .tensors.masks import cached_arange, made_once
 
 HiddenLayers = int | list[int] | bool | None
 """The hidden states of the backbone that a session reads: of one layer, of several, or of none."""
@@ -386,13 +386,13 @@ def taken(states: Tensor, index: Tensor) -> Tensor:
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))  # [B, k, w]
 
 
-@lru_cache(maxsize=64)
+@made_once
 def _chain_parents(length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(-1, length - 1, device=device)  # [m]
 
 
-@lru_cache(maxsize=64)
+@made_once
 def _triangle(length: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()  # [m + 1, m + 1]

@@ -12,10 +12,13 @@ cycle on. On processors nothing is launched, and nothing recorded; tests put `Fa
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from threading import RLock
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
@@ -29,14 +32,15 @@ from .call.outputs import Graphs
 from .call.positions import ON_DEVICE
 from .contract import DraftSession, DraftTree
 from .tensors.buffers import Buffers
+from .tensors.masks import constants
 from .tensors.wrapped_models import has_foreign_hooks, peft_arguments
 from .verification.verifiers import Verifier
 
 logger = logging.get_logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
-_WARM = 2
-"""Cycles before one is recorded."""
+_TRIES = 3
+"""The cycle of a call in which the host must wait for nothing; in earlier ones, something may be compiled."""
 _MOST = 8
 """Graphs that are kept for the buffers of a model; each holds memory."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -57,7 +61,13 @@ def called(_: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwarg
 
 
 class Graph(Protocol[R]):
-    """A region that was recorded; made from a function that runs it, and the buffers that it reads and writes."""
+    """A region that was recorded; made from a function that runs it, and the buffers that it reads and writes.
+
+    Attributes:
+        constants: What else it reads (`masks.constants`).
+    """
+
+    constants: list[object]
 
     def __init__(self, function: Callable[[], R], device: torch.device, buffers: Buffers) -> None: ...
 
@@ -69,19 +79,21 @@ class Graph(Protocol[R]):
 class CudaGraph(Generic[R]):
     """A region in a CUDA graph with a private pool; torch registers the state of its default generator."""
 
+    constants: list[object]
+
     def __init__(self, function: Callable[[], R], device: torch.device, buffers: Buffers) -> None:
-        self.device, self.graph = device, torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             main = torch.cuda.current_stream()
             try:
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                with torch.cuda.graph(self.graph, stream=_side(device), capture_error_mode="thread_local"):
                     self.result = function()
             finally:
                 torch.cuda.set_stream(main)  # a capture that failed leaves its own
 
     def replay(self, function: Callable[[], R]) -> R:
-        """See `Graph`."""
-        with torch.cuda.device(self.device):
+        """See `Graph`; its random numbers begin at a place that the replays of all threads share."""
+        with _LOCK:
             self.graph.replay()
         return self.result
 
@@ -126,6 +138,7 @@ class Recorder:
     def __init__(self, buffers: Buffers, shape: Hashable, device: torch.device, told: Graphs) -> None:
         self.buffers, self.shape, self.device, self.told = buffers, shape, device, told
         self.made, self.met, self.is_steady = GRAPHS[device.type], Counter[Hashable](), False
+        self.ready = set[Hashable]()
 
     def __call__(self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what a region returns: replayed, recorded, or run."""
@@ -140,8 +153,8 @@ class Recorder:
         if self.met[key] == 1 or name in self.told.reasons:
             return run()
         if (known := graphs.pop(key, None)) is None:
-            if self.met[key] <= _WARM:
-                return _beside(run, self.device)
+            if key not in self.ready:
+                return self._rehearsed(name, key, run)
             if (known := self._recorded(name, run)) is None:
                 return run()
         else:
@@ -152,36 +165,72 @@ class Recorder:
         self.told.replayed[name] = self.told.replayed.get(name, 0) + 1
         return known.replay(run)
 
+    def _rehearsed(self, name: str, key: Hashable, run: Callable[[], R]) -> R:
+        """Run a region as recording demands it before: a capture that fails would leave torch's generator useless."""
+        result, wait = _beside(run, self.device)
+        if wait is None:
+            self.ready.add(key)
+        elif self.met[key] >= _TRIES:
+            self._give_up(name, wait)
+        return result
+
     def _recorded(self, name: str, run: Callable[[], R]) -> Graph[R] | None:
         """Return a recording of a region, which does not run it; None where there can be none, or not now."""
         with _LOCK:
             if _running > 1:
                 return None
             try:
-                made = self.made(run, self.device, self.buffers)
-            except Exception as error:  # a forward that reads from the device, say: capturing it is not allowed
-                self._give_up(name, error)
+                with constants() as read:
+                    made = self.made(run, self.device, self.buffers)
+            except Exception as error:
+                self._give_up(name, str(error).partition("\n")[0] or type(error).__name__)
                 return None
+        made.constants = read
         self.told.recorded += 1
         return made
 
-    def _give_up(self, name: str, error: Exception) -> None:
-        self.told.reasons[name] = str(error).partition("\n")[0] or type(error).__name__
+    def _give_up(self, name: str, reason: str) -> None:
+        self.told.reasons[name] = reason
         logger.warning_once(
             f"Cycles are launched one by one, and no CUDA graph replays them: {self.told.reasons[name]}"
         )
 
 
-def _beside(run: Callable[[], R], device: torch.device) -> R:
-    """Run on a side stream, as recording demands it of what runs before."""
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all recordings, whose workspaces what runs there first allocates outside of them."""
+    return torch.cuda.Stream(device)
+
+
+def _beside(run: Callable[[], R], device: torch.device) -> tuple[R, str | None]:
+    """Run on the side stream; return also where the host waited for the device, None: nowhere."""
     if device.type != "cuda":
-        return run()
-    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        return run(), None
+    main, side = torch.cuda.current_stream(device), _side(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        result = run()
+        result, wait = _noting_waits(run)
     main.wait_stream(side)
-    return result
+    return result, wait
+
+
+def _noting_waits(run: Callable[[], R]) -> tuple[R, str | None]:
+    """Run, and return also the line that waits for the device, in the user's words; None: torch knows of none."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            result = run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    lines = list[str]()
+    for each in caught:
+        if "synchronizing" in str(each.message):
+            lines.append(f"{Path(each.filename).name}:{each.lineno}, where the host waits for the device")
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return result, lines[0] if lines else None
 
 
 def held_draft(tree: DraftTree, hold: Callable[[str, Tensor], Tensor]) -> DraftTree:
@@ -228,6 +277,8 @@ def obstacle_to_graphs(*models: nn.Module) -> str | None:
         return f"several devices: {', '.join(sorted(places or map(str, devices)))}"
     if not kinds <= GRAPHS.keys():
         return f"device {next(iter(kinds))}, which has no CUDA graphs"
+    if any(map(torch.is_autocast_enabled, kinds)):
+        return "autocast, whose copies of weights go with it"
     if torch.are_deterministic_algorithms_enabled():
         return "torch.use_deterministic_algorithms"
     if has_foreign_hooks(nn.ModuleList(models)) or any(map(peft_arguments, models)):
@@ -250,7 +301,7 @@ def fingerprint(*parts: object) -> Hashable:
     Of modules: addresses of weights, and the flags of every part, adapters' and training's among them; of tensors:
     addresses; of others: their plain attributes.
     """
-    modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(), torch.get_float32_matmul_precision()
+    modes = torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision()
     return modes, tuple(map(_mark, parts))
 
 

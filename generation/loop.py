@@ -231,11 +231,12 @@ class SpeculativeLoop(Results):
         if self._drafts():
             self.session.advance(cycle.outputs.along(result, tree), result)
 
-    def _read(self, length: int, drafted: DraftTree | None) -> tuple[DraftTree, TargetOutput]:
-        """Draft, where nobody has, and call the backbone on b and the draft."""
+    def _read(self, length: int, drafted: DraftTree | None) -> tuple[DraftTree, TargetOutput, Tensor | None]:
+        """Draft, where nobody has, and call the backbone on b and the draft; return also `Cycle.numbers`."""
         tree = drafted or (self.session.propose(self.tokens, length) if self._drafts() else self.empty)
+        numbers = None if tree is self.empty else self.plan.draft_options.numbers.taken(self.tokens.ids.device)
         self.drafted = time.perf_counter()
-        return tree, self._forward(tree)
+        return tree, self._forward(tree), numbers
 
     def _forward(self, tree: DraftTree) -> TargetOutput:
         """Call the backbone on b and a draft."""
@@ -247,13 +248,13 @@ class SpeculativeLoop(Results):
         self.called = time.perf_counter()
         return outputs
 
-    def _verified(self, tree: DraftTree, outputs: TargetOutput) -> Cycle:
+    def _verified(self, tree: DraftTree, outputs: TargetOutput, numbers: Tensor | None = None) -> Cycle:
         """Verify a draft."""
         scores, fed = self._scores(outputs.logits, tree), tree  # [B, m + 1, V]
         if self.is_plain:  # since this cycle, perhaps: then its drafts were read, and are dropped
             tree, outputs = self.empty, TargetOutput(outputs.logits[:, :1], outputs.first(1))
         result = self.verifier.verify(tree, scores) if self._drafts() else self._picked(scores)
-        return self._checked(Cycle(fed, tree, outputs, scores, result))
+        return self._checked(Cycle(fed, tree, outputs, scores, result, numbers))
 
     def _without_drafts(self, cycle: Cycle) -> Cycle:
         """Return a cycle of the bonus token alone in the place of one with faults; from then on nothing is drafted.
@@ -368,8 +369,6 @@ class SpeculativeLoop(Results):
     def _checked(self, cycle: Cycle) -> Cycle:
         """Write new tokens, and what the host reads of a cycle."""
         self.tokens.write(cycle.result.tokens)
-        if cycle.numbers is None and cycle.fed is not self.empty:
-            cycle.numbers = self.plan.draft_options.numbers.taken(self.tokens.ids.device)
         rows = self.verifier.path_rows(cycle.result)
         if self.processing is not None and cycle.fed.auxiliary is not None:  # processors may make numbers of NaN
             largest = cycle.outputs.logits.amax((1, 2))[:, None]  # [B, 1]

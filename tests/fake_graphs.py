@@ -2,7 +2,8 @@
 
 A graph repeats the calls of its recording, with the same numbers of the host, at the same addresses, and waits for
 nothing. `FakeGraph` runs a region instead, compares all that with the recording, and returns the recorded result with
-the new values in it, as a replay does.
+the new values in it, as a replay does. `BlindGraph` makes the recorded calls again, on the recorded tensors, and runs
+nothing of the region, as a graph does: what a region leaves in Python's objects is that of the recording.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,7 +51,8 @@ class _Calls(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[object, ...]] = []
         self.made: dict[int, int] = {}
-        self.alive: list[Tensor] = []  # so that no address is used again
+        self.steps: list[tuple[Any, Any, Any, list[Tensor]]] = []  # they live, so that no address is used again
+        self.outside: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
@@ -59,11 +62,11 @@ class _Calls(TorchDispatchMode):
             raise CannotReplay(f"it waits for the device: {name}")
         result = func(*args, **kwargs)
         outside = {part[1] for part in _flat(described) if part[0] == "outside"}
-        for tensor in _tensors(result):
-            address = tensor.untyped_storage().data_ptr()
-            if address not in outside:
+        results = list(_tensors(result))
+        for tensor in results:
+            if (address := tensor.untyped_storage().data_ptr()) not in outside:
                 self.made.setdefault(address, len(self.calls))
-            self.alive.append(tensor)
+        self.steps.append((func, args, kwargs, results))
         self.calls.append(described)
         return result
 
@@ -71,6 +74,8 @@ class _Calls(TorchDispatchMode):
         if isinstance(value, Tensor):
             address = value.untyped_storage().data_ptr()
             place = ("inside", self.made[address]) if address in self.made else ("outside", address)
+            if address not in self.made:
+                self.outside.setdefault(address, StorageWeakRef(value.untyped_storage()))
             return *place, tuple(value.shape), value.stride(), value.storage_offset()
         if isinstance(value, (list, tuple)):
             return "several", *map(self._described, value)
@@ -112,18 +117,31 @@ def _refill(old: object, new: object) -> None:
 class FakeGraph(Generic[R]):
     """A region that is run again; see the file. As recording, making one leaves buffers and random numbers alone.
 
+    What a recording makes has no values before the first replay; here it has those that nobody can use.
+
     Raises:
         CannotReplay: The region waits for the device.
     """
 
+    constants: list[object]
+
     def __init__(self, function: Callable[[], R], device: torch.device, buffers: Buffers) -> None:
         state, before = torch.get_rng_state(), [tensor.clone() for tensor in buffers.tensors.values()]
         try:
-            self.calls, self.result = _recorded(function)
+            self.recorded, self.result = _recorded(function)
         finally:
             torch.set_rng_state(state)
             for tensor, values in zip(buffers.tensors.values(), before, strict=True):
                 tensor.copy_(values)
+        kept = {tensor.untyped_storage().data_ptr() for tensor in buffers.tensors.values()}
+        for tensor in (tensor for *_, results in self.recorded.steps for tensor in results):
+            if (address := tensor.untyped_storage().data_ptr()) in self.recorded.made and address not in kept:
+                tensor.untyped_storage().fill_(255)  # NaN, and -1
+
+    def _check_alive(self) -> None:
+        for address, storage in self.recorded.outside.items():
+            if storage.expired():
+                raise CannotReplay(f"what it reads at {address} is gone")
 
     def replay(self, function: Callable[[], R]) -> R:
         """See `graphs.Graph`.
@@ -131,17 +149,32 @@ class FakeGraph(Generic[R]):
         Raises:
             CannotReplay: The region does something else than it did when it was recorded.
         """
-        calls, result = _recorded(function)
-        for number, (old, new) in enumerate(zip(self.calls, calls)):
+        self._check_alive()
+        recorded, result = _recorded(function)
+        old_calls, calls = self.recorded.calls, recorded.calls
+        for number, (old, new) in enumerate(zip(old_calls, calls)):
             if old != new:
                 raise CannotReplay(f"call {number} was {old}, and is {new}")
-        if len(calls) != len(self.calls):
-            raise CannotReplay(f"{len(self.calls)} calls were recorded, and there are {len(calls)}")
+        if len(calls) != len(old_calls):
+            raise CannotReplay(f"{len(old_calls)} calls were recorded, and there are {len(calls)}")
         _refill(self.result, result)
         return self.result
 
 
-def _recorded(function: Callable[[], R]) -> tuple[list[tuple[object, ...]], R]:
+class BlindGraph(FakeGraph[R]):
+    """The calls of a region, made again; see the file."""
+
+    def replay(self, function: Callable[[], R]) -> R:
+        """See `graphs.Graph`."""
+        self._check_alive()
+        for call, args, kwargs, results in self.recorded.steps:
+            for old, new in zip(results, _tensors(call(*args, **kwargs)), strict=True):
+                if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                    old.copy_(new)
+        return self.result
+
+
+def _recorded(function: Callable[[], R]) -> tuple[_Calls, R]:
     with _Calls() as recorded, _Reads():
         result = function()
-    return recorded.calls, result
+    return recorded, result

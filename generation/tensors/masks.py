@@ -9,9 +9,11 @@ is called for one document at a time, or for a few short ones.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial, wraps
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -139,7 +141,38 @@ AttentionInterface.register("sdpa", grouped_attention)
 AttentionMaskInterface.register("sdpa", mask_by_documents)
 
 
-@lru_cache(maxsize=256)
+P = ParamSpec("P")
+R = TypeVar("R")
+_READ: list[list[object]] = []
+"""What is read of all that is made once, of every recording that is going on."""
+
+
+def made_once(function: Callable[P, R], newest: int = 256) -> Callable[P, R]:
+    """Return a function that makes its newest results once, tensors that nobody writes to; see `constants`."""
+    cached = cast(Callable[P, R], lru_cache(maxsize=newest)(function))
+
+    @wraps(function)
+    def made(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = cached(*args, **kwargs)
+        for read in _READ:
+            read.append(result)
+        return result
+
+    return made
+
+
+@contextmanager
+def constants() -> Iterator[list[object]]:
+    """Collect what is read of all that is `made_once`: who reads an address again must keep what is there."""
+    read: list[object] = []
+    _READ.append(read)
+    try:
+        yield read
+    finally:
+        _READ.pop()
+
+
+@made_once
 def cached_arange(length: int, device: torch.device) -> Tensor:
     """Return 0, 1, .., length - 1, made once; never write to it."""
     with torch.inference_mode(False):  # it may serve a later call that is not in inference mode
@@ -153,7 +186,7 @@ def cached_range(start: int, length: int, device: torch.device) -> Tensor:
     return columns if start >= 0 else columns + start
 
 
-@lru_cache(maxsize=4096)
+@partial(made_once, newest=4096)
 def numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Return numbers as a tensor, copied to the device once; never write to it."""
     with torch.inference_mode(False):

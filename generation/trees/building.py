@@ -10,14 +10,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import DraftTree
-from ..tensors.masks import cached_arange
+from ..tensors.masks import cached_arange, made_once
 from ..tensors.sampling import race_order
 
 _RANKS = 1 << 31
@@ -252,7 +251,7 @@ class _Level(NamedTuple):
     before: Tensor
 
 
-@lru_cache(maxsize=32)
+@made_once
 def _plan(choices: tuple[tuple[int, ...], ...], size: int, device: torch.device) -> tuple[Tensor, list[_Level]]:
     """Return parents [m] and levels of a shape, made once: a tensor from a list is a copy that the device waits for."""
     if (most := max(path[-1] for path in choices)) >= size:

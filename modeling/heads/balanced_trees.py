@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ...generation.tensors.masks import numbers
+from ...generation.tensors.masks import made_once, numbers
 from .circuits import LOG, LatentDistribution, Scale, Semiring, Walk, column, moved, never
 
 _TABLES = 2**22
@@ -195,7 +195,7 @@ class TreeDistribution(LatentDistribution):
         return states[..., skipped:]
 
 
-@lru_cache(maxsize=16)
+@made_once
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return 1, made once; never write to it."""
     with torch.inference_mode(False):

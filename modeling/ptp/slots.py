@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...generation.tensors.masks import cached_arange
+from ...generation.tensors.masks import cached_arange, made_once
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SlotLayout:
         return self.index[branch, chosen], steps < self.counts[chosen][:, None]
 
 
-@lru_cache(maxsize=64)
+@made_once
 def _layout(sizes: tuple[int, ...], device: torch.device, branches: int, vectors: int) -> SlotLayout:
     """See `SlotLayout.of`; lengths repeat from cycle to cycle."""
     grid = torch.cartesian_prod(*map(torch.arange, (branches, len(sizes), vectors, max(sizes))))  # [N, 4]

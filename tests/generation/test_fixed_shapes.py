@@ -1,18 +1,21 @@
 """Cycles of fixed shapes: a replay does what the eager loop does, by the same calls at the same addresses."""
 
 import gc
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.backbones import backbone, prompts, train_heads
-from tests.fake_graphs import FakeGraph
+from tests.fake_graphs import BlindGraph, FakeGraph
 from tests.models import left_padded
 from tokenahead import MTPHeads, free_buffers
 from tokenahead.generation import graphs as graphs_module
 from tokenahead.generation import loop as loop_module
 from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.tensors import buffers as buffers_module
+from tokenahead.generation.tensors.masks import cached_arange
 from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.modeling.heads.session import HeadSession
 
@@ -47,10 +50,10 @@ def fresh(model):
     free_buffers(model)
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    """Regions are recorded, and replayed by a fake that compares."""
-    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", FakeGraph)
+@pytest.fixture(params=[FakeGraph, BlindGraph])
+def fake(monkeypatch, request):
+    """Regions are recorded, and replayed by a fake that compares, or by one that only repeats calls."""
+    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", request.param)
 
 
 def heads(model, kind):
@@ -235,23 +238,75 @@ def test_a_forward_that_reads_from_the_device_is_launched_eagerly(fake):
     assert same(plain, fixed) and "_local_scalar_dense" in told.reasons["cycle"] and not told.replayed
 
 
-@pytest.mark.parametrize("what", ["deterministic", "hooks", "devices", "offloading"])
+@pytest.mark.parametrize("what", ["deterministic", "autocast", "hooks", "devices", "offloading"])
 def test_what_no_graph_can_repeat_is_refused_with_its_reason(model, fake, what):
     drafter, handle = train_heads(model), None
     if what == "deterministic":
         torch.use_deterministic_algorithms(True)
     elif what == "hooks":
         handle = model.get_decoder().layers[0].register_forward_hook(lambda *_: None)
-    else:
+    elif what in ("devices", "offloading"):
         model.hf_device_map = {"a": 0, "b": 1 if what == "devices" else "cpu"}
     try:
-        fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
+        with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+            fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
     finally:
         torch.use_deterministic_algorithms(False)
         vars(model).pop("hf_device_map", None)
         handle is None or handle.remove()
     told = fixed.speculation.graphs
     assert what in told.reasons["cycle"] and not told.replayed and not told.recorded
+    drafter.detach()
+
+
+class OnCuda(torch.nn.Module):
+    """A model with a weight on an accelerator."""
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=torch.device("cuda", 0))])
+
+
+def test_a_call_within_a_recording_of_the_user_records_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "capture" in graphs_module.obstacle_to_graphs(OnCuda())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert graphs_module.obstacle_to_graphs(OnCuda()) is None
+
+
+def test_a_wait_for_the_device_is_found_before_anything_is_recorded(monkeypatch):
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = graphs_module._noting_waits(lambda: warnings.warn("another matter", stacklevel=1))
+        assert found == (None, None) and len(caught) == 1
+        said = "called a synchronizing CUDA operation"
+        _, wait = graphs_module._noting_waits(lambda: warnings.warn(said, stacklevel=1))
+    assert wait.startswith("test_fixed_shapes.py:") and len(caught) == 1
+    assert modes == ["default", "warn", "default", "warn", "default"]
+
+
+@pytest.mark.parametrize("waiting, recorded", [(1, 1), (9, 0)])
+def test_who_waits_at_first_is_tried_again(model, fake, monkeypatch, waiting, recorded):
+    waits = iter(["modeling.py:7, where the host waits"] * waiting + [None] * 99)
+    monkeypatch.setattr(graphs_module, "_beside", lambda run, device: (run(), next(waits)))
+    drafter = train_heads(model)
+    told = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static").speculation.graphs
+    assert told.recorded == recorded and bool(told.replayed) == bool(recorded)
+    assert told.reasons.get("cycle", "").startswith("modeling.py:7") == (not recorded)
+    drafter.detach()
+
+
+def test_what_a_recording_reads_lives_as_long(model, monkeypatch):
+    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", BlindGraph)
+    drafter, options = train_heads(model), WAYS["fixed tree"] | dict(cache_implementation="static")
+    first = generated(model, drafter, batch_of(3), **options)
+    gc.collect()
+    for size in range(2000, 2300):  # the newest sizes displace those of the recording
+        cached_arange(size, model.device)
+    again = generated(model, drafter, batch_of(3), **options)
+    assert same(first, again) and not again.speculation.graphs.recorded
     drafter.detach()
 
 

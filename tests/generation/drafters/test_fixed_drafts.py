@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
-from tests.fake_graphs import FakeGraph
+from tests.fake_graphs import BlindGraph, FakeGraph
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, SuffixDrafter
@@ -107,10 +107,10 @@ def decoded(drafter, batch, **options):
     return found, out.speculation.graphs
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    """Cycles are recorded, and replayed by a fake that compares."""
-    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", FakeGraph)
+@pytest.fixture(params=[FakeGraph, BlindGraph])
+def fake(monkeypatch, request):
+    """Cycles are recorded, and replayed by a fake that compares, or by one that only repeats calls."""
+    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", request.param)
 
 
 @pytest.mark.parametrize("name", LOOK_UPS)
@@ -148,6 +148,21 @@ def test_cycles_repeat_themselves_and_a_second_call_records_nothing(name, sampli
             if not sampling["do_sample"]:
                 assert text == decoded(drafter, batch, **call)[0][0]
         assert not graphs.recorded and not graphs.buffers_made
+
+
+def nothing(ids, scores):
+    """A processor of the user."""
+    return scores
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_host_may_stand_between_draft_and_verification(name, fake):
+    make, options = RECORDED[name]
+    drafter, call = make(), options | {"max_new_tokens": 16, "do_sample": False, "logits_processor": [nothing]}
+    batch = left_padded(prompts(3, VOCABULARY))
+    (text, _, _), graphs = decoded(drafter, batch, **call, **STATIC)
+    assert text == decoded(drafter, batch, **call)[0][0]
+    assert graphs.replayed["forward"] > 2 and graphs.reasons == {"cycle": "nothing, which the host calls"}
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "verification": "coupled", "seed": 3}])

@@ -13,7 +13,8 @@ Where sequences end (at eos, at stop strings, at the length limit) goes back in 
 differ.
 
 On a cache of a fixed size the ends are also found on the device (`Stopping.counts`), so that a whole cycle comes before
-the host reads it, and can be recorded and replayed (`graphs`).
+the host reads it, and can be recorded and replayed (`graphs`). Where the next cycle needs nothing of the host, it is
+launched before the host reads this one (`ahead`); where all sequences turn out to have ended, it does nothing.
 
 Where scores of an open sequence, or what its draft was chosen from, are no numbers (NaN, +inf, -inf everywhere), the
 cycle is repeated on the cache as it was with b alone: a row that nobody sees is multiplied by 0, and 0 times NaN is
@@ -25,7 +26,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -69,7 +69,7 @@ class SpeculativeLoop(Results):
 
     fixed: FixedSequences | None = None
     recorder: Recorder | None = None
-    is_whole = is_constant = False
+    is_whole = is_constant = needs_host = False
     drafted = called = 0.0
 
     def __init__(self, plan: SpeculationPlan) -> None:
@@ -111,13 +111,7 @@ class SpeculativeLoop(Results):
                 self.statistics.cycle_seconds += ended - started
                 self.statistics.draft_seconds += self.drafted - started
                 self.statistics.verify_seconds += ended - self.called
-            if self.streamer is not None:
-                self.streamer.end()
-            output = self._output()
-            if (told := self.statistics.graphs) is not None and isinstance(self.target, StaticBackbone):
-                told.buffer_bytes, told.buffers_made = self.target.buffer_use()
-            self.session.finish(self.statistics)
-            return output
+            return self._finished()
         except BaseException:  # a user's cache must not end with layers that only this loop can use
             target = vars(self).get("target")
             if isinstance(target, RaggedBackbone):
@@ -175,6 +169,9 @@ class SpeculativeLoop(Results):
         if (reason := obstacle_to_whole(plan.draft_options, self.stopping.others)) is not None:
             told.reasons["cycle"] = reason
         self.is_whole = reason is None
+        served = self.records, self.streamer, self.schedule, self.table
+        is_served = any(each is not None for each in served)
+        self.needs_host = is_served or self.session.reads_host or plan.synced_gpus  # between two cycles
         if plan.unrecorded is not None:
             told.reasons["cycle" if self.is_whole else "forward"] = plan.unrecorded
         else:
@@ -193,7 +190,11 @@ class SpeculativeLoop(Results):
         if self.fixed is not None and self.session.reads_host and self._drafts():
             drafted = held_draft(self.session.propose(self.tokens, length), self.target.held)
         if self.fixed is not None and self.is_whole and self._drafts():
-            cycle = self._on_host(replace(self._region("cycle", self._whole, length, self.fixed, drafted)))
+            cycle = self.ahead or self._launched(length, self.fixed, drafted)
+            self.ahead = self._launched(length, self.fixed, None) if self._is_followed() else None
+            cycle = self._on_host(cycle)
+            if cycle.faults and self.ahead is not None:  # it left no trace, so that the next one did its work
+                cycle, self.ahead = self._on_host(self.ahead), None
             if not cycle.faults:
                 return cycle, self._settle(cycle)[0]
         else:
@@ -208,6 +209,14 @@ class SpeculativeLoop(Results):
             self.fixed.end(self.done)
         self._move_on(cycle, new_tokens)
         return cycle, accepted
+
+    def _launched(self, length: int, tokens: FixedSequences, drafted: DraftTree | None) -> Cycle:
+        """Launch a whole cycle, and send what the host reads of it."""
+        return self._region("cycle", self._whole, length, tokens, drafted).send()
+
+    def _is_followed(self) -> bool:
+        """Return whether another cycle surely follows one that nobody has read, but for ends of sequences by eos."""
+        return self.is_constant and not self.needs_host and self._tokens_left() > self.session.num_tokens + 1
 
     def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what a part of a cycle returns in which the host waits for nothing."""
@@ -329,11 +338,6 @@ class SpeculativeLoop(Results):
             return longest
         length = max(min(longest, self._tokens_left() - 1, positions), 0)
         return length if self.keywords is None else self.keywords.longest(self.tokens, length, self.done)
-
-    def _tokens_left(self) -> int:
-        """Return how many tokens the length limit leaves for the shortest open sequence."""
-        open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
-        return max((self.stopping.tokens_left(n) for n in open_lengths), default=1)
 
     def _settle(self, cycle: Cycle, is_prefill: bool = False) -> tuple[list[int], NewTokens]:
         """Write a verification result to sequences, records and statistics.

@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..configuration.cache_names import CACHE
 from ..configuration.fields import learned_positions
+from .backbone.static import StaticBackbone
 from .backbone.target import Target
 from .call.outputs import GenerateSpeculativeOutput, Speculation
 from .call.records import Records
@@ -18,6 +19,7 @@ from .call.stopping import Stopping
 from .contract import DraftTree
 from .plan import SpeculationPlan
 from .tensors.wrapped_models import untyped
+from .verification.cycles import Cycle
 
 
 class Results:
@@ -28,6 +30,8 @@ class Results:
     """
 
     target: Target
+    ahead: Cycle | None = None
+    """Launched, and not read yet; in the end nobody does."""
 
     def __init__(self, plan: SpeculationPlan) -> None:
         prompt, config = plan.prompt, plan.config
@@ -62,6 +66,11 @@ class Results:
         self.target.last_position = self.table - 1 if fewest >= 0 and any(self.done) else None
         return fewest
 
+    def _tokens_left(self) -> int:
+        """Return how many tokens the length limit leaves for the shortest open sequence."""
+        open_lengths = [n for n, done in zip(self.tokens.lengths, self.done) if not done]
+        return max((self.stopping.tokens_left(n) for n in open_lengths), default=1)
+
     def _stream(self, streamer: BaseStreamer) -> None:
         lengths, ends = self.tokens.lengths, None
         ready = min((n for n, done in zip(lengths, self.done) if not done), default=max(lengths))
@@ -71,6 +80,18 @@ class Results:
         for column in self.tokens.columns(self.streamed, ready, self.pad, ends).cpu().unbind(1):
             streamer.put(column)
         self.streamed = max(self.streamed, ready)
+
+    def _finished(self) -> GenerateSpeculativeOutput | Tensor:
+        """Tell all who want to know that every sequence has ended, and return the output."""
+        if self.streamer is not None:
+            self.streamer.end()
+        output = self._output()
+        if (told := self.statistics.graphs) is not None and isinstance(self.target, StaticBackbone):
+            told.buffer_bytes, told.buffers_made = self.target.buffer_use()
+            if self.ahead is not None and told.replayed:
+                told.replayed["cycle"] -= 1
+        self.session.finish(self.statistics)
+        return output
 
     def _output(self) -> GenerateSpeculativeOutput | Tensor:
         decoded = self.tokens.lengths

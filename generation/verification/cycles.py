@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Cycle:
         faults: Open sequences that would go on from scores, or from drafts, that come from no numbers.
         rows: `Verifier.path_rows`, or [B, 1].
         report: [B, n] int64, all that the host reads.
+        arrival: On an accelerator, when a report that was sent has arrived.
     """
 
     fed: DraftTree
@@ -47,6 +48,16 @@ class Cycle:
     faults: list[int] = field(default_factory=list)
     rows: Tensor | None = None
     report: Tensor | None = None
+    arrival: torch.cuda.Event | None = None
+
+    def send(self) -> Cycle:
+        """Begin to copy the report to the host, which goes on meanwhile: what runs next may write to its tensors."""
+        assert self.report is not None
+        sent = replace(self, report=self.report.to("cpu", non_blocking=True, copy=True))  # [B, n], in pinned memory
+        if self.report.is_cuda:
+            sent.arrival = torch.cuda.Event()
+            sent.arrival.record(torch.cuda.current_stream(self.report.device))
+        return sent
 
     def write(self, rows: Tensor | None) -> None:
         """Write the report; see `rows`."""
@@ -62,6 +73,8 @@ class Cycle:
     def read(self) -> list[bool]:
         """Read the report, in one copy, and return which sequences are at fault."""
         assert self.report is not None
+        if self.arrival is not None:
+            self.arrival.synchronize()
         real, numbers, width = self.tree.num_nodes, self.numbers, self.result.tokens.shape[1]
         start = 1 if real is None else 2
         first = start + (numbers is not None)

@@ -17,6 +17,7 @@ from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.tensors import buffers as buffers_module
 from tokenahead.generation.tensors.masks import cached_arange
 from tokenahead.generation.tensors.sampling import NumberCheck
+from tokenahead.generation.verification.cycles import Cycle
 from tokenahead.modeling.heads.session import HeadSession
 
 NEW = 24
@@ -343,4 +344,25 @@ def test_drafts_made_on_the_host_leave_the_rest_recorded(model, fake, monkeypatc
     fixed = generated(model, drafter, batch_of(3), **WAYS["greedy"], cache_implementation="static")
     assert same(fixed, generated(model, drafter, batch_of(3), **WAYS["greedy"]))
     assert fixed.speculation.graphs.replayed["cycle"] == fixed.speculation.backbone_calls - 3
+    drafter.detach()
+
+
+def test_the_host_reads_a_cycle_while_the_next_one_runs(model, monkeypatch):
+    drafter, names, read = train_heads(model), observed(monkeypatch), Cycle.read
+
+    def noted(cycle):
+        names.append("read")
+        return read(cycle)
+
+    monkeypatch.setattr(Cycle, "read", noted)
+    ends = generated(model, drafter, batch_of(3), **WAYS["greedy"]).sequences[:, -12].tolist()
+    for eos in (None, ends):
+        options = WAYS["greedy"] | dict(eos_token_id=eos)
+        eager = generated(model, drafter, batch_of(3), **options)
+        names.clear()
+        fixed = generated(model, drafter, batch_of(3), **options, cache_implementation="static")
+        assert same(eager, fixed)
+        cycles, reads = (names.count(name) for name in ("cycle", "read"))  # one read is that of the prompt
+        assert names[:6] == ["read", "cycle", "cycle", "read", "cycle", "read"]
+        assert cycles - reads + 1 == (eos is not None)  # who ends by its length leaves nothing unread
     drafter.detach()

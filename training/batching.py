@@ -24,7 +24,7 @@ from .batches import (
     row_lengths,
     row_order,
 )
-from .documents import mixes_documents
+from .documents import obstacle_to_joining
 
 logger = logging.get_logger(__name__)
 check_names(TRAINER)
@@ -44,7 +44,7 @@ class BatchingMixin(Trainer):
     tokens_per_batch: int | None
     joins_rows = False
     tokens_besides: int = 0
-    _mixes: bool | None = None
+    _unjoined_for: str | None = None
     _counted: tuple[Any, list[int]] | None = None
     _owner: Any
     _reader: str
@@ -162,22 +162,23 @@ class BatchingMixin(Trainer):
         is_cut = self.accelerator.dataloader_config.dispatch_batches or not hasattr(self.train_dataset, "__len__")
         if is_cut and self.args.world_size > 1 and not self._is_joined_already:  # accelerate stacks batches to cut them
             return False
-        if self._mixes is None:  # tried once: processes that shard a model hold parts of it later
+        if self._unjoined_for is None:  # tried once: processes that shard a model hold parts of it later
             found = [self._tried()]
-            self._mixes = bool(broadcast_object_list(found)[0] if self.args.world_size > 1 else found[0])
-        if self._mixes and self._is_joined_already:
+            self._unjoined_for = str(broadcast_object_list(found)[0] if self.args.world_size > 1 else found[0])
+        reason = f"rows of {self._reader} cannot be joined without padding: {self._unjoined_for}"
+        if self._unjoined_for and self._is_joined_already:
             raise ValueError(
-                f"packing, padding_free or DataCollatorWithFlattening: {self._reader} mixes rows that are joined "
-                "without padding; leave them out: rows of similar lengths are then padded"
+                "leave out packing, padding_free and DataCollatorWithFlattening, and rows of similar lengths are "
+                f"padded: {reason}"
             )
-        if self._mixes:
-            logger.warning_once(f"{self._reader} mixes rows that are joined without padding: rows are padded")
-        return not (self._mixes or self._is_joined_already)
+        if self._unjoined_for:
+            logger.warning_once(f"rows of similar lengths are padded: {reason}")
+        return not (self._unjoined_for or self._is_joined_already)
 
-    def _tried(self) -> bool:
+    def _tried(self) -> str:
         model, data = self._owner, untyped(self.train_dataset)
         row = data[0] if hasattr(data, "__len__") else {}  # a stream might lose it
         if any(parameter.is_meta for parameter in model.parameters()):
-            return False  # the first process decides
+            return ""  # the first process decides
         with self.accelerator.autocast():  # as the forward that it prepares has it
-            return mixes_documents(model, row, self.args.device)
+            return obstacle_to_joining(model, row, self.args.device)

@@ -32,10 +32,11 @@ def at_rest(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def mixes_documents(model: Any, row: Mapping[str, Any], device: torch.device) -> bool:
-    """Return whether the loss of a document changes with the document before it.
+def obstacle_to_joining(model: Any, row: Mapping[str, Any], device: torch.device) -> str:
+    """Return why rows of a model may not be joined: it mixes documents, or its forward fails; empty where they may.
 
-    It changes a little where experts sum other rows in another order; as much then, where the two are rows of a batch.
+    Where it mixes them, the loss of a document changes with the document before it. It changes a little where experts
+    sum other rows in another order; as much then, where the two are rows of a batch.
 
     Args:
         model: What is trained, without wrappers of distribution.
@@ -46,9 +47,9 @@ def mixes_documents(model: Any, row: Mapping[str, Any], device: torch.device) ->
     with at_rest(model), torch.random.fork_rng(cards, device_type=device.type):
         try:
             joined, apart = (_change(model, row, device, is_joined) for is_joined in (True, False))
-        except (TypeError, ValueError, AttributeError, RuntimeError):  # it takes no position ids, for example
-            return True
-    return joined > 4 * apart
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # it takes no position ids, for example
+            return f"its forward of two documents fails with {type(error).__name__}: {error}"
+    return "it mixes documents" if joined > 4 * apart else ""
 
 
 def _change(model: Any, row: Mapping[str, Any], device: torch.device, is_joined: bool) -> float:

@@ -13,7 +13,7 @@ from tests.ptp_models import backbone, student
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tests.training.process_client import MAKERS
 from tokenahead import MTPHeads
-from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, cache_features
+from tokenahead.training import MTPTrainer, PTPOptions, PTPTrainer, batching, cache_features
 from tokenahead.training.batches import (
     BatchedRows,
     Collator,
@@ -21,7 +21,7 @@ from tokenahead.training.batches import (
     batches_by_tokens,
     row_lengths,
 )
-from tokenahead.training.documents import mixes_documents
+from tokenahead.training.documents import obstacle_to_joining
 
 DRAFTERS = {name: make for name, make in MAKERS.items() if name not in ("parallel", "masks")}
 RECURRENT = {
@@ -104,7 +104,7 @@ def test_rows_of_a_backbone_that_mixes_them_are_padded_by_length(name, tmp_path,
     rows = [row | {"labels": row["input_ids"]} for row in rows_of(log_normal_lengths(200))]
     heads = recurrent_heads(name)
     trainer = trainer_for(heads, tmp_path, rows, per_device_train_batch_size=8)
-    assert mixes_documents(heads, {}, heads.device)
+    assert obstacle_to_joining(heads, {}, heads.device) == "it mixes documents"
     batches = batches_of(trainer)
     assert any("attention_mask" in batch for batch in batches) and all("position_ids" not in each for each in batches)
     assert share(batches) <= 1.08
@@ -113,10 +113,10 @@ def test_rows_of_a_backbone_that_mixes_them_are_padded_by_length(name, tmp_path,
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_no_drafter_mixes_documents(name):
+def test_no_drafter_has_an_obstacle_to_joining(name):
     torch.manual_seed(0)
     model = DRAFTERS[name]()
-    assert not mixes_documents(model, {}, model.device)
+    assert obstacle_to_joining(model, {}, model.device) == ""
 
 
 @pytest.mark.core
@@ -262,8 +262,30 @@ def test_joined_rows_on_a_backbone_that_mixes_them_are_refused(tmp_path):
     rows = [row | {"labels": row["input_ids"]} for row in rows_of([5, 30, 7])]
     collator = DataCollatorWithFlattening()
     trainer = MTPTrainer(recurrent_heads("mamba"), arguments, train_dataset=rows, data_collator=collator)
-    with pytest.raises(ValueError, match="DataCollatorWithFlattening.*MambaForCausalLM"):
+    with pytest.raises(ValueError, match="DataCollatorWithFlattening.*MambaForCausalLM.*mixes documents"):
         trainer.train()
+
+
+def test_an_error_of_the_trial_is_told(tmp_path, monkeypatch, caplog):
+    """Whether rows are joined by the trainer, which then pads them, or by a collator."""
+    heads, rows = MTPHeads.from_backbone(llama(), window=3), [{"input_ids": [1, 2], "labels": [1, 2]}] * 2
+    own, said = heads.forward, "no kernel for two documents"
+
+    def forward(input_ids, position_ids=None, **others):
+        if position_ids is not None:
+            raise RuntimeError(said)
+        return own(input_ids, **others)
+
+    monkeypatch.setattr(heads, "forward", forward)
+    logger = batching.logger
+    monkeypatch.setattr(logger, "warning_once", logger.warning)
+    monkeypatch.setattr(logger, "propagate", True)
+    batches_of(trainer_for(heads, tmp_path, rows))
+    assert "LlamaForCausalLM cannot be joined" in caplog.text and f"RuntimeError: {said}" in caplog.text
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = MTPTrainer(heads, arguments, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+    with pytest.raises(ValueError, match=f"DataCollatorWithFlattening.*RuntimeError: {said}"):
+        trainer.get_train_dataloader()
 
 
 def test_stored_states_are_joined_whatever_the_backbone(tmp_path):

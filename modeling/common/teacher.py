@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ...configuration.loss_options import DIVERGENCES, LossOptions
-from ..heads.window_distribution import WindowDistribution, at_tokens
+from ..heads.window_distribution import WindowDistribution, at_tokens, exact
 from .backbone_parts import BackboneParts
 from .chunks import LOGITS_PER_CHUNK
 
@@ -108,13 +108,13 @@ def of_logits(
     flat = [values.flatten(0, 1)[rows] for values in (states, *arguments)]  # [N, ...]
     size = max(1, LOGITS_PER_CHUNK // backbone.unembed(states[:1, 0]).shape[-1])
     chunks = zip(*(values.split(size) for values in flat))
-    found = torch.cat([read(backbone.unembed(part).float(), *parts) for part, *parts in chunks])  # [N, ...]
+    found = torch.cat([read(exact(backbone.unembed(part)), *parts) for part, *parts in chunks])  # [N, ...]
     whole = found.new_zeros(where.numel(), *found.shape[1:]).index_copy(0, rows, found)  # [B L, ...]
     return whole.unflatten(0, where.shape)
 
 
 def logit_summaries(backbone: BackboneParts, states: Tensor, where: Tensor) -> Tensor:
-    """Return what a loss over a draft vocabulary reads of all logits at states [B, L, d], [B, L, 2] float32.
+    """Return what a loss over a draft vocabulary reads of all logits at states [B, L, d], [B, L, 2] in float32 at least.
 
     That is their logsumexp, and the id of the most likely token (exact up to 2^24). Positions that are not in `where`
     [B, L] bool have 0.

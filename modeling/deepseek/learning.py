@@ -118,4 +118,4 @@ class ModuleLearningMixin(DepthLossMixin, OnlineMixin, OverMainModel):
         Returns:
             Scalar, equal to the loss of `forward` for all data in one batch.
         """
-        return (sums * depth_weights(counts, self.loss_options).to(sums)).sum()
+        return (sums * depth_weights(counts.to(sums), self.loss_options)).sum()

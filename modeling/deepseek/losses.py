@@ -28,19 +28,20 @@ from ..common.draft_vocabulary import DraftVocabulary
 from ..common.outputs import MTPOutput
 from ..common.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, teacher_terms
 from ..heads.losses import IGNORE, check_targets, counts_of_update
+from ..heads.window_distribution import exact
 from .modules import LMHeadView, MTPModules
 
 
 def depth_weights(counts: Tensor, options: ModuleLossOptions) -> Tensor:
-    """Return the factor of each depth's summed cross-entropy from targets per depth, [D + 1] each; 0 counts as 1."""
+    """Return the factor of each depth's summed cross-entropy from targets per depth, [D + 1] float each; 0 is as 1."""
     if options.normalization == "paper":
         counts = counts[:1].expand(len(counts))
     if options.target == "teacher" and options.divergence == "block":  # the mean over positions of what depths accept
         counts = torch.cat([counts[:1], counts[1:2].expand(len(counts) - 1)])
         options = replace(options, decay=1.0)
     shares = [options.decay**k for k in range(len(counts) - 1)]
-    weights = torch.tensor([1.0] + [options.weight * share / sum(shares) for share in shares], device=counts.device)
-    return weights / counts.clamp(min=1)
+    weights = [1.0] + [options.weight * share / sum(shares) for share in shares]
+    return torch.tensor(weights, dtype=counts.dtype, device=counts.device) / counts.clamp(min=1)
 
 
 def chain_loss(
@@ -77,11 +78,11 @@ def chain_loss(
 
     def target_probs(state: Tensor) -> Tensor:
         if vocabulary is None or options.divergence not in ACCEPTANCES:
-            return drafted(head, state).float().log_softmax(-1)
-        return head(state).float().log_softmax(-1)[..., vocabulary.on(state.device)]
+            return exact(drafted(head, state)).log_softmax(-1)
+        return exact(head(state)).log_softmax(-1)[..., vocabulary.on(state.device)]
 
     def terms(state: Tensor, target: Tensor, teacher: Tensor | None, depth: int = 0) -> Tensor:
-        logits, target = (drafted(heads[depth], state) if depth else head(state)).float(), target[:, 0]
+        logits, target = exact(drafted(heads[depth], state) if depth else head(state)), target[:, 0]
         losses = nn.functional.cross_entropy(logits, target.to(logits.device), ignore_index=IGNORE, reduction="none")
         accepted = torch.zeros_like(losses)
         if is_block and teacher is not None:
@@ -100,7 +101,8 @@ def chain_loss(
         return not is_held and any(parameter.requires_grad for parameter in reads.head.parameters())
 
     own = torch.stack([(check_targets(part, vocab_size) != IGNORE).sum() for part in targets])
-    weights = depth_weights(counts_of_update(own, counts), options)
+    dtype = torch.promote_types(states[0].dtype, torch.float32)
+    weights = depth_weights(counts_of_update(own, counts).to(dtype), options)
     if vocabulary is not None:
         targets = [targets[0], *(vocabulary.columns(part, IGNORE) for part in targets[1:])]
     teaches = options.target == "teacher"
@@ -145,7 +147,7 @@ def _block_slopes(
     """
 
     def likelihood(own: LMHeadView, state: Tensor, target: Tensor) -> Tensor:
-        logits = drafted(own, state).float()
+        logits = exact(drafted(own, state))
         return -nn.functional.cross_entropy(logits, target[:, 0].clamp(min=0), reduction="none")[:, None]
 
     length = states[0].shape[1]

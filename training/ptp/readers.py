@@ -13,6 +13,7 @@ from ...generation.tensors.sampling import pick
 from ...modeling import PTPForCausalLM
 from ...modeling.common.chunks import LossSegment, chunked_sums
 from ...modeling.heads.losses import IGNORE
+from ...modeling.heads.window_distribution import exact
 from .losses import PTPOptions, slot_losses, slot_weights, target_probs
 from .tasks import Task
 
@@ -43,7 +44,7 @@ class SlotReader:
             head: From hidden states to logits.
         """
         self._hits = []
-        task, totals = self.task, self.totals.clamp(min=torch.finfo(torch.float32).tiny).float()
+        task, totals = self.task, self.totals.clamp(min=torch.finfo(torch.float32).tiny).to(torch.promote_types(hidden.dtype, torch.float32))
         slots = hidden[:, hidden.shape[1] - task.tokens[0].numel() :].unflatten(1, task.tokens.shape[1:])
         loss, slot_sum = self._of_slots(head, slots, totals[:1])
         base_sum = torch.zeros_like(slot_sum)
@@ -107,7 +108,7 @@ class SlotReader:
 
 
 def _next_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
+    return nn.functional.cross_entropy(exact(logits), targets, ignore_index=IGNORE, reduction="none")
 
 
 class MaskReader(SlotReader):

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .circuits import LINEAR, LOG, LatentDistribution, Scale, Semiring, Walk, column, moved, stepwise
-from .window_distribution import Given, TokenReader
+from .circuits import LINEAR, LOG, LatentDistribution, ReadLeaves, Scale, Semiring, Walk, column, moved, stepwise
+from .window_distribution import Given
 
 Chain = TypeVar("Chain", bound="ChainDistribution")
 _SYSTEM = 2**20
@@ -82,8 +82,8 @@ class ChainDistribution(LatentDistribution):
         moving = self if given is None else self._moving(given.moves)
         return super(ChainDistribution, moving).next_log_probs(prefix, given)
 
-    def _read_step(self, reader: TokenReader, position: int, weights: Tensor) -> Tensor:
-        logits, bias = self.trans_logits, reader.move(position)
+    def _read_step(self, moves: Sequence[Tensor | None], position: int, weights: Tensor) -> Tensor:
+        logits, bias = self.trans_logits, moves[position]
         if bias is None:
             return moved(weights, self.steps[..., position, :, :])
         logits = logits[..., position if logits.shape[-3] > 1 else 0, :, :]
@@ -91,8 +91,8 @@ class ChainDistribution(LatentDistribution):
 
     def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         """One product per position gives both the next state's weights and the next token's probabilities."""
-        if self.reader is not None:
-            return (yield from stepwise(self.root, leaves, known, unit, partial(self._read_step, self.reader)))
+        if isinstance(leaves, ReadLeaves):
+            return (yield from stepwise(self.root, leaves, known, unit, partial(self._read_step, leaves.moves)))
         steps = self.steps[..., : len(leaves) - 1, :, :]  # [..., n - 1, r, r]
         ahead = torch.cat([steps, steps @ torch.stack([*leaves[1:]], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
         weights = probs = self.root  # which is no more than a start where the first token is known

@@ -27,7 +27,7 @@ from .window_distribution import (
     Choose,
     Given,
     Note,
-    TokenReader,
+    Reads,
     WindowDistribution,
     largest,
     logsumexp,
@@ -89,10 +89,10 @@ class LatentDistribution(WindowDistribution):
         leaf_logits: [..., n, r, v].
 
     Attributes:
-        reader: The tokens that leaves read while drafting; None: they read none.
+        reads: What leaves read of a token while drafting; None: nothing.
     """
 
-    reader: TokenReader | None = None
+    reads: Reads | None = None
 
     def __init__(self, root_logits: Tensor, leaf_logits: Tensor) -> None:
         self.root_logits, self.leaf_logits, self._all_leaves = root_logits, leaf_logits, leaf_logits
@@ -146,7 +146,7 @@ class LatentDistribution(WindowDistribution):
         return self._all_leaves.softmax(-1)
 
     @property
-    def _bound(self) -> int:
+    def bound(self) -> int:
         """Tokens that the distribution is conditioned on; the window follows them."""
         return 0 if self._known is None else self._known.shape[-1]
 
@@ -159,7 +159,7 @@ class LatentDistribution(WindowDistribution):
 
     def given(self: Own, given: Given) -> Own:
         """Return the distribution with biased leaves."""
-        other, bound = self._fresh(), self._bound
+        other, bound = self._fresh(), self.bound
         other._all_leaves = self._all_leaves + given.bias[..., None, :]  # [..., n, r, v]
         other.leaf_logits = other._all_leaves[..., bound:, :, :]
         return other
@@ -175,9 +175,16 @@ class LatentDistribution(WindowDistribution):
         known = self._known
         return tokens if known is None else torch.cat([known.expand(*tokens.shape[:-1], -1), tokens], -1)
 
+    def _batched(self, leaves: Tensor) -> Tensor:
+        """Leaves [..., n, r, v] with the leading dimensions of bound tokens."""
+        if self._known is None:
+            return leaves
+        batch = torch.broadcast_shapes(self._known.shape[:-1], leaves.shape[:-3])
+        return leaves.expand(*batch, -1, -1, -1)
+
     def _evidence(self, tokens: Tensor) -> Tensor:
         """log leaf_i[z, x_i] of bound tokens and of tokens [..., n] after them; 0 for those without a column."""
-        tokens, bound, (leaves, norm) = self._with_bound(tokens), self._bound, self._leaves
+        tokens, bound, (leaves, norm) = self._with_bound(tokens), self.bound, self._leaves
         found = self._at(leaves, tokens) - norm  # [..., n, r]
         if self.codes is not None:
             found = found.masked_fill((tokens >= self.size)[..., None], 0)
@@ -200,7 +207,7 @@ class LatentDistribution(WindowDistribution):
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""
-        evidence, bound = self._evidence(tokens), self._bound
+        evidence, bound = self._evidence(tokens), self.bound
         if unknown is not None:
             evidence = evidence.masked_fill(torch.nn.functional.pad(unknown, (bound, 0))[..., None], 0)
         found = logsumexp(self.owner_weights(evidence) + evidence, -1)  # [..., n]
@@ -208,7 +215,7 @@ class LatentDistribution(WindowDistribution):
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return the posterior of each owner applied to its leaf."""
-        bound, (leaves, norm) = self._bound, self._leaves
+        bound, (leaves, norm) = self.bound, self._leaves
         weights = self.owner_weights(self._evidence(tokens))[..., bound:, :]  # [..., n, r]
         norm = norm[..., bound:, :] if norm.dim() else norm
         mixed = logsumexp(leaves[..., bound:, :, :] + (weights - norm)[..., None], -2)  # [..., n, v]
@@ -245,42 +252,45 @@ class LatentDistribution(WindowDistribution):
         )
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
-        """Draw the states, then all tokens at once, and compute the exact conditionals along them.
+        """Draw the states, then all tokens at once, and compute the exact conditionals along them."""
+        if self.bound > 1:
+            return super().sample_with_probs(length)
+        known = self.known_probs()
+        tokens = self.raced_rows(length, known).argmax(-1)  # [..., length]
+        return tokens, self.probs_along(tokens, known)
+
+    def raced_rows(self, length: int, known: list[Tensor]) -> Tensor:
+        """Return leaves [..., length, v] of states that are drawn, raced: their argmaxes are an ancestral sample.
 
         A race argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up.
         """
-        bound = self._bound
-        if bound > 1:
-            return super().sample_with_probs(length)
-        own, known = self._probs[..., bound : bound + length, :, :], self._known_probs()  # [..., length, r, v]
+        own = self._probs[..., self.bound : self.bound + length, :, :]  # [..., length, r, v]
         tables, factors = self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)
         early, late = arrivals.split(sizes, -1)
         early = early.unflatten(-1, tables.shape[-2:])  # [..., R, r]
         early = early if factors is None else early.div_(factors)
-        states = self._states((tables / early).argmax(-1), bound)[..., :length]  # [..., length]
+        states = self._states((tables / early).argmax(-1), self.bound)[..., :length]  # [..., length]
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
-        rows = rows / late.unflatten(-1, (length, self.size))  # [..., length, v]
-        if self.reader is None:
-            tokens = rows.argmax(-1)  # [..., length]
-        else:  # leaves are those at the tokens
-            tokens, bias = raced(rows.log(), self.reader)
-            own = (self.leaf_logits[..., :length, :, :] + bias[..., None, :]).softmax(-1)
-        evidence = (
-            self._at(own, tokens) if not known else torch.cat([known[0][..., None, :], self._at(own, tokens)], -2)
-        )
+        return rows / late.unflatten(-1, (length, self.size))
+
+    def probs_along(self, tokens: Tensor, known: list[Tensor], bias: Tensor | None = None) -> Tensor:
+        """Return the conditionals [..., m, v] along m drafted tokens, whose leaves have a bias [..., m, v]."""
+        if bias is None:
+            own = self._probs[..., self.bound : self.bound + tokens.shape[-1], :, :]  # [..., m, r, v]
+        else:
+            own = (self.leaf_logits[..., : tokens.shape[-1], :, :] + bias[..., None, :]).softmax(-1)
+        evidence = self._at(own, tokens)  # [..., m, r]
+        evidence = torch.cat([known[0][..., None, :], evidence], -2) if known else evidence
         if not self._is_short:
             evidence = evidence / evidence.amax(-1, keepdim=True)
-        weights = _unit(self.owner_weights(evidence, LINEAR)[..., bound:, :])  # [..., length, r]
-        return tokens, (weights[..., None, :] @ own)[..., 0, :]  # [..., length, v]
+        weights = _unit(self.owner_weights(evidence, LINEAR)[..., self.bound :, :])  # [..., m, r]
+        return (weights[..., None, :] @ own)[..., 0, :]
 
-    def _known_probs(self, leaves: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Leaves [..., r] of bound tokens."""
-        if self._known is None:
-            return []
-        probs = None if leaves is None else torch.stack([leaves[i] for i in range(self._bound)], -3)
-        return list(self._seen(self._known, probs).unbind(-2))
+    def known_probs(self) -> list[Tensor]:
+        """Return the leaves [..., r] of bound tokens."""
+        return [] if self._known is None else list(self._seen(self._known).unbind(-2))
 
     @property
     def _is_short(self) -> bool:
@@ -299,37 +309,58 @@ class LatentDistribution(WindowDistribution):
 
     def _along(self, choose: Choose, length: int | None, unit: Scale) -> tuple[list[Tensor], list[Tensor]]:
         """Tokens and distributions that `choose` gives in turn."""
-        stop, tokens, probs, reader = None if length is None else self._bound + length, [], [], self.reader
-        if reader is None:
-            leaves, known = list(self._probs[..., :stop, :, :].unbind(-3)), self._known_probs()
+        stop, tokens, probs = None if length is None else self.bound + length, [], []
+        if self.reads is None:
+            leaves, known = self._probs[..., :stop, :, :].unbind(-3), self.known_probs()
         else:
-            leaves = ReadLeaves(self._all_leaves[..., :stop, :, :].unbind(-3), reader)
-            known = self._known_probs(leaves)
+            leaves, known = ReadLeaves(self._batched(self._all_leaves[..., :stop, :, :]), self.reads), []
+            for token in () if self._known is None else self._known.unbind(-1):
+                leaf = leaves[len(known)][..., None, :, :]  # [..., 1, r, v]
+                known.append(self._seen(token[..., None], leaf)[..., 0, :])
+                leaves.read(token)
         walk = self._walk(leaves, known, unit)
         shown = next(walk)
-        for _ in range(len(known), len(leaves)):
+        for position in range(len(known), len(leaves)):
             token, distribution = choose(shown)
-            if reader is not None:
-                reader.read(token)
             tokens.append(token)
             probs.append(distribution)
-            if len(known) + len(tokens) < len(leaves):
+            if position + 1 < len(leaves):
+                if isinstance(leaves, ReadLeaves):
+                    leaves.read(token)
                 shown = walk.send(token)
         return tokens, probs
 
 
 class ReadLeaves(Sequence[Tensor]):
-    """Leaves [..., r, v] in linear space that read the tokens before them, computed when they are looked up."""
+    """Leaves [..., r, v] in linear space, each computed when it is looked up: when all tokens before it are read.
 
-    def __init__(self, logits: Sequence[Tensor], reader: TokenReader) -> None:
-        self.logits, self.reader = logits, reader
+    Args:
+        logits: [..., n, r, v].
+        reads: What is read of a token.
+    """
+
+    def __init__(self, logits: Tensor, reads: Reads) -> None:
+        self.logits, self.reads, self.moves = logits.clone(), reads, list[Tensor | None]()
+
+    def read(self, token: Tensor) -> None:
+        """Add to the logits of the next positions what they read of the next token [...]."""
+        given = self.reads(token)
+        self.moves.append(given.moves)
+        add_ahead(self.logits[..., len(self.moves) :, :, :].transpose(-3, -2), given.bias[..., None, :, :])
 
     def __len__(self) -> int:
-        return len(self.logits)
+        return self.logits.shape[-3]
 
     def __getitem__(self, index: Any) -> Any:
-        bias = self.reader.bias(index)
-        return (self.logits[index] if bias is None else self.logits[index] + bias[..., None, :]).softmax(-1)
+        return self.logits[..., index, :, :].softmax(-1)
+
+
+def add_ahead(logits: Tensor, bias: Tensor) -> None:
+    """Add biases [..., m, v] to the first logits [..., n, v] in place, to as many as there are of both."""
+    free, count = logits.shape[-2], bias.shape[-2]
+    if count < free:
+        logits = logits[..., :count, :]
+    logits.add_(bias if count <= free else bias[..., :free, :])
 
 
 class MixtureDistribution(LatentDistribution):
@@ -363,18 +394,6 @@ def stepwise(
         if position + 1 < len(leaves):
             weights = step(position, unit(weights * found))
     return None
-
-
-def raced(scores: Tensor, reader: TokenReader) -> tuple[Tensor, Tensor]:
-    """Return the tokens [..., m] of the largest scores [..., m, v] with the bias of those before, and the biases."""
-    tokens, found = list[Tensor](), list[Tensor]()
-    for row in scores.unbind(-2):
-        bias = reader.bias(len(reader))
-        found.append(torch.zeros_like(row) if bias is None else bias)
-        token = (row if bias is None else row + bias).argmax(-1)
-        reader.read(token)
-        tokens.append(token)
-    return torch.stack(tokens, -1), torch.stack(found, -2)
 
 
 def column(table: Tensor, token: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from copy import copy
-from functools import reduce
+from functools import partial
 from typing import cast
 
 import torch
@@ -26,19 +26,20 @@ from transformers import initialization as init
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.sampling import exponentials
 from ...generation.tensors.wrapped_models import gather
-from .circuits import LatentDistribution, raced
+from .circuits import LatentDistribution, add_ahead
 from .window_distribution import (
     Choose,
     FactorisedDistribution,
     Given,
     Note,
-    TokenReader,
+    Reads,
     WindowDistribution,
+    largest,
     refuse_gaps,
 )
 
-_PAIRS = 2**20
-"""Entries of a table of all pairs of tokens up to which it is kept: a draft then looks its biases up."""
+_TABLE = 2**20
+"""Entries of a table of what is read of every token, up to which it is kept: a draft then looks it up."""
 
 
 class LeafContext(nn.Module):
@@ -55,7 +56,7 @@ class LeafContext(nn.Module):
         self.count, self.rank, width = config.context, config.rank, config.context_rank
         self._table: tuple[Hashable, Tensor] | None = None
         self.embedding = nn.Parameter(torch.zeros(vocab_size, width))
-        self.weight = nn.Parameter(torch.zeros(draft_size, self.count * width))  # B_1 .. B_count, next to each other
+        self.weight = nn.Parameter(torch.zeros(self.count, draft_size, width))  # B_1 .. B_count
         wide = config.transition_context
         self.transition = nn.Parameter(torch.zeros(self.rank**2, width)) if wide else None
         self.reset_head(config.initializer_range)
@@ -72,24 +73,35 @@ class LeafContext(nn.Module):
         """Return e of token ids [...], [..., R]."""
         return nn.functional.embedding(tokens, self.embedding)
 
-    def bias(self, before: Tensor) -> Tensor:
-        """Return the bias [..., v] of a position from e of tokens before it, the last first, [..., up to count R]."""
-        width = before.shape[-1]
-        return nn.functional.linear(before, self.weight if width == self.weight.shape[1] else self.weight[:, :width])
-
     def table(self) -> Tensor | None:
-        """Return the biases B_j[y] . e(x) of all pairs of tokens, [V, count v], made once for the same weights.
+        """Return what `read` says of every token, [V, count v + r r], made once for the same weights.
 
-        None where they are many, or where gradients are wanted.
+        None where that is much, or where gradients are wanted.
         """
-        if torch.is_grad_enabled() or self.embedding.shape[0] * self.weight.shape[0] * self.count > _PAIRS:
+        own = [*self.parameters()]
+        if torch.is_grad_enabled() or len(own[0]) * sum(rows[..., 0].numel() for rows in own[1:]) > _TABLE:
             return None
-        marks = ((p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in (self.embedding, self.weight))
+        marks = ((p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in own)
         key = (*marks, torch.is_inference_mode_enabled())
         if self._table is None or self._table[0] != key:
-            parts = [self.embedding @ part.T for part in self.weight.chunk(self.count, 1)]  # [V, v] each
-            self._table = key, torch.cat(parts, 1)
+            self._table = key, self.embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T
         return self._table[1]
+
+    def read(self, tokens: Tensor, table: Tensor | None = None) -> Given:
+        """Return the biases [..., count, v] of the positions after token ids [...], and [..., r, r] of the transition.
+
+        The `table` makes that one look-up.
+        """
+        sizes = self.weight.shape[:2]
+        if table is None:
+            embedded = self.embed(tokens)
+            bias, move = nn.functional.linear(embedded, self.weight.flatten(0, 1)), self.move(embedded)
+            return Given(bias.unflatten(-1, sizes), move)
+        rows = torch.embedding(table, tokens)
+        if self.transition is None:
+            return Given(rows.view(*tokens.shape, *sizes))
+        bias, move = rows.tensor_split([sizes.numel()], -1)
+        return Given(bias.unflatten(-1, sizes), move.unflatten(-1, (self.rank, self.rank)))
 
     def move(self, embedded: Tensor) -> Tensor | None:
         """Return the bias [..., r, r] of the transitions after tokens of embeddings [..., R]; None without G."""
@@ -103,15 +115,17 @@ class LeafContext(nn.Module):
         last = nn.functional.pad(embedded, (0, 0, self.count, 0))  # [..., count + m, R]
         size = tokens.shape[-1] + 1
         before = [last[..., self.count - j : self.count - j + size, :] for j in range(1, self.count + 1)]
-        return Given(self.bias(torch.cat(before, -1)), self.move(embedded))
+        weight = self.weight.transpose(0, 1).flatten(1)  # [v, count R]: one product for all
+        return Given(nn.functional.linear(torch.cat(before, -1), weight), self.move(embedded))
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids; see `FFHead.resize`."""
         for name, rows in (("embedding", self.embedding), ("weight", self.weight)):
-            new = rows.mean(0, keepdim=True).repeat(max(vocab_size - len(rows), 0), 1)  # [more, ...]
+            new = rows.mean(-2, keepdim=True).expand(*rows.shape[:-2], max(vocab_size - rows.shape[-2], 0), -1)
             new = new if std is None else torch.randn_like(new) * std
-            setattr(self, name, nn.Parameter(torch.cat([rows[:vocab_size], new]), rows.requires_grad))
+            resized = torch.cat([rows[..., :vocab_size, :], new], -2)
+            setattr(self, name, nn.Parameter(resized, rows.requires_grad))
 
     @torch.no_grad()
     def take(self, other: LeafContext) -> None:
@@ -195,6 +209,8 @@ class ContextDistribution(WindowDistribution):
     def _within(self) -> FactorisedDistribution | LatentDistribution:
         inner = copy(self.inner)
         inner.codes = self.codes
+        if isinstance(inner, LatentDistribution):
+            inner.reads = self._reads()
         return inner
 
     def _along(self, tokens: Tensor, unknown: Tensor | None = None) -> WindowDistribution:
@@ -236,70 +252,57 @@ class ContextDistribution(WindowDistribution):
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
         """Draft one token after the other; each is read by the leaves after it."""
-        return self._reading().draft(choose, length)
+        inner = self._within()
+        if isinstance(inner, LatentDistribution):
+            return inner.draft(choose, length)
+        tokens, probs = self._in_turn(self._logits(length), lambda logits: choose(logits.softmax(-1)))
+        return torch.stack(tokens, -1), torch.stack(probs, -2)  # [..., length], [..., length, v]
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Return the argmax of each conditional in turn."""
-        return self._reading().greedy(length, note)
+        inner = self._within()
+        if isinstance(inner, LatentDistribution):
+            return inner.greedy(length, note)
+        return torch.stack(self._in_turn(self._logits(length), partial(largest, note))[0], -1)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """Draw by races that are run before the first token is known, and states before tokens.
 
         Only where a state reads a token, each is drawn in turn.
         """
-        inner, reader = self._within(), _Reader(self, self.known)
+        inner, race = self._within(), partial(largest, None)
         if isinstance(inner, FactorisedDistribution):
-            logits = inner.leaf_logits[..., :length, 0, :]  # [..., length, v]
-            arrivals = exponentials(logits.shape, logits.dtype, logits.device)
-            tokens, bias = raced(logits - arrivals.log_(), reader)
-            return tokens, (logits + bias).softmax(-1)
-        if self.tables.transition is not None:
+            logits = self._logits(length)
+            arrivals = exponentials(logits.shape, logits.dtype, logits.device).log_()
+            tokens = torch.stack(self._in_turn(logits.sub_(arrivals), race)[0], -1)  # [..., length]
+            return tokens, logits.add_(arrivals).softmax(-1)
+        if self.tables.transition is not None or inner.bound > 1:
             return super().sample_with_probs(length)
-        inner.reader = reader
-        return inner.sample_with_probs(length)
+        known = inner.known_probs()
+        tokens = torch.stack(self._in_turn(inner.raced_rows(length, known).log_(), race)[0], -1)
+        return tokens, inner.probs_along(tokens, known, self._given(tokens[..., :-1]).bias[..., -length:, :])
 
-    def _reading(self) -> FactorisedDistribution | LatentDistribution:
-        inner = self._within()
-        inner.reader = _Reader(self, self.known)
-        return inner
+    def _logits(self, length: int | None) -> Tensor:
+        """Return a copy of the logits [..., m, v] of independent positions, with the leading dimensions of a draft."""
+        logits = self.inner.leaf_logits[..., :length, 0, :]  # [..., m, v]
+        known = () if self.known is None else self.known.shape[:-1]
+        return logits.expand(*torch.broadcast_shapes(logits.shape[:-2], known), -1, -1).clone()
 
+    def _in_turn(self, logits: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what `choose` makes of logits [..., m, v] in turn, to which the biases are added in place."""
+        tokens, values, reads = list[Tensor](), list[Tensor](), self._reads()
+        before = () if self.known is None else self.known[..., -self.tables.count :].unbind(-1)
+        for distance, token in enumerate(reversed(before)):
+            add_ahead(logits, reads(token).bias[..., distance:, :])
+        for position in range(logits.shape[-2]):
+            ahead = logits[..., position : position + self.tables.count, :]
+            if position:
+                add_ahead(ahead, reads(tokens[-1]).bias)
+            token, value = choose(ahead[..., 0, :])
+            tokens.append(token)
+            values.append(value)
+        return tokens, values
 
-class _Reader(TokenReader):
-    """The tokens of a draft so far, and what leaves read of them."""
-
-    def __init__(self, distribution: ContextDistribution, known: Tensor | None) -> None:
-        self.tables, self.ids, self.count = distribution.tables, distribution._ids, distribution.tables.count
-        self.table, self.read_ids = self.tables.table(), list[Tensor]()
-        self.found = list[Tensor]()  # embeddings [..., R], or rows of the table, [..., v] or [..., count, v]
-        for token in () if known is None else known.unbind(-1):
-            self.read(token)
-
-    def read(self, token: Tensor) -> None:
-        self.read_ids.append(self.ids(token))
-
-    def _look_up(self, ids: Tensor) -> Tensor:
-        if self.table is None:
-            return self.tables.embed(ids)
-        rows = nn.functional.embedding(ids, self.table)  # [..., count v]
-        return rows if self.count == 1 else rows.unflatten(-1, (self.count, -1))
-
-    def bias(self, position: int) -> Tensor | None:
-        while len(self.found) < position:
-            self.found.append(self._look_up(self.read_ids[len(self.found)]))
-        if not position:
-            return None
-        if self.count == 1:
-            last = self.found[position - 1]
-            return self.tables.bias(last) if self.table is None else last
-        before = self.found[max(position - self.count, 0) : position][::-1]
-        if self.table is not None:
-            return reduce(torch.add, [rows[..., j, :] for j, rows in enumerate(before)])
-        return self.tables.bias(torch.cat(before, -1))
-
-    def move(self, position: int) -> Tensor | None:
-        if self.tables.transition is None:
-            return None
-        return self.tables.move(self.tables.embed(self.read_ids[position]))
-
-    def __len__(self) -> int:
-        return len(self.read_ids)
+    def _reads(self) -> Reads:
+        table = self.tables.table()
+        return lambda token: self.tables.read(self._ids(token), table)

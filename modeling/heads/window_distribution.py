@@ -30,32 +30,16 @@ class Given:
     """What known tokens add to a distribution whose leaves read them (`context`).
 
     Attributes:
-        bias: [..., m, v], of the leaf logits of the first m positions, known ones included.
-        moves: [..., m - 1, r, r], of the logits of transitions; None: they read nothing.
+        bias: [..., m, v], of the leaf logits of the first m positions, or of those after one token.
+        moves: [..., m - 1, r, r], of the logits of transitions, or [..., r, r] after one token; None: no bias.
     """
 
     bias: Tensor
     moves: Tensor | None = None
 
 
-class TokenReader(ABC):
-    """The tokens of a draft so far, which its further leaves read; their number is its length."""
-
-    @abstractmethod
-    def read(self, token: Tensor) -> None:
-        """Append a token [...]."""
-
-    @abstractmethod
-    def bias(self, position: int) -> Tensor | None:
-        """Return the bias [..., v] of the leaf logits of a position, whose tokens before are read; None: none."""
-
-    @abstractmethod
-    def move(self, position: int) -> Tensor | None:
-        """Return the bias [..., r, r] of the logits of the transition after a position; None: none."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return how many tokens are read."""
+Reads = Callable[[Tensor], Given]
+"""From a drafted token [...] to what the leaves of the next positions and the transition after it read of it."""
 
 
 class WindowDistribution(ABC):
@@ -145,12 +129,7 @@ class FactorisedDistribution(_ConditionalsDistribution):
 
     Args:
         leaf_logits: [..., n, 1, v].
-
-    Attributes:
-        reader: The tokens that leaves read while drafting; None: they read none.
     """
-
-    reader: TokenReader | None = None
 
     def __init__(self, leaf_logits: Tensor) -> None:
         self.leaf_logits = leaf_logits
@@ -176,27 +155,12 @@ class FactorisedDistribution(_ConditionalsDistribution):
         return FactorisedDistribution(self.leaf_logits[..., 1:, :, :])
 
     def draft(self, choose: Choose, length: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return every position at once; one after the other where leaves read tokens."""
-        if self.reader is not None:
-            return self._along(self.reader, lambda logits: choose(logits.softmax(-1)), length)
+        """Return every position at once."""
         return choose(self.leaf_logits[..., :length, 0, :].softmax(-1))
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Return the argmax of every leaf; no normalisation needed."""
-        if self.reader is not None:
-            return self._along(self.reader, partial(largest, note), length)[0]
         return largest(note, self.leaf_logits[..., :length, 0, :])[0]
-
-    def _along(self, reader: TokenReader, choose: Choose, length: int | None) -> tuple[Tensor, Tensor]:
-        """Return the tokens and values [..., v] that `choose` gives in turn, from logits."""
-        tokens, values = list[Tensor](), list[Tensor]()
-        for logits in self.leaf_logits[..., :length, 0, :].unbind(-2):
-            bias = reader.bias(len(reader))
-            token, value = choose(logits if bias is None else logits + bias)
-            reader.read(token)
-            tokens.append(token)
-            values.append(value)
-        return torch.stack(tokens, -1), torch.stack(values, -2)  # [..., length], [..., length, v]
 
 
 class SequentialDistribution(_ConditionalsDistribution):

@@ -40,10 +40,10 @@ def joint_of(head, config, state):
     bias = torch.zeros(len(texts), window, V, dtype=torch.float64)  # of the tokens before, one by one
     if config.context:
         embedded = head.context.embedding[texts]  # [K, n, R]
-        parts = head.context.weight.unflatten(1, (config.context, -1))  # [V, count, R]
+        parts = head.context.weight  # [count, V, R]
         for k, j in itertools.product(range(window), range(1, config.context + 1)):
             if k - j >= 0:
-                bias[:, k] += embedded[:, k - j] @ parts[:, j - 1].T
+                bias[:, k] += embedded[:, k - j] @ parts[j - 1].T
     if config.head_type == "ff":
         leaves = head(state)[:, None]  # [n, 1, V]
         root, sums = leaves.new_zeros(1), leaves.new_zeros(0, 1, 1)
@@ -251,7 +251,7 @@ def test_tables_are_added_to_trained_heads(kind):
     before = heads.distribution(IDS).conditional_log_probs(anything)
     heads.add_context(2, rank=8, transitions=kind == "hmm")
     torch.testing.assert_close(heads.distribution(IDS).conditional_log_probs(anything), before, atol=1e-5, rtol=0)
-    assert heads.config.context == 2 and heads.head.context.weight.shape[1] == 16
+    assert heads.config.context == 2 and heads.head.context.weight.shape[0] == 2
     with pytest.raises(ValueError, match="context=2 exists"):
         heads.add_context(1)
     with pytest.raises(Exception, match="context=1.*hydra"):

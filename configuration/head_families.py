@@ -19,7 +19,7 @@ CONTEXT_OPTIONS = ("context", "context_rank", "transition_context")
 """Options of families whose leaves may read the tokens before them; they are written where they do."""
 
 SHAPING_OPTIONS = (
-    *("rank", "unembedding", "contextual", "homogeneous"),
+    *("rank", "unembedding", "contextual", "homogeneous", "leaf_size"),
     *("num_blocks", "tied_blocks", "block", "block_size"),
     *("arch", "grounded", "state_offset", "first", "mix"),
     *CONTEXT_OPTIONS,
@@ -105,7 +105,7 @@ def _circuit(name: str, *options: str) -> HeadFamilyFacts:
         "MtPC",
         _never,
         "grivas2025mtpc",
-        ("rank", "unembedding", "contextual", "masked_tokens", "context", "context_rank", *options),
+        ("rank", "unembedding", "contextual", "masked_tokens", "leaf_size", "context", "context_rank", *options),
         unembedding="own",
     )
 

@@ -24,7 +24,10 @@ CHOICES = {
     "mix_init": ("last", "uniform"),
 }
 """Values of the fields that name something."""
-_COUNTS = ("window", "rank", "num_blocks", "block_size", "draft_vocab_size", "draft_lora_rank", "context_rank")
+_COUNTS = (
+    *("window", "rank", "leaf_size", "context_rank", "num_blocks", "block_size"),
+    *("draft_vocab_size", "draft_lora_rank"),
+)
 RANGES = {
     **dict.fromkeys(_COUNTS, "[1, inf)"),
     **dict.fromkeys(("state_offset", "draft_layers"), "[0, inf)"),
@@ -64,6 +67,9 @@ class MTPHeadConfig(PreTrainedConfig):
         homogeneous: All steps of an `"hmm"` share one transition.
         identity_bias: Added to the diagonal of an `"hmm"`'s transition logits at the start, so that states persist;
             None: so much that the mean diagonal is 0.85, whatever the rank is (5.4 for r = 32).
+        leaf_size: Small leaves of a circuit: those of all states of a position are one unembedding, plus what a matrix
+            [v, leaf_size], which all positions share, makes of a map [leaf_size, d] per position and state. None: each
+            state has a whole unembedding.
         context: Leaves of `"ff"` and circuits read so many tokens of the window before theirs, at most 3: their logits
             get a bias of each. 0: leaves know the state alone.
         context_rank: Rank of these biases.
@@ -117,6 +123,7 @@ class MTPHeadConfig(PreTrainedConfig):
     contextual: bool = True
     homogeneous: bool = False
     identity_bias: float | int | None = None
+    leaf_size: int | None = None
     context: int = 0
     context_rank: int = 64
     transition_context: bool = False

@@ -17,7 +17,7 @@ from ..common.backbone_parts import BackboneParts
 from .balanced_trees import TreeDistribution
 from .chains import ChainDistribution
 from .circuits import MixtureDistribution
-from .context import context_of
+from .context import context_of, resized
 from .family import FAMILIES, Circuit, HeadFamily, register
 from .ff import FFHead, SharedHead
 from .window_distribution import WindowDistribution, exact
@@ -26,8 +26,9 @@ from .window_distribution import WindowDistribution, exact
 class CircuitHead(nn.Module):
     """Parameters of a circuit (MtPC): one unembedding per position and state, and the weights of its sums.
 
-    Memory in parameters: leaves n r V d (`unembedding="own"`) or n r d^2 (`"shared"`); sum weights z r d with z sums,
-    where CP has z = 1, HMM 1 + (n - 1) r (1 + r if homogeneous) and BTree 1 + (n - 2) r; z r if not contextual.
+    Memory in parameters: leaves n r V d (`unembedding="own"`) or n r d^2 (`"shared"`), with `leaf_size` n V d or n d^2,
+    and n r L d + V L; sum weights z r d with z sums, where CP has z = 1, HMM 1 + (n - 1) r (1 + r if homogeneous) and
+    BTree 1 + (n - 2) r; z r if not contextual.
 
     Args:
         config: Head options.
@@ -41,8 +42,8 @@ class CircuitHead(nn.Module):
     def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        self.num_heads = config.num_depths * config.rank
-        needed = 4 * self.num_heads * hidden_size * vocab_size
+        self.per_position = config.rank if config.leaf_size is None else 1
+        needed = 4 * config.num_depths * self.per_position * hidden_size * vocab_size
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if config.unembedding == "own" and needed > available:
             sizes = f"window={config.window}, rank={config.rank}, hidden_size={hidden_size} and vocab_size={vocab_size}"
@@ -51,7 +52,9 @@ class CircuitHead(nn.Module):
                 f"unembedding='own' with {sizes} needs {size}; use unembedding='shared', or a smaller rank or window"
             )
         self.context = context_of(config, vocab_size)
-        self.leaf = (FFHead if config.unembedding == "own" else SharedHead)(hidden_size, vocab_size, self.num_heads)
+        count = config.num_depths * self.per_position
+        self.leaf = (FFHead if config.unembedding == "own" else SharedHead)(hidden_size, vocab_size, count)
+        self.state_leaves = None if config.leaf_size is None else StateLeaves(config, hidden_size, vocab_size)
         sums = config.rank * (1 + config.rank * self.num_sum_matrices)
         self.sum_bias = nn.Parameter(torch.zeros(sums))
         self.sum_weight = nn.Parameter(torch.zeros(sums, hidden_size)) if config.contextual else None
@@ -84,7 +87,10 @@ class CircuitHead(nn.Module):
             sums = nn.functional.linear(hidden_states, self.sum_weight, self.sum_bias)  # [..., r (1 + z r)]
         window = self.config.num_depths
         count = window if stop is None else stop
-        leaves = self.leaf(hidden_states, count * rank, backbone).unflatten(-2, (count, rank))  # [..., count, r, V]
+        leaves = self.leaf(hidden_states, count * self.per_position, backbone)
+        leaves = leaves.unflatten(-2, (count, self.per_position))  # [..., count, r or 1, V]
+        if self.state_leaves is not None:
+            leaves = leaves + self.state_leaves(hidden_states, count)  # [..., count, r, V]
         if count < window:
             leaves = nn.functional.pad(leaves, (0, 0, 0, 0, 0, window - count))
         parameters = {"leaf_logits": leaves, "root_logits": sums[..., :rank]}
@@ -108,15 +114,51 @@ class CircuitHead(nn.Module):
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids, see `FFHead.resize`."""
         self.leaf.resize(vocab_size, std)
-        if self.context is not None:
-            self.context.resize(vocab_size, std)
+        for part in (self.state_leaves, self.context):
+            if part is not None:
+                part.resize(vocab_size, std)
         self.vocab_size = vocab_size
 
     @torch.no_grad()
     def copy_leaves(self, weights: Tensor) -> None:
         """Copy matrix i, or the last, of FF heads [heads, V, d] to all states of position i: q is theirs."""
-        source = [min(i, len(weights) - 1) for i in range(self.config.num_depths) for _ in range(self.config.rank)]
+        source = [min(i, len(weights) - 1) for i in range(self.config.num_depths) for _ in range(self.per_position)]
         cast(FFHead, self.leaf).weight.copy_(weights[source].flatten(0, 1))  # [n r V, d]
+
+
+class StateLeaves(nn.Module):
+    """What tells the leaves of a position's states apart (`leaf_size`): logits U A h, small maps A, one U for all.
+
+    Args:
+        config: Head options.
+        hidden_size: d.
+        vocab_size: V.
+    """
+
+    def __init__(self, config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        size = config.leaf_size or 1
+        self.rank, self.size = config.rank, size
+        self.maps = nn.Parameter(torch.zeros(config.num_depths * config.rank * size, hidden_size))  # [n r L, d]
+        self.weight = nn.Parameter(torch.zeros(vocab_size, size))  # U
+        self.reset_head(config.initializer_range)
+
+    def forward(self, hidden_states: Tensor, count: int) -> Tensor:
+        """Return the logits [..., count, r, V] of the first positions, of hidden states [..., d]."""
+        maps = self.maps[: count * self.rank * self.size]
+        inside = nn.functional.linear(hidden_states, maps).unflatten(-1, (count, self.rank, self.size))
+        return nn.functional.linear(inside, self.weight)
+
+    @torch.no_grad()
+    def reset_head(self, std: float) -> None:
+        """Draw maps that keep the deviation of the states' entries (`std` is not read); U is 0: states are alike."""
+        init.normal_(self.maps, std=self.maps.shape[1] ** -0.5)
+        init.zeros_(self.weight)
+
+    @torch.no_grad()
+    def resize(self, vocab_size: int, std: float | None) -> None:
+        """Change the number of token ids, see `FFHead.resize`."""
+        self.weight = nn.Parameter(resized(self.weight, vocab_size, std), self.weight.requires_grad)
 
 
 def persistence(rank: int) -> float:

@@ -122,10 +122,7 @@ class LeafContext(nn.Module):
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids; see `FFHead.resize`."""
         for name, rows in (("embedding", self.embedding), ("weight", self.weight)):
-            new = rows.mean(-2, keepdim=True).expand(*rows.shape[:-2], max(vocab_size - rows.shape[-2], 0), -1)
-            new = new if std is None else torch.randn_like(new) * std
-            resized = torch.cat([rows[..., :vocab_size, :], new], -2)
-            setattr(self, name, nn.Parameter(resized, rows.requires_grad))
+            setattr(self, name, nn.Parameter(resized(rows, vocab_size, std), rows.requires_grad))
 
     @torch.no_grad()
     def take(self, other: LeafContext) -> None:
@@ -134,6 +131,14 @@ class LeafContext(nn.Module):
             found = dict(other.named_parameters()).get(name)
             if found is not None and found.shape == own.shape:
                 own.copy_(found)
+
+
+@torch.no_grad()
+def resized(rows: Tensor, vocab_size: int, std: float | None) -> Tensor:
+    """Return rows [..., V, R] of so many token ids; new ones are drawn, or the mean of the rows (None)."""
+    new = rows.mean(-2, keepdim=True).expand(*rows.shape[:-2], max(vocab_size - rows.shape[-2], 0), -1)
+    new = new if std is None else torch.randn_like(new) * std
+    return torch.cat([rows[..., :vocab_size, :], new], -2)
 
 
 def tables_of(head: nn.Module) -> LeafContext | None:

@@ -16,7 +16,7 @@ from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import Fields, Tensors
 from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts, output_embeddings, required
-from .context import LeafContext, context_of
+from .context import LeafContext, context_of, resized
 from .family import Circuit, Directory, HeadFamily, HeadLayout, register
 from .official import MTPC
 from .window_distribution import FactorisedDistribution, WindowDistribution, exact
@@ -63,9 +63,7 @@ class FFHead(nn.Module):
     def resize(self, vocab_size: int, std: float | None) -> None:
         """Change the number of token ids; new rows of a head are drawn, or the mean of its rows (None)."""
         rows = self.weight.unflatten(0, (self.num_heads, self.vocab_size))  # [N, V, D]
-        new = rows.mean(1, keepdim=True).repeat(1, max(vocab_size - self.vocab_size, 0), 1)  # [N, more, D]
-        new = new if std is None else torch.randn_like(new) * std
-        rows = torch.cat([rows[:, :vocab_size], new], dim=1).flatten(0, 1)  # [N V', D]
+        rows = resized(rows, vocab_size, std).flatten(0, 1)  # [N V', D]
         self.weight, self.vocab_size = nn.Parameter(rows, self.weight.requires_grad), vocab_size
         if self.context is not None:
             self.context.resize(vocab_size, std)

@@ -15,6 +15,8 @@ VARIANTS = [
     {"head_type": "hmm", "contextual": False},
     {"head_type": "btree", "contextual": False},
     {"head_type": "btree", "unembedding": "shared"},
+    {"head_type": "hmm", "leaf_size": 8},
+    {"head_type": "cp", "unembedding": "shared", "leaf_size": 8},
 ]
 TOKENS = torch.randint(64, 320, (2, 60), generator=torch.Generator().manual_seed(2))
 
@@ -24,17 +26,36 @@ def name(options):
 
 
 @pytest.mark.parametrize("window", [2, 3, 6, 8])
+@pytest.mark.parametrize("leaf_size", [None, 8])
 @pytest.mark.parametrize("kind", CIRCUITS)
-def test_a_circuit_starts_as_the_distribution_of_the_ff_heads(kind, window):
+def test_a_circuit_starts_as_the_distribution_of_the_ff_heads(kind, leaf_size, window):
     model = tiny_model()
     hidden = torch.randn(5, 32)
     tokens = torch.randint(0, 320, (5, window))
     model.set_head(head_type="ff", window=window)
     expected = model.window_distribution(hidden).conditional_log_probs(tokens)
-    model.set_head(head_type=kind, window=window, rank=4)
+    model.set_head(head_type=kind, window=window, rank=4, leaf_size=leaf_size)
     torch.testing.assert_close(
         model.window_distribution(hidden).conditional_log_probs(tokens), expected, atol=1e-5, rtol=0
     )
+
+
+def test_small_leaves_are_one_unembedding_and_a_product_through_their_width():
+    config = MTPHeadConfig(head_type="cp", window=3, rank=2, leaf_size=4)
+    head, hidden = build_head(config, 6, 10), torch.randn(5, 6)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter)
+    maps = head.state_leaves.maps.view(3, 2, 4, 6)
+    own = torch.einsum("vl,nrld,bd->bnrv", head.state_leaves.weight, maps, hidden)
+    base = torch.einsum("nvd,bd->bnv", head.leaf.weight.view(3, 10, 6), hidden)
+    torch.testing.assert_close(head(hidden)["leaf_logits"], base[:, :, None] + own)
+    torch.testing.assert_close(head(hidden, stop=2)["leaf_logits"][:, :2], (base[:, :, None] + own)[:, :2])
+    head.resize(12, None)
+    assert head(hidden)["leaf_logits"].shape == (5, 3, 2, 12)
+    with pytest.raises(Exception, match="leaf_size=4.*ff"):
+        MTPHeadConfig(head_type="ff", window=3, leaf_size=4)
+    with pytest.raises(Exception, match="leaf_size=0"):
+        MTPHeadConfig(head_type="cp", window=3, leaf_size=0)
 
 
 def mean_diagonal(**options):

@@ -21,6 +21,8 @@ CASES = [
     *(("hmm", count, dict(transition_context=True)) for count in (1, 2, 3)),
     ("hmm", 2, dict(transition_context=True, homogeneous=True)),
     ("cp", 2, dict(contextual=False)),
+    *((kind, 0, dict(leaf_size=2)) for kind in ("cp", "hmm", "btree")),
+    ("hmm", 3, dict(leaf_size=2, transition_context=True)),
 ]
 N = 4
 

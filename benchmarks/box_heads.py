@@ -35,13 +35,14 @@ from corpus import ByteWindows, load_corpus
 from measuring import show
 from studies import BEGUN, LENGTH, ROWS, drawn_texts, held_out_rows, measured, train
 
-from tokenahead import EvaByteForMTPC
+from tokenahead import EvaByteForMTPC, MTPHeads
 from tokenahead.training import TrainingStrategy, regenerate
 from tokenahead.training.box import load_box
 from tokenahead.training.utils import replace_file
 
 TABLES = ("rank", "families", "start", "losses", "layers", "contexts", "released")
 FAMILIES = ("ff", "cp", "hmm", "btree")
+SMALL: list[tuple[str, dict[str, Any]]] = [("hmm", {"rank": 8, "leaf_size": 64})]
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 RATE = 3e-3
 FIGURES = ("steps", "nll", "token", "block", "per call", "per second")
@@ -65,9 +66,10 @@ def cells(table: str) -> Iterator[dict[str, Any]]:
         for kind, rank in {"ff": 1, "cp": 2, "hmm": 4, "btree": 4}.items():
             yield {"head_type": kind, "window": 16, "rank": rank, "loss": "block", "start": "released"}
     elif table == "contexts":
-        for n, context, kind in product((8, 16), (0, 1, 3), FAMILIES):
+        for n, context, (kind, small) in product((8, 16), (0, 1, 3), [(kind, {}) for kind in FAMILIES] + SMALL):
             moves = {"transition_context": True} if kind == "hmm" and context else {}
-            yield {"head_type": kind, "window": n, "rank": ranks[kind], "context": context} | moves
+            yield {"head_type": kind, "window": n, "rank": ranks[kind], **small, "context": context} | moves
+        yield {"head_type": "hydra", "window": 8}
     else:
         for (kind, window), count in product((("ff", 8), ("btree", 16)), (0, 1, 2)):
             yield {"head_type": kind, "window": window, "rank": ranks[kind], "draft_layers": count} | block
@@ -92,11 +94,16 @@ def with_states(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Ten
     return [row | {"cached_states": body(row["input_ids"][None]).last_hidden_state[0, :, None]} for row in rows]
 
 
-def head_of(cell: dict[str, Any]) -> EvaByteForMTPC:
-    """The box with the head of a cell, which starts from its FF heads, or from its own head of that kind."""
+def head_of(cell: dict[str, Any]) -> EvaByteForMTPC | MTPHeads:
+    """The box with the head of a cell, which starts from its FF heads, or from its own head of that kind.
+
+    Hydra's heads are apart from it, and start as new ones.
+    """
     if cell.get("start") == "released":
         return load_box(cell["head_type"])[0]
     model, _ = load_box("ff")
+    if cell["head_type"] == "hydra":
+        return MTPHeads.from_backbone(model, **cell)
     options = {name: value for name, value in cell.items() if name not in ("loss", "draft_layers")}
     model.set_head(**options)
     if cell.get("draft_layers"):
@@ -113,7 +120,7 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
         loss["label_weight"] = 0.1
     strategy = TrainingStrategy(loss=loss)
     begun = time.process_time()
-    steps = arguments.steps if {"draft_layers", "context"} & cell.keys() else None
+    steps = arguments.steps if {"draft_layers", "context"} & cell.keys() or cell["head_type"] == "hydra" else None
     how = {"seed": arguments.seed, "steps": steps, "bfloat16": arguments.bfloat16, "rows": arguments.batch}
     done = train(model, strategy, data, arguments.seconds, RATE, **how)
     figures = {"seconds": round(time.process_time() - begun), "steps": done.state.global_step}
@@ -124,7 +131,7 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
     return figures | expected(model, arguments.drawn)
 
 
-def expected(model: EvaByteForMTPC, texts: torch.Tensor) -> dict[str, float]:
+def expected(model: EvaByteForMTPC | MTPHeads, texts: torch.Tensor) -> dict[str, float]:
     """Loss per window, and expected tokens per call of both rules, along texts that the backbone has drawn."""
     measures = measured(model, texts)
     rules = {rule: round(found.tokens_per_call, 4) for rule, found in measures.calls.items()}
@@ -133,22 +140,30 @@ def expected(model: EvaByteForMTPC, texts: torch.Tensor) -> dict[str, float]:
 
 def decode(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Note bytes per call and per second of kept heads, by turns, and of plain decoding."""
-    models = [EvaByteForMTPC.from_pretrained(folder_of(arguments, row["cell"])).eval() for row in rows]
+    models = [head_from(folder_of(arguments, row["cell"]), row["cell"]) for row in rows]
     prompts = arguments.drawn[: arguments.prompts, :BEGUN]
     common = {**SAMPLED, "max_new_tokens": 128, "eos_token_id": None, "pad_token_id": 0}
     common |= {"return_dict_in_generate": True}
     seconds, calls = [0.0] * (len(models) + 1), [0] * (len(models) + 1)
     for number, prompt in enumerate(prompts):
-        for index, model in enumerate([models[0], *models]):
+        for index, (model, options) in enumerate([(models[0][0], {"use_mtp": False}), *models]):
             torch.manual_seed(number)
             begun = time.perf_counter()
-            out = model.generate(prompt[None], use_mtp=index > 0, **common)
+            out = model.generate(prompt[None], **options, **common)
             seconds[index] += time.perf_counter() - begun
             calls[index] += out.speculation.backbone_calls if index else 128
     written = 128 * len(prompts)
     for row, spent, count in zip(rows, seconds[1:], calls[1:]):
         row |= {"per call": round(written / count, 3), "per second": round(written / spent, 1)}
         row["plain per second"] = round(written / seconds[0], 1)
+
+
+def head_from(folder: Path, cell: dict[str, Any]) -> tuple[EvaByteForMTPC, dict[str, Any]]:
+    """A model that a kept head drafts for, and the options with which it does."""
+    if cell["head_type"] != "hydra":
+        return EvaByteForMTPC.from_pretrained(folder).eval(), {}
+    model, _ = load_box("ff")
+    return model, {"assistant_model": MTPHeads.from_pretrained(folder).attach(model)}
 
 
 def folder_of(arguments: argparse.Namespace, cell: dict[str, Any]) -> Path:

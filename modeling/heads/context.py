@@ -69,17 +69,32 @@ class LeafContext(nn.Module):
         if self.transition is not None:
             init.zeros_(self.transition)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return e of token ids [...], [..., R]."""
-        return nn.functional.embedding(tokens, self.embedding)
+    def forward(self, tokens: Tensor, each: bool = False) -> Given:
+        """Return the biases of the first m + 1 positions from the ids [..., m] of the first m tokens.
+
+        With `each`, return for every token by itself, [...], those of the positions after it, [..., count, v], and of
+        the transition after it, [..., r, r].
+        """
+        embedded = nn.functional.embedding(tokens, self.embedding)  # [..., m, R]
+        move = None if self.transition is None else nn.functional.linear(embedded, self.transition)
+        move = None if move is None else move.unflatten(-1, (self.rank, self.rank))
+        if each:
+            bias = nn.functional.linear(embedded, self.weight.flatten(0, 1))
+            return Given(bias.unflatten(-1, self.weight.shape[:2]), move)
+        last = nn.functional.pad(embedded, (0, 0, self.count, 0))  # [..., count + m, R]
+        size = tokens.shape[-1] + 1
+        before = [last[..., self.count - j : self.count - j + size, :] for j in range(1, self.count + 1)]
+        weight = self.weight.transpose(0, 1).flatten(1)  # [v, count R]: one product for all
+        return Given(nn.functional.linear(torch.cat(before, -1), weight), move)
 
     def table(self) -> Tensor | None:
-        """Return what `read` says of every token, [V, count v + r r], made once for the same weights.
+        """Return what `forward` says of every token by itself, [V, count v + r r], made once for the same weights.
 
-        None where that is much, or where gradients are wanted.
+        None where that is much, where weights are offloaded, or where gradients are wanted.
         """
         own = [*self.parameters()]
-        if torch.is_grad_enabled() or len(own[0]) * sum(rows[..., 0].numel() for rows in own[1:]) > _TABLE:
+        entries = len(own[0]) * sum(rows[..., 0].numel() for rows in own[1:])
+        if torch.is_grad_enabled() or own[0].is_meta or entries > _TABLE:
             return None
         marks = ((p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in own)
         key = (*marks, torch.is_inference_mode_enabled())
@@ -87,36 +102,15 @@ class LeafContext(nn.Module):
             self._table = key, self.embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T
         return self._table[1]
 
-    def read(self, tokens: Tensor, table: Tensor | None = None) -> Given:
-        """Return the biases [..., count, v] of the positions after token ids [...], and [..., r, r] of the transition.
-
-        The `table` makes that one look-up.
-        """
-        sizes = self.weight.shape[:2]
+    def read(self, tokens: Tensor, table: Tensor | None) -> Given:
+        """Return `forward` of every token [...] by itself; a table makes that one look-up."""
         if table is None:
-            embedded = self.embed(tokens)
-            bias, move = nn.functional.linear(embedded, self.weight.flatten(0, 1)), self.move(embedded)
-            return Given(bias.unflatten(-1, sizes), move)
-        rows = torch.embedding(table, tokens)
+            return self(tokens, each=True)
+        rows, sizes = torch.embedding(table, tokens), (self.count, self.weight.shape[1])
         if self.transition is None:
             return Given(rows.view(*tokens.shape, *sizes))
-        bias, move = rows.tensor_split([sizes.numel()], -1)
+        bias, move = rows.tensor_split([sizes[0] * sizes[1]], -1)
         return Given(bias.unflatten(-1, sizes), move.unflatten(-1, (self.rank, self.rank)))
-
-    def move(self, embedded: Tensor) -> Tensor | None:
-        """Return the bias [..., r, r] of the transitions after tokens of embeddings [..., R]; None without G."""
-        if self.transition is None:
-            return None
-        return nn.functional.linear(embedded, self.transition).unflatten(-1, (self.rank, self.rank))
-
-    def given(self, tokens: Tensor) -> Given:
-        """Return the biases of the first m + 1 positions from the ids [..., m] of the first m tokens."""
-        embedded = self.embed(tokens)  # [..., m, R]
-        last = nn.functional.pad(embedded, (0, 0, self.count, 0))  # [..., count + m, R]
-        size = tokens.shape[-1] + 1
-        before = [last[..., self.count - j : self.count - j + size, :] for j in range(1, self.count + 1)]
-        weight = self.weight.transpose(0, 1).flatten(1)  # [v, count R]: one product for all
-        return Given(nn.functional.linear(torch.cat(before, -1), weight), self.move(embedded))
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
@@ -206,7 +200,7 @@ class ContextDistribution(WindowDistribution):
         """Return the biases up to the position after free tokens [..., m]."""
         if self.known is not None:
             tokens = torch.cat([self.known.expand(*tokens.shape[:-1], -1), tokens], -1)
-        return self.tables.given(self._ids(tokens))
+        return self.tables(self._ids(tokens))
 
     def _ids(self, tokens: Tensor) -> Tensor:
         return tokens if self.codes is None else self.codes.tokens(tokens)

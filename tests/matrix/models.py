@@ -127,17 +127,18 @@ def character_tokenizer(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def evabyte(head_type: str) -> Entry:
+def evabyte(head_type: str, name: str = "", **options: Any) -> Entry:
     """The trained golden model with another head; a circuit starts from the trained FF heads."""
     model = trained_model()
     if head_type != "ff":
         torch.manual_seed(0)
-        model.set_head(head_type=head_type, window=5, rank=2)
+        model.set_head(head_type=head_type, window=5, rank=2, **options)
         with torch.no_grad():  # its states are alike at first, which would make it an FF head
             for parameter in model.mtp_head.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
     longest = 7 if head_type == "ff" else 4
-    return Entry(f"evabyte-{head_type}", model.eval(), None, EvaByteTokenizer(), tree=HEADS_TREE, longest=longest)
+    name = f"evabyte-{name or head_type}"
+    return Entry(name, model.eval(), None, EvaByteTokenizer(), tree=HEADS_TREE, longest=longest)
 
 
 def backbone(family: str) -> Any:
@@ -165,11 +166,11 @@ def practised(model: Any, drafter: Any, rate: float) -> Any:
     return drafter.eval()
 
 
-def heads(family: str, **options: Any) -> Entry:
-    """FF heads apart from their backbone."""
+def heads(family: str, name: str = "heads", lora_target: str = "o_proj", **options: Any) -> Entry:
+    """FF heads, or those of the options, apart from their backbone."""
     model = backbone(family)
-    drafter = MTPHeads.from_backbone(model, window=4, unembedding="own")
-    return _attached(f"heads-{family}", model, practised(model, drafter, 3e-2), tree=HEADS_TREE, **options)
+    drafter = practised(model, MTPHeads.from_backbone(model, window=4, unembedding="own", **options), 3e-2)
+    return _attached(f"{name}-{family}", model, drafter, tree=HEADS_TREE, lora_target=lora_target)
 
 
 def eagle() -> Entry:
@@ -253,9 +254,11 @@ _MAKE: dict[str, Callable[[], Entry]] = {
     "evabyte-cp": lambda: evabyte("cp"),
     "evabyte-hmm": lambda: evabyte("hmm"),
     "evabyte-btree": lambda: evabyte("btree"),
+    "evabyte-context": lambda: evabyte("hmm", "context", context=3, transition_context=True, leaf_size=8),
     "heads-llama": lambda: heads("llama"),
     "heads-gemma3": lambda: heads("gemma3"),
     "heads-gpt2": lambda: heads("gpt2", lora_target="c_attn"),
+    "context-llama": lambda: heads("llama", "context", context=2, context_rank=8),
     "eagle-llama": eagle,
     "deepseek-modules": deepseek,
     "ptp-one_hot": lambda: ptp("one_hot"),

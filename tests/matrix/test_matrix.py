@@ -38,6 +38,14 @@ class TestEvaByteBTree(EvaByteConformance):
     name = "evabyte-btree"
 
 
+class TestEvaByteContext(EvaByteConformance):
+    name = "evabyte-context"
+
+
+class TestHeadsContext(DrafterConformance):
+    name = "context-llama"
+
+
 class TestHeadsLlama(DrafterConformance):
     name = "heads-llama"
 

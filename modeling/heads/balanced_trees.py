@@ -108,7 +108,7 @@ class TreeDistribution(LatentDistribution):
                 return None if position is None else known[position]
             leaf = leaves[position]
             return column(leaf, (yield moved(weights, leaf)))
-        in_pairs = self.counts_launches and unit is never and self.reads is None
+        in_pairs = self.counts_launches and unit is never and self.reader is None
         if in_pairs and 0 < level == self.depth - 1 and self._pairs is not None:
             return (yield from self._visit_pair(index, weights, leaves, known))
         is_latent = level > 0 and (level + 1 < self.depth or self.slots[2 * index] is not None)

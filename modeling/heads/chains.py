@@ -92,7 +92,7 @@ class ChainDistribution(LatentDistribution):
     def _walk(self, leaves: Sequence[Tensor], known: list[Tensor], unit: Scale) -> Walk:
         """One product per position gives both the next state's weights and the next token's probabilities."""
         if isinstance(leaves, ReadLeaves):
-            return (yield from stepwise(self.root, leaves, known, unit, partial(self._read_step, leaves.moves)))
+            return (yield from stepwise(self.root, leaves, known, unit, partial(self._read_step, leaves.reader.moves)))
         steps = self.steps[..., : len(leaves) - 1, :, :]  # [..., n - 1, r, r]
         ahead = torch.cat([steps, steps @ torch.stack([*leaves[1:]], -3)], -1).unbind(-3) if len(leaves) > 1 else ()
         weights = probs = self.root  # which is no more than a start where the first token is known

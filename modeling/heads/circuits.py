@@ -27,7 +27,7 @@ from .window_distribution import (
     Choose,
     Given,
     Note,
-    Reads,
+    TokenReader,
     WindowDistribution,
     largest,
     logsumexp,
@@ -89,10 +89,10 @@ class LatentDistribution(WindowDistribution):
         leaf_logits: [..., n, r, v].
 
     Attributes:
-        reads: What leaves read of a token while drafting; None: nothing.
+        reader: The tokens that leaves read while drafting; None: they read none.
     """
 
-    reads: Reads | None = None
+    reader: TokenReader | None = None
 
     def __init__(self, root_logits: Tensor, leaf_logits: Tensor) -> None:
         self.root_logits, self.leaf_logits, self._all_leaves = root_logits, leaf_logits, leaf_logits
@@ -175,13 +175,6 @@ class LatentDistribution(WindowDistribution):
         known = self._known
         return tokens if known is None else torch.cat([known.expand(*tokens.shape[:-1], -1), tokens], -1)
 
-    def _batched(self, leaves: Tensor) -> Tensor:
-        """Leaves [..., n, r, v] with the leading dimensions of bound tokens."""
-        if self._known is None:
-            return leaves
-        batch = torch.broadcast_shapes(self._known.shape[:-1], leaves.shape[:-3])
-        return leaves.expand(*batch, -1, -1, -1)
-
     def _evidence(self, tokens: Tensor) -> Tensor:
         """log leaf_i[z, x_i] of bound tokens and of tokens [..., n] after them; 0 for those without a column."""
         tokens, bound, (leaves, norm) = self._with_bound(tokens), self.bound, self._leaves
@@ -255,17 +248,26 @@ class LatentDistribution(WindowDistribution):
         """Draw the states, then all tokens at once, and compute the exact conditionals along them."""
         if self.bound > 1:
             return super().sample_with_probs(length)
-        known = self.known_probs()
-        tokens = self.raced_rows(length, known).argmax(-1)  # [..., length]
-        return tokens, self.probs_along(tokens, known)
+        own, known = self._probs[..., self.bound : self.bound + length, :, :], self._known_probs()
+        rows = self._raced(own, known)  # [..., length, v]
+        if self.reader is None:
+            tokens = rows.argmax(-1)  # [..., length]
+        else:  # leaves are those at the tokens
+            tokens, bias = raced(rows.log_(), self.reader)
+            own = (self.leaf_logits[..., :length, :, :] + bias[..., None, :]).softmax(-1)
+        evidence = self._at(own, tokens)  # [..., length, r]
+        evidence = torch.cat([known[0][..., None, :], evidence], -2) if known else evidence
+        if not self._is_short:
+            evidence = evidence / evidence.amax(-1, keepdim=True)
+        weights = _unit(self.owner_weights(evidence, LINEAR)[..., self.bound :, :])  # [..., length, r]
+        return tokens, (weights[..., None, :] @ own)[..., 0, :]  # [..., length, v]
 
-    def raced_rows(self, length: int, known: list[Tensor]) -> Tensor:
-        """Return leaves [..., length, v] of states that are drawn, raced: their argmaxes are an ancestral sample.
+    def _raced(self, own: Tensor, known: list[Tensor]) -> Tensor:
+        """Return the leaves [..., m, v] of states that are drawn, raced: their argmaxes are an ancestral sample.
 
         A race argmax w / E with E ~ Exp(1) draws for every state what would come next; then it is looked up.
         """
-        own = self._probs[..., self.bound : self.bound + length, :, :]  # [..., length, r, v]
-        tables, factors = self._tables(known)
+        length, (tables, factors) = own.shape[-3], self._tables(known)
         sizes = tables.shape[-2:].numel(), length * self.size
         arrivals = exponentials((*tables.shape[:-2], sum(sizes)), tables.dtype, tables.device)
         early, late = arrivals.split(sizes, -1)
@@ -275,21 +277,8 @@ class LatentDistribution(WindowDistribution):
         rows = own.gather(-2, states[..., None, None].expand(*own.shape[:-2], 1, self.size))[..., 0, :]
         return rows / late.unflatten(-1, (length, self.size))
 
-    def probs_along(self, tokens: Tensor, known: list[Tensor], bias: Tensor | None = None) -> Tensor:
-        """Return the conditionals [..., m, v] along m drafted tokens, whose leaves have a bias [..., m, v]."""
-        if bias is None:
-            own = self._probs[..., self.bound : self.bound + tokens.shape[-1], :, :]  # [..., m, r, v]
-        else:
-            own = (self.leaf_logits[..., : tokens.shape[-1], :, :] + bias[..., None, :]).softmax(-1)
-        evidence = self._at(own, tokens)  # [..., m, r]
-        evidence = torch.cat([known[0][..., None, :], evidence], -2) if known else evidence
-        if not self._is_short:
-            evidence = evidence / evidence.amax(-1, keepdim=True)
-        weights = _unit(self.owner_weights(evidence, LINEAR)[..., self.bound :, :])  # [..., m, r]
-        return (weights[..., None, :] @ own)[..., 0, :]
-
-    def known_probs(self) -> list[Tensor]:
-        """Return the leaves [..., r] of bound tokens."""
+    def _known_probs(self) -> list[Tensor]:
+        """Leaves [..., r] of bound tokens."""
         return [] if self._known is None else list(self._seen(self._known).unbind(-2))
 
     @property
@@ -309,15 +298,15 @@ class LatentDistribution(WindowDistribution):
 
     def _along(self, choose: Choose, length: int | None, unit: Scale) -> tuple[list[Tensor], list[Tensor]]:
         """Tokens and distributions that `choose` gives in turn."""
-        stop, tokens, probs = None if length is None else self.bound + length, [], []
-        if self.reads is None:
-            leaves, known = self._probs[..., :stop, :, :].unbind(-3), self.known_probs()
+        stop, tokens, probs, reader = None if length is None else self.bound + length, [], [], self.reader
+        if reader is None:
+            leaves, known = self._probs[..., :stop, :, :].unbind(-3), self._known_probs()
         else:
-            leaves, known = ReadLeaves(self._batched(self._all_leaves[..., :stop, :, :]), self.reads), []
+            leaves, known = ReadLeaves(self._all_leaves[..., :stop, :, :].unbind(-3), reader), []
             for token in () if self._known is None else self._known.unbind(-1):
                 leaf = leaves[len(known)][..., None, :, :]  # [..., 1, r, v]
                 known.append(self._seen(token[..., None], leaf)[..., 0, :])
-                leaves.read(token)
+                reader.read(token)
         walk = self._walk(leaves, known, unit)
         shown = next(walk)
         for position in range(len(known), len(leaves)):
@@ -325,42 +314,37 @@ class LatentDistribution(WindowDistribution):
             tokens.append(token)
             probs.append(distribution)
             if position + 1 < len(leaves):
-                if isinstance(leaves, ReadLeaves):
-                    leaves.read(token)
+                if reader is not None:
+                    reader.read(token)
                 shown = walk.send(token)
         return tokens, probs
 
 
 class ReadLeaves(Sequence[Tensor]):
-    """Leaves [..., r, v] in linear space, each computed when it is looked up: when all tokens before it are read.
+    """Leaves [..., r, v] in linear space that read the tokens before them: each is looked up when these are read."""
 
-    Args:
-        logits: [..., n, r, v].
-        reads: What is read of a token.
-    """
-
-    def __init__(self, logits: Tensor, reads: Reads) -> None:
-        self.logits, self.reads, self.moves = logits.clone(), reads, list[Tensor | None]()
-
-    def read(self, token: Tensor) -> None:
-        """Add to the logits of the next positions what they read of the next token [...]."""
-        given = self.reads(token)
-        self.moves.append(given.moves)
-        add_ahead(self.logits[..., len(self.moves) :, :, :].transpose(-3, -2), given.bias[..., None, :, :])
+    def __init__(self, logits: Sequence[Tensor], reader: TokenReader) -> None:
+        self.logits, self.reader = logits, reader
 
     def __len__(self) -> int:
-        return self.logits.shape[-3]
+        return len(self.logits)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.logits[..., index, :, :].softmax(-1)
+        assert index == len(self.reader.moves)
+        logits, bias = self.logits[index], self.reader.bias
+        return (logits if bias is None else logits + bias[..., None, :]).softmax(-1)
 
 
-def add_ahead(logits: Tensor, bias: Tensor) -> None:
-    """Add biases [..., m, v] to the first logits [..., n, v] in place, to as many as there are of both."""
-    free, count = logits.shape[-2], bias.shape[-2]
-    if count < free:
-        logits = logits[..., :count, :]
-    logits.add_(bias if count <= free else bias[..., :free, :])
+def raced(scores: Tensor, reader: TokenReader) -> tuple[Tensor, Tensor]:
+    """Return the tokens [..., m] of the largest scores [..., m, v] with the bias of those before, and the biases."""
+    tokens, found = list[Tensor](), list[Tensor]()
+    for row in scores.unbind(-2):
+        if tokens:
+            reader.read(tokens[-1])
+        bias = torch.zeros_like(row) if reader.bias is None else reader.bias
+        tokens.append((row + bias).max(-1).indices)
+        found.append(bias)
+    return torch.stack(tokens, -1), torch.stack(found, -2)
 
 
 class MixtureDistribution(LatentDistribution):

@@ -14,7 +14,7 @@ B and G start at 0, so that a head without them goes on unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from copy import copy
 from functools import partial
 from typing import cast
@@ -26,13 +26,13 @@ from transformers import initialization as init
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.sampling import exponentials
 from ...generation.tensors.wrapped_models import gather
-from .circuits import LatentDistribution, add_ahead
+from .circuits import LatentDistribution, raced
 from .window_distribution import (
     Choose,
     FactorisedDistribution,
     Given,
     Note,
-    Reads,
+    TokenReader,
     WindowDistribution,
     largest,
     refuse_gaps,
@@ -102,15 +102,22 @@ class LeafContext(nn.Module):
             self._table = key, self.embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T
         return self._table[1]
 
-    def read(self, tokens: Tensor, table: Tensor | None) -> Given:
-        """Return `forward` of every token [...] by itself; a table makes that one look-up."""
-        if table is None:
-            return self(tokens, each=True)
-        rows, sizes = torch.embedding(table, tokens), (self.count, self.weight.shape[1])
-        if self.transition is None:
-            return Given(rows.view(*tokens.shape, *sizes))
-        bias, move = rows.tensor_split([sizes[0] * sizes[1]], -1)
-        return Given(bias.unflatten(-1, sizes), move.unflatten(-1, (self.rank, self.rank)))
+    def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader:
+        """Return a reader of a draft whose tokens have these `ids` (None: they are ids)."""
+        table, (count, size), rank = self.table(), self.weight.shape[:2], self.rank
+        has_moves = self.transition is not None
+
+        def look_up(token: Tensor) -> tuple[Tensor, Tensor | None]:
+            token = token if ids is None else ids(token)
+            if table is None:
+                given = self(token, each=True)
+                return given.bias.flatten(-2), given.moves
+            rows = torch.embedding(table, token)
+            if not has_moves:
+                return rows, None
+            return rows[..., : count * size], rows[..., count * size :].unflatten(-1, (rank, rank))
+
+        return TokenReader(look_up, size)
 
     @torch.no_grad()
     def resize(self, vocab_size: int, std: float | None) -> None:
@@ -208,8 +215,6 @@ class ContextDistribution(WindowDistribution):
     def _within(self) -> FactorisedDistribution | LatentDistribution:
         inner = copy(self.inner)
         inner.codes = self.codes
-        if isinstance(inner, LatentDistribution):
-            inner.reads = self._reads()
         return inner
 
     def _along(self, tokens: Tensor, unknown: Tensor | None = None) -> WindowDistribution:
@@ -253,55 +258,48 @@ class ContextDistribution(WindowDistribution):
         """Draft one token after the other; each is read by the leaves after it."""
         inner = self._within()
         if isinstance(inner, LatentDistribution):
+            inner.reader = self._reader()
             return inner.draft(choose, length)
-        tokens, probs = self._in_turn(self._logits(length), lambda logits: choose(logits.softmax(-1)))
+        tokens, probs = self._in_turn(lambda logits: choose(logits.softmax(-1)), length)
         return torch.stack(tokens, -1), torch.stack(probs, -2)  # [..., length], [..., length, v]
 
     def greedy(self, length: int | None = None, note: Note | None = None) -> Tensor:
         """Return the argmax of each conditional in turn."""
         inner = self._within()
         if isinstance(inner, LatentDistribution):
+            inner.reader = self._reader()
             return inner.greedy(length, note)
-        return torch.stack(self._in_turn(self._logits(length), partial(largest, note))[0], -1)
+        return torch.stack(self._in_turn(partial(largest, note), length)[0], -1)
 
     def sample_with_probs(self, length: int) -> tuple[Tensor, Tensor]:
         """Draw by races that are run before the first token is known, and states before tokens.
 
         Only where a state reads a token, each is drawn in turn.
         """
-        inner, race = self._within(), partial(largest, None)
+        inner = self._within()
         if isinstance(inner, FactorisedDistribution):
-            logits = self._logits(length)
-            arrivals = exponentials(logits.shape, logits.dtype, logits.device).log_()
-            tokens = torch.stack(self._in_turn(logits.sub_(arrivals), race)[0], -1)  # [..., length]
-            return tokens, logits.add_(arrivals).softmax(-1)
+            logits = inner.leaf_logits[..., :length, 0, :]  # [..., length, v]
+            arrivals = exponentials(logits.shape, logits.dtype, logits.device)
+            tokens, bias = raced(logits - arrivals.log_(), self._reader(self.known))
+            return tokens, (logits + bias).softmax(-1)
         if self.tables.transition is not None or inner.bound > 1:
             return super().sample_with_probs(length)
-        known = inner.known_probs()
-        tokens = torch.stack(self._in_turn(inner.raced_rows(length, known).log_(), race)[0], -1)
-        return tokens, inner.probs_along(tokens, known, self._given(tokens[..., :-1]).bias[..., -length:, :])
+        inner.reader = self._reader(self.known)
+        return inner.sample_with_probs(length)
 
-    def _logits(self, length: int | None) -> Tensor:
-        """Return a copy of the logits [..., m, v] of independent positions, with the leading dimensions of a draft."""
-        logits = self.inner.leaf_logits[..., :length, 0, :]  # [..., m, v]
-        known = () if self.known is None else self.known.shape[:-1]
-        return logits.expand(*torch.broadcast_shapes(logits.shape[:-2], known), -1, -1).clone()
+    def _reader(self, known: Tensor | None = None) -> TokenReader:
+        reader = self.tables.reader(None if self.codes is None else self.codes.tokens)
+        for token in () if known is None else known.unbind(-1):
+            reader.read(token)
+        return reader
 
-    def _in_turn(self, logits: Tensor, choose: Choose) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what `choose` makes of logits [..., m, v] in turn, to which the biases are added in place."""
-        tokens, values, reads = list[Tensor](), list[Tensor](), self._reads()
-        before = () if self.known is None else self.known[..., -self.tables.count :].unbind(-1)
-        for distance, token in enumerate(reversed(before)):
-            add_ahead(logits, reads(token).bias[..., distance:, :])
-        for position in range(logits.shape[-2]):
-            ahead = logits[..., position : position + self.tables.count, :]
-            if position:
-                add_ahead(ahead, reads(tokens[-1]).bias)
-            token, value = choose(ahead[..., 0, :])
+    def _in_turn(self, choose: Choose, length: int | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what `choose` gives in turn from logits [..., v] of independent positions."""
+        tokens, values, reader = list[Tensor](), list[Tensor](), self._reader(self.known)
+        for logits in self.inner.leaf_logits[..., :length, 0, :].unbind(-2):
+            if tokens:
+                reader.read(tokens[-1])
+            token, value = choose(logits if reader.bias is None else logits + reader.bias)
             tokens.append(token)
             values.append(value)
         return tokens, values
-
-    def _reads(self) -> Reads:
-        table = self.tables.table()
-        return lambda token: self.tables.read(self._ids(token), table)

@@ -30,16 +30,39 @@ class Given:
     """What known tokens add to a distribution whose leaves read them (`context`).
 
     Attributes:
-        bias: [..., m, v], of the leaf logits of the first m positions, or of those after one token.
-        moves: [..., m - 1, r, r], of the logits of transitions, or [..., r, r] after one token; None: no bias.
+        bias: [..., m, v], of the leaf logits of the first m positions, known ones included.
+        moves: [..., m - 1, r, r], of the logits of transitions; None: they read nothing.
     """
 
     bias: Tensor
     moves: Tensor | None = None
 
 
-Reads = Callable[[Tensor], Given]
-"""From a drafted token [...] to what the leaves of the next positions and the transition after it read of it."""
+class TokenReader:
+    """The tokens of a draft so far, as the leaves and transitions after them read them.
+
+    Args:
+        look_up: From a token [...] to the biases of the next positions, side by side, [..., count v], in memory that
+            nobody else reads, and that of the transition after it.
+        size: v.
+
+    Attributes:
+        bias: [..., v], of the leaf logits of the next position; None: none.
+        moves: [..., r, r], of the logits of the transitions after the tokens that are read; None: none.
+    """
+
+    def __init__(self, look_up: Callable[[Tensor], tuple[Tensor, Tensor | None]], size: int) -> None:
+        self.look_up, self.size, self.bias, self.moves = look_up, size, None, list[Tensor | None]()
+        self._ahead: Tensor | None = None  # [..., count v]
+
+    def read(self, token: Tensor) -> None:
+        """Append a token [...]."""
+        rows, move = self.look_up(token)
+        is_one = rows.shape[-1] == self.size
+        if not is_one and self._ahead is not None:  # what earlier tokens say of the same positions
+            rows[..., : -self.size].add_(self._ahead[..., self.size :])
+        self._ahead, self.bias = rows, rows if is_one else rows[..., : self.size]
+        self.moves.append(move)
 
 
 class WindowDistribution(ABC):

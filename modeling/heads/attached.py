@@ -31,6 +31,7 @@ from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
 from ..common.outputs import MTPOutput
+from .context import make_table
 from .conversion import (
     backbone_from_official,
     check_fit,
@@ -257,6 +258,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         family, part = self.family, None if self.config.draft_vocab_size is None else self.draft_vocabulary
         parts = BackboneParts(self.backbone, part)
         after = partial(distribution_after, self.head, self.config, backbone=parts, vocabulary=part)
+        make_table(self.head)
         reads_last = family.features is last_state and family.hidden_layers is HeadFamily.hidden_layers
         if self.draft_layers is None and reads_last:  # features are the states, and there is no cache
             return HeadSession(after, options, [-1], vocabulary=part)

@@ -54,7 +54,8 @@ class LeafContext(nn.Module):
     def __init__(self, config: MTPHeadConfig, vocab_size: int, draft_size: int) -> None:
         super().__init__()
         self.count, self.rank, width = config.context, config.rank, config.context_rank
-        self._table: tuple[Hashable, Tensor] | None = None
+        self._table_of: Hashable = None
+        self._table: Tensor | None = None  # its address says whether a recording still holds
         self.embedding = nn.Parameter(torch.zeros(vocab_size, width))
         self.weight = nn.Parameter(torch.zeros(self.count, draft_size, width))  # B_1 .. B_count
         wide = config.transition_context
@@ -98,9 +99,9 @@ class LeafContext(nn.Module):
             return None
         marks = ((p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in own)
         key = (*marks, torch.is_inference_mode_enabled())
-        if self._table is None or self._table[0] != key:
-            self._table = key, self.embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T
-        return self._table[1]
+        if self._table is None or self._table_of != key:
+            self._table, self._table_of = self.embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T, key
+        return self._table
 
     def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader:
         """Return a reader of a draft whose tokens have these `ids` (None: they are ids)."""
@@ -146,6 +147,12 @@ def tables_of(head: nn.Module) -> LeafContext | None:
     """Return the tables of a head; None where its leaves read no token."""
     tables = getattr(head, "context", None)
     return tables if isinstance(tables, LeafContext) else None
+
+
+def make_table(head: nn.Module) -> None:
+    """Make the table of a head before its drafts are recorded: they read it where it lies."""
+    if (tables := tables_of(head)) is not None:
+        tables.table()
 
 
 def context_of(config: MTPHeadConfig, draft_size: int) -> LeafContext | None:

@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
 from tests.fake_graphs import BlindGraph, FakeGraph
+from tests.modeling.heads.backbones import shaken
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, SuffixDrafter
 from tokenahead.generation import graphs as graphs_module
 
+CONTEXT = dict(unembedding="own", context=2, context_rank=8)
 WITHIN = (DeepSeekMTP, PTPForCausalLM)
 STATIC = dict(cache_implementation="static", disable_compile=True)
 TREES = {
@@ -46,9 +48,10 @@ def parallel_eagle() -> EagleHead:
 
 @cache
 def heads(kind: str, **options) -> MTPHeads:
-    """Heads that attend."""
+    """Heads that attend, or whose leaves read tokens."""
     torch.manual_seed(0)
-    return MTPHeads.from_backbone(model_of(), head_type=kind, window=4, **options)
+    made = MTPHeads.from_backbone(model_of(), head_type=kind, window=4, **options)
+    return shaken(made, 0.3) if made.config.context else made
 
 
 DRAFTERS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
@@ -60,6 +63,8 @@ DRAFTERS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
     "layers": (lambda: heads("layer"), {}),
     "layers, ranked": (lambda: heads("layer"), TREES["ranked"]),
     "Hydra++": (lambda: heads("hydra", arch="prefix-mlp"), {}),
+    "context": (lambda: heads("ff", **CONTEXT), {}),
+    "context, grown": (lambda: heads("hmm", rank=2, transition_context=True, **CONTEXT), TREES["grown"]),
 }
 
 
@@ -189,3 +194,12 @@ def test_numbers_of_a_drafter_that_are_none_leave_the_text_alone(name):
             parameter.data.fill_(float("nan"))
     for _ in range(2):  # nothing of the first call is left in the buffers
         assert decoded(drafter, batch, **call, **STATIC)[0][0] == text
+
+
+def test_a_recording_drafts_from_tables_that_have_learned(fake):
+    drafter, batch, call = heads("ff", **CONTEXT), left_padded(prompts(2)), {"max_new_tokens": 16, "do_sample": False}
+    for _ in range(2):
+        recorded = decoded(drafter, batch, **call, **STATIC)
+        assert recorded[0] == decoded(drafter, batch, **call)[0] and recorded[1].replayed["cycle"] > 2
+        with torch.no_grad():
+            drafter.head.context.weight.normal_()

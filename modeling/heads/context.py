@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from copy import copy
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,23 @@ from .window_distribution import (
 
 _TABLE = 2**20
 """Entries of a table of what is read of every token, up to which it is kept: a draft then looks it up."""
+
+
+class TokenTables(Protocol):
+    """What makes biases of tokens: the tables of a head, or tables that read its states, too."""
+
+    @property
+    def moves_states(self) -> bool:
+        """Whether transitions read the last token."""
+        ...
+
+    def __call__(self, tokens: Tensor) -> Given:
+        """Return the biases of all positions up to the one after known tokens of ids [..., m]."""
+        ...
+
+    def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader:
+        """Return a reader of a draft whose tokens have these `ids` (None: they are ids)."""
+        ...
 
 
 class LeafContext(nn.Module):
@@ -103,10 +120,13 @@ class LeafContext(nn.Module):
             self._table, self._table_of = self.embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T, key
         return self._table
 
+    @property
+    def moves_states(self) -> bool:
+        return self.transition is not None
+
     def reader(self, ids: Callable[[Tensor], Tensor] | None) -> TokenReader:
-        """Return a reader of a draft whose tokens have these `ids` (None: they are ids)."""
         table, (count, size), rank = self.table(), self.weight.shape[:2], self.rank
-        has_moves = self.transition is not None
+        has_moves = self.moves_states
 
         def look_up(token: Tensor) -> tuple[Tensor, Tensor | None]:
             token = token if ids is None else ids(token)
@@ -196,12 +216,12 @@ class ContextDistribution(WindowDistribution):
 
     Args:
         inner: Independent positions or a circuit; without any token, or after those that are known.
-        tables: The tables.
+        tables: What makes the biases.
         known: Ids [..., j] of tokens before the window that is still free.
     """
 
     def __init__(
-        self, inner: FactorisedDistribution | LatentDistribution, tables: LeafContext, known: Tensor | None = None
+        self, inner: FactorisedDistribution | LatentDistribution, tables: TokenTables, known: Tensor | None = None
     ) -> None:
         self.inner, self.tables, self.known, self.window = inner, tables, known, inner.window
 
@@ -265,7 +285,7 @@ class ContextDistribution(WindowDistribution):
         """Draft one token after the other; each is read by the leaves after it."""
         inner = self._within()
         if isinstance(inner, LatentDistribution):
-            inner.reader = self._reader()
+            inner.reader = self._reader(inner.bound)
             return inner.draft(choose, length)
         tokens, probs = self._in_turn(lambda logits: choose(logits.softmax(-1)), length)
         return torch.stack(tokens, -1), torch.stack(probs, -2)  # [..., length], [..., length, v]
@@ -274,7 +294,7 @@ class ContextDistribution(WindowDistribution):
         """Return the argmax of each conditional in turn."""
         inner = self._within()
         if isinstance(inner, LatentDistribution):
-            inner.reader = self._reader()
+            inner.reader = self._reader(inner.bound)
             return inner.greedy(length, note)
         return torch.stack(self._in_turn(partial(largest, note), length)[0], -1)
 
@@ -287,22 +307,24 @@ class ContextDistribution(WindowDistribution):
         if isinstance(inner, FactorisedDistribution):
             logits = inner.leaf_logits[..., :length, 0, :]  # [..., length, v]
             arrivals = exponentials(logits.shape, logits.dtype, logits.device)
-            tokens, bias = raced(logits - arrivals.log_(), self._reader(self.known))
+            tokens, bias = raced(logits - arrivals.log_(), self._reader())
             return tokens, (logits + bias).softmax(-1)
-        if self.tables.transition is not None or inner.bound > 1:
+        if self.tables.moves_states or inner.bound > 1:
             return super().sample_with_probs(length)
-        inner.reader = self._reader(self.known)
+        inner.reader = self._reader()
         return inner.sample_with_probs(length)
 
-    def _reader(self, known: Tensor | None = None) -> TokenReader:
+    def _reader(self, bound: int = 0) -> TokenReader:
+        """Return a reader that has read the known tokens but for the last `bound`, which a circuit reads itself."""
         reader = self.tables.reader(None if self.codes is None else self.codes.tokens)
-        for token in () if known is None else known.unbind(-1):
-            reader.read(token)
+        known = () if self.known is None else self.known.unbind(-1)
+        for token in known[: len(known) - bound]:
+            reader.read(token, moves=False)
         return reader
 
     def _in_turn(self, choose: Choose, length: int | None) -> tuple[list[Tensor], list[Tensor]]:
         """Return what `choose` gives in turn from logits [..., v] of independent positions."""
-        tokens, values, reader = list[Tensor](), list[Tensor](), self._reader(self.known)
+        tokens, values, reader = list[Tensor](), list[Tensor](), self._reader()
         for logits in self.inner.leaf_logits[..., :length, 0, :].unbind(-2):
             if tokens:
                 reader.read(tokens[-1])

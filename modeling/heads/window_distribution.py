@@ -55,14 +55,15 @@ class TokenReader:
         self.look_up, self.size, self.bias, self.moves = look_up, size, None, list[Tensor | None]()
         self._ahead: Tensor | None = None  # [..., count v]
 
-    def read(self, token: Tensor) -> None:
-        """Append a token [...]."""
+    def read(self, token: Tensor, moves: bool = True) -> None:
+        """Append a token [...]; one before the window moves no state."""
         rows, move = self.look_up(token)
         is_one = rows.shape[-1] == self.size
         if not is_one and self._ahead is not None:  # what earlier tokens say of the same positions
             rows[..., : -self.size].add_(self._ahead[..., self.size :])
         self._ahead, self.bias = rows, rows if is_one else rows[..., : self.size]
-        self.moves.append(move)
+        if moves:
+            self.moves.append(move)
 
 
 class WindowDistribution(ABC):

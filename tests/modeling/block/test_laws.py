@@ -1,0 +1,315 @@
+"""Laws of a block against sums over everything, in float64: m = 3 places, v = 5 columns, any of V = 7 before them."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from tests.modeling.heads.backbones import shaken
+from tests.tree_worlds import WARPS, World, all_trees, emitted_distribution
+from tests.tree_worlds import V as WORDS
+from tokenahead.configuration.block import BlockDrafterConfig
+from tokenahead.generation.call.processing import Processing
+from tokenahead.generation.contract import DraftTree
+from tokenahead.modeling.block.laws import LAWS
+from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
+from tokenahead.modeling.heads.window_distribution import PartialDistribution
+
+M, D, V = 3, 4, 7
+KINDS = {
+    "independent": {},
+    "vanilla": dict(law="markov", rank=3),
+    "gated": dict(law="markov", rank=3, kind="gated"),
+    "rnn": dict(law="markov", rank=3, kind="rnn"),
+    "selector": dict(rank=3, top_k=3),
+    "cp": dict(rank=2, leaf_rank=3, markov_rank=3),
+    "hmm": dict(rank=2, leaf_rank=3, markov_rank=3, reads_last=True),
+    "hmm-bare": dict(law="hmm", rank=2, leaf_rank=3, markov_rank=0),
+    "hmm-gated": dict(law="hmm", rank=2, leaf_rank=3, markov_rank=3, markov_kind="gated"),
+    "btree": dict(rank=3, leaf_rank=3, markov_rank=3),
+    "btree-rnn": dict(law="btree", rank=2, leaf_rank=3, markov_rank=3, markov_kind="rnn"),
+}
+PART = DraftVocabulary([0, 2, 3, 5, 6], V)
+WHOLE = DraftVocabulary(range(5), 5)
+
+
+def law_of(kind, vocabulary=PART, m=M, **changes):
+    """A law with noise on every weight."""
+    torch.manual_seed(3)
+    options = {"law": kind} | KINDS[kind] | changes
+    return shaken(build_law(options.pop("law"), vocabulary, m, **options).double(), 0.8)
+
+
+def build_law(law, vocabulary=PART, m=M, **options):
+    config = BlockDrafterConfig(
+        vocab_size=vocabulary.vocab_size, draft_vocab_size=len(vocabulary), own_unembedding=True, hidden_size=D,
+        num_attention_heads=1, head_dim=4, block_size=m, feature_layers=[1], num_hidden_layers=1,
+    )  # fmt: skip
+    return LAWS[law](config, **options)
+
+
+def inputs_of(vocabulary=PART, count=1, m=M):
+    """Rows, base logits, tokens before and b's rows."""
+    torch.manual_seed(4)
+    rows, logits = torch.randn(count, m, D).double(), torch.randn(count, m, len(vocabulary)).double()
+    return rows, logits, torch.randint(vocabulary.vocab_size, (count,)), torch.randn(count, D).double()
+
+
+def of(law, rows, logits, last, anchor, vocabulary=PART):
+    """The distribution over all tokens, as a drafter has it."""
+    return PartialDistribution(law.distribution(rows, logits, last, anchor, vocabulary), vocabulary)
+
+
+def bias_of(law, rows, before, anchor, logits):
+    """Biases [m, v] of one text, place by place, from ids [m] of the tokens before: the formulas of DSpark."""
+    head = law if hasattr(law, "markov_w1") else getattr(law, "markov_head", None)
+    if head is None:
+        return torch.zeros_like(logits)
+    e, w2, found = head.markov_w1.weight, head.markov_w2.weight, []
+    state = torch.zeros(head.width).double()
+
+    def step(row, token, state):
+        g, c, o = (head.joint_proj.weight @ torch.cat([state, e[token], row]) + head.joint_proj.bias).chunk(3)
+        return g.sigmoid() * state + (1 - g.sigmoid()) * c.tanh(), o.tanh()
+
+    if head.kind == "rnn" and anchor is not None:
+        state, _ = step(anchor, before[0], state)
+    for row, token in zip(rows, before):
+        if head.kind == "vanilla":
+            phi = e[token]
+        elif head.kind == "gated":
+            phi = (head.gate_proj.weight @ torch.cat([row, e[token]]) + head.gate_proj.bias).sigmoid() * e[token]
+        else:
+            state, phi = step(row, token, state)
+        found.append(w2 @ phi)
+    return torch.stack(found)
+
+
+def joint_of(law, rows, logits, last, anchor, vocabulary=PART):
+    """q of every block [v, v, v], by sums over all states."""
+    m, size = logits.shape
+    q = torch.zeros((size,) * m).double()
+    for text in itertools.product(range(size), repeat=m):
+        before = [int(last), *vocabulary.ids[list(text[:-1])].tolist()]
+        places = range(m)
+        if hasattr(law, "successor_codebook"):
+            part, value = law, 1.0
+            for k in places:
+                found = logits[k].topk(law.top_k).indices.tolist()
+                h = part.hidden_projection.weight @ rows[k]
+                weights = {
+                    y: logits[k, y] + (part.predecessor_codebook[before[k]] * h * part.successor_codebook[y]).sum()
+                    for y in found
+                }
+                total = sum(weight.exp() for weight in weights.values())
+                value = value * (weights[text[k]].exp() / total if text[k] in weights else 0.0)
+            q[text] = value
+            continue
+        bias = bias_of(law, rows, before, anchor, logits)
+        if not hasattr(law, "state_maps"):
+            q[text] = torch.stack([(logits[k] + bias[k]).softmax(-1)[text[k]] for k in places]).prod()
+            continue
+        rank = law.rank
+        maps = law.state_maps.weight.unflatten(0, (rank, -1))  # [r, R, d]
+
+        def leaf(k, z, bias=bias, text=text, maps=maps):
+            added = law.state_leaves.weight @ (maps[z] @ rows[k]) if k else 0
+            return (logits[k] + added + bias[k]).softmax(-1)[text[k]]
+
+        def sums(row, rank=rank):
+            return (law.sums.weight @ row + law.sums.bias).view(rank, rank)
+
+        root, total = (law.root.weight @ rows[0] + law.root.bias).softmax(-1), 0
+        if law.kind == "cp":
+            total = sum(root[z] * torch.stack([leaf(k, z) for k in places]).prod() for z in range(rank))
+        elif law.kind == "hmm":
+            moves = []
+            for k in range(1, m):
+                more = (
+                    0
+                    if law.transitions is None
+                    else law.transitions.weight @ law.markov_head.markov_w1.weight[before[k]]
+                )
+                moves.append((sums(rows[k]) + (more.view(rank, rank) if torch.is_tensor(more) else 0)).softmax(-1))
+            for z in itertools.product(range(rank), repeat=m):
+                steps = [moves[k][z[k], z[k + 1]] for k in range(m - 1)]
+                total = total + root[z[0]] * torch.stack([*steps, *(leaf(k, z[k]) for k in places)]).prod()
+        else:  # three places: the first hangs on the root, the others on its one node
+            node = sums(rows[1:].mean(0)).softmax(-1)
+            for z, w in itertools.product(range(rank), repeat=2):
+                total = total + root[z] * leaf(0, z) * node[z, w] * leaf(1, w) * leaf(2, w)
+        q[text] = total
+    return q
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
+def next_of(joint, prefix):
+    part = joint[tuple(prefix)]
+    part = part.flatten(1).sum(1) if part.dim() > 1 else part
+    return part / part.sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_everything_equals_enumeration(kind):
+    law, (rows, logits, last, anchor) = law_of(kind), inputs_of()
+    joint = joint_of(law, rows[0], logits[0], last[0], anchor[0])
+    assert abs(float(joint.sum()) - 1) < 1e-12
+    codes = torch.tensor(list(itertools.product(range(5), repeat=M)))
+    possible = joint[tuple(codes.T)] > 0  # a selector rules tokens out
+    blocks = PART.ids[codes]
+    many = [part.expand(len(blocks), *part.shape[1:]) for part in (rows, logits, last)]
+    whole = of(law, *many, anchor.expand(len(blocks), -1))
+    close(whole.log_prob(blocks).exp().view(joint.shape), joint)
+    some, at = blocks[possible][::7], codes[possible][::7]
+    want = torch.stack([torch.stack([next_of(joint, x[:i]) for i in range(M)]) for x in at.tolist()])  # [k, m, v]
+    many = [part.expand(len(some), *part.shape[1:]) for part in (rows, logits, last)]
+    whole = of(law, *many, anchor.expand(len(some), -1))
+    close(whole.conditional_log_probs(some).exp(), PART.spread(want))
+    trees = of(law, rows[:, None], logits[:, None], last[:, None], anchor[:, None])
+    for length in range(M):  # many prefixes of one block
+        found = trees.next_columns(some[None, :, :length])[0]
+        close(found.softmax(-1).expand(len(some), -1), want[:, length])
+    for bound in range(M):
+        rest = whole
+        for position in range(bound):
+            rest = rest.condition(some[:, position])
+        assert rest.window == M - bound
+        close(rest.conditional_log_probs(some[:, bound:]).exp(), PART.spread(want[:, bound:]))
+        if kind != "independent":  # whose places are drafted at once
+            forced = iter(some[:, bound:].unbind(1))
+            close(rest.draft(lambda probs, forced=forced: (next(forced), probs))[1], PART.spread(want[:, bound:]))
+        greedy = rest.greedy()
+        again = PART.codes(torch.cat([some[:, :bound], greedy], 1))
+        best = torch.stack([next_of(joint, x[:i]) for x in again.tolist() for i in range(bound, M)])
+        assert torch.equal(PART.ids[best.argmax(-1)], greedy.flatten())
+        tokens, probs = rest.sample_with_probs(M - bound)
+        close(probs, rest.conditional_log_probs(tokens).exp())
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("warp", ["plain", "temperature"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_text_of_chains_has_the_targets_distribution(kind, warp, rule):
+    """Every block as a chain, with the warped conditionals that it is drawn from."""
+    words = DraftVocabulary(range(WORDS), WORDS)
+    law, world = law_of(kind, words), World(warp, 3)
+    rows, logits, last, anchor = inputs_of(words, 2)
+    drafts = torch.tensor(list(itertools.product(range(WORDS), repeat=3))).repeat(2, 1)
+    row = torch.arange(2).repeat_interleave(len(drafts) // 2)
+    block = law.distribution(rows[row], logits[row], last[row], anchor[row])
+    forced, processing = iter(drafts.unbind(1)), Processing(LogitsProcessorList(WARPS[warp]))
+    if kind == "independent":
+        probs = processing.warp(logits[row].softmax(-1))
+    else:
+        probs = block.draft(lambda probs: (next(forced), processing.warp(probs)))[1]  # [K, 3, V]
+    chance = probs.gather(-1, drafts[..., None])[..., 0].prod(-1)
+    tree = DraftTree.chain(drafts, probs)
+    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_text_of_drawn_trees_has_the_targets_distribution(kind, rule):
+    """Two children of the root and one of each, every way to draw them by the conditionals of the law."""
+    words = DraftVocabulary(range(WORDS), WORDS)
+    law, world = law_of(kind, words), World("plain", 3)
+    rows, logits, last, anchor = inputs_of(words, 2)
+    block = law.distribution(rows[:, None], logits[:, None], last[:, None], anchor[:, None])
+    for length in range(M):  # the drafters' distributions after every text
+        prefixes = torch.tensor([*itertools.product(range(WORDS), repeat=length)]).long().view(1, WORDS**length, length)
+        first = sum(WORDS**k for k in range(length))
+        found = block.next_log_probs(prefixes.expand(2, -1, -1)).softmax(-1)
+        world.q[:, first : first + prefixes.shape[1]] = found
+    tree, chance = all_trees(world, [-1, -1, 0, 1], replacement=False)
+    assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+
+
+def blocks_of(law, m=M):
+    rows, logits, last, _ = inputs_of(WHOLE, m=m)
+    blocks = torch.tensor(list(itertools.product(range(5), repeat=m)))
+    many = [part.expand(len(blocks), *part.shape[1:]) for part in (rows, logits, last)]
+    return law.distribution(*many).prefix_log_prob(blocks)
+
+
+@pytest.mark.parametrize("kind", ["cp", "hmm", "btree"])
+@torch.no_grad()
+def test_equal_leaves_are_independent_places(kind):
+    law = law_of(kind, WHOLE, markov_rank=0, **({"reads_last": False} if kind == "hmm" else {}))
+    law.state_leaves.weight.zero_()
+    close(blocks_of(law), blocks_of(law_of("independent", WHOLE)))
+
+
+@torch.no_grad()
+def test_an_hmm_whose_states_stay_is_a_mixture():
+    hmm, cp = law_of("hmm-bare", WHOLE), law_of("cp", WHOLE, markov_rank=0)
+    cp.load_state_dict({name: value for name, value in hmm.state_dict().items() if "sums" not in name})
+    hmm.sums.weight.zero_()
+    hmm.sums.bias.copy_(1000 * torch.eye(2).flatten())
+    close(blocks_of(hmm), blocks_of(cp))
+
+
+@torch.no_grad()
+def test_a_tree_of_two_places_is_a_mixture():
+    tree, cp = law_of("btree", WHOLE, 2, rank=2), law_of("cp", WHOLE, 2)
+    cp.load_state_dict({name: value for name, value in tree.state_dict().items() if "sums" not in name})
+    close(blocks_of(tree, 2), blocks_of(cp, 2))
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@torch.no_grad()
+def test_a_markov_head_without_weights_is_independent(kind):
+    law = law_of(kind, WHOLE)
+    law.markov_w2.weight.zero_()
+    close(blocks_of(law), blocks_of(law_of("independent", WHOLE)))
+
+
+@torch.no_grad()
+def test_a_selector_that_reads_no_row_is_independent_among_its_candidates():
+    law, (rows, logits, last, _) = law_of("selector", WHOLE), inputs_of(WHOLE)
+    law.hidden_projection.weight.zero_()
+    floor = logits.topk(3, -1).values[..., -1:]
+    want = law_of("independent", WHOLE).distribution(rows, logits.masked_fill(logits < floor, -torch.inf), last)
+    blocks = logits.topk(3, -1).indices[0].T
+    many = [part.expand(len(blocks), *part.shape[1:]) for part in (rows, logits, last)]
+    close(law.distribution(*many).prefix_log_prob(blocks), want.prefix_log_prob(blocks))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_new_laws_start_as_independent_places(kind):
+    law = law_of(kind, WHOLE, **({"top_k": 5} if kind == "selector" else {}))
+    for module in law.modules():
+        if hasattr(module, "reset_head"):
+            module.reset_head(0.02)
+    close(blocks_of(law), blocks_of(law_of("independent", WHOLE)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_learns(kind):
+    law, (rows, logits, last, anchor) = law_of(kind), inputs_of(count=3)
+    logits.requires_grad_()
+    columns = logits.topk(3, -1).indices
+    blocks = PART.ids[columns[..., 1]]
+    of(law, rows, logits, last, anchor).log_prob(blocks).sum().backward()
+    for name, weight in law.named_parameters():
+        assert weight.grad is not None and weight.grad.isfinite().all() and weight.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(law="markov", kind="lstm"), "kind='lstm'"),
+        (dict(law="cp", reads_last=True), "reads_last=True.*cp"),
+        (dict(law="hmm", reads_last=True, markov_rank=0), "reads_last=True.*markov_rank"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        build_law(**options)

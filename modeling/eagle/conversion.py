@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
-from ...configuration.fields import check_options, field
+from ...configuration.fields import check_options
 from ...generation.tensors.tensor_files import Fields, count_of
-from ..common.draft_vocabulary import DraftVocabulary
+from ..common.draft_vocabulary import check_offsets
+from ..common.drafter_configs import check_kind, layer_fields, verifier_fields, warn_of_kind
 
 logger = logging.get_logger(__name__)
 _FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
@@ -53,20 +53,7 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
     check_options(own, EagleHeadConfig, "EagleHead.from_backbone", _FROM_BACKBONE)
     check_kind(backbone)
     text = backbone.config.get_text_config()
-    heads = options.get("num_attention_heads", field(text, "num_attention_heads"))
-    defaults = {
-        "hidden_size": text.hidden_size,
-        "vocab_size": text.vocab_size,
-        "intermediate_size": _shared(text, "intermediate_size") or 4 * text.hidden_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": _shared(text, "num_key_value_heads") or heads,
-        "head_dim": _shared(text, "head_dim") or text.hidden_size // heads,
-        "rms_norm_eps": _shared(text, "rms_norm_eps") or 1e-6,
-        "max_position_embeddings": text.max_position_embeddings,
-        "rope_parameters": _rope(text),
-        "bos_token_id": text.bos_token_id,
-        "eos_token_id": text.eos_token_id,
-        "pad_token_id": text.pad_token_id,
+    defaults = layer_fields(text, options) | {
         "base_model_name_or_path": backbone.config.name_or_path or None,
         "base_model_type": text.model_type,
     }
@@ -75,25 +62,9 @@ def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfi
     return EagleHeadConfig(**(defaults | options))
 
 
-def check_kind(backbone: PreTrainedModel) -> None:
-    """Refuse a backbone without one hidden state per layer (Gemma 3n), attention and computed positions."""
-    text, name = backbone.config.get_text_config(), type(backbone).__name__
-    if field(text, "altup_num_inputs", default=1) > 1:
-        several = f"altup_num_inputs={text.altup_num_inputs}"
-        raise ValueError(f"{name}: {several}; an EAGLE head reads one state per layer (MTPHeads read the last one)")
-    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
-    if missing := [each for each in needed if field(text, each) is None]:
-        raise ValueError(f"{name}: its config has no {', '.join(missing)}, as EAGLE heads need; MTPHeads fit any")
-
-
 def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
     """Warn about what lets fewer drafts be accepted: another kind of backbone, or states that nobody named."""
-    is_own = config.base_model_type is None or config.base_model_name_or_path == backbone.config.name_or_path
-    kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
-    # several kinds may share a class, and the text model of a multimodal model has its own kind
-    if not is_own and _class_of(config.base_model_type) not in map(_class_of, kinds):
-        made = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
-        logger.warning_once(f"This EAGLE head was made for {made}: output remains exact, with fewer accepted drafts.")
+    warn_of_kind(config, backbone, "EAGLE head")
     if config.num_aux and config.aux_layers is None and config.layout != "tokenahead":
         layers = default_aux_layers(backbone.config.get_text_config().num_hidden_layers)
         logger.warning_once(
@@ -101,19 +72,6 @@ def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:
             f"aux_layers={layers}, as in the official code; if it learned from others, few drafts are accepted: pass "
             "aux_layers= to from_pretrained"
         )
-
-
-def _class_of(kind: str | None) -> str | None:
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind) if kind else kind
-
-
-def _shared(config: PreTrainedConfig, name: str) -> Any:
-    """Return a size of the layers; of a list the first, and None where layers differ and the config raises."""
-    try:
-        value = field(config, name)
-    except RuntimeError:
-        return None
-    return value[0] if isinstance(value, (list, tuple)) else value
 
 
 def _small_aux_layers(num_layers: int) -> list[int]:
@@ -125,16 +83,6 @@ def _small_aux_layers(num_layers: int) -> list[int]:
     for index in range(1, len(wanted)):
         wanted[index] = max(wanted[index], wanted[index - 1] + 1)
     return wanted
-
-
-def _rope(text: PreTrainedConfig) -> Fields:
-    """Return the backbone's rope where all layers share it, over whole heads; else a default one with its base."""
-    rope = field(text, "rope_parameters") or {}
-    nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
-    if nested or "partial_rotary_factor" in rope or "rope_type" not in rope:
-        theta = (nested or [rope])[0].get("rope_theta", 10_000.0)
-        return {"rope_type": "default", "rope_theta": theta}
-    return dict(rope)
 
 
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -201,7 +149,7 @@ def foreign_head(
     if "t2d" in state and "d2t" not in state and version == 3:
         ids = state["t2d"].nonzero()[:, 0]  # [Vd]
         state["d2t"] = ids - torch.arange(len(ids))
-    check_vocabulary(name, config, state)
+    check_offsets(name, state, config.draft_vocab_size or config.vocab_size, config.vocab_size)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
 
 
@@ -240,17 +188,7 @@ def _llama_fields(raw: Fields) -> Fields:
     known = (_OWN | {"rope_theta", "rope_scaling", "dtype"}) - _NOT_TAKEN
     values["dtype"] = values.get("dtype") or values.get("torch_dtype")
     taken = {key: value for key, value in values.items() if key in known and value is not None}
-    return taken | _of_verifier((raw.get("speculators_config") or {}).get("verifier") or {})
-
-
-def _of_verifier(verifier: Fields) -> Fields:
-    """Return speculators' fields of the backbone: its name and its kind."""
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    kinds = [(kind, name) for kind, name in classes if name in (verifier.get("architectures") or ())]
-    # Llama's class also reads other kinds
-    kind, _ = min(kinds, key=lambda pair: not pair[1].lower().startswith(pair[0]), default=(None, None))
-    named = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}
-    return {key: value for key, value in named.items() if value is not None}
+    return taken | verifier_fields((raw.get("speculators_config") or {}).get("verifier") or {})
 
 
 def _sizes(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
@@ -318,23 +256,3 @@ def _check_fc(name: object, values: Fields, shapes: dict[str, tuple[int, ...]]) 
         raise ValueError(
             f"{name}: fc.weight has {columns} columns, but {states} have {named * width}; pass aux_layers="
         )
-
-
-def check_vocabulary(name: object, config: EagleHeadConfig, state: dict[str, Tensor]) -> None:
-    """Check that `d2t` holds offsets and agrees with `t2d`; where all tokens are drafted, `d2t` is removed."""
-    if "d2t" not in state:
-        return
-    size, vocab, offsets = config.draft_vocab_size or config.vocab_size, config.vocab_size, state["d2t"]
-    if offsets.shape != (size,) or offsets.is_floating_point():
-        wanted = f"draft_vocab_size={size} integers, token id - draft id"
-        raise ValueError(f"{name}: d2t is {offsets.dtype} of shape {tuple(offsets.shape)}; it must hold {wanted}")
-    if "t2d" in state and state["t2d"].shape != (vocab,):
-        raise ValueError(f"{name}: t2d has shape {tuple(state['t2d'].shape)}, not one entry for vocab_size={vocab}")
-    ids = DraftVocabulary(offsets + torch.arange(size), vocab, f"{name}: d2t").ids
-    drafted = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)  # [V]
-    if "t2d" in state and not torch.equal(state["t2d"].bool(), drafted):
-        raise ValueError(f"{name}: t2d and d2t do not name the same tokens (d2t holds offsets: token id - draft id)")
-    if size == vocab:
-        if bool(offsets.any()):
-            raise ValueError(f"{name}: d2t permutes a draft vocabulary that is the whole one, {vocab} tokens")
-        del state["d2t"]

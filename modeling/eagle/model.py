@@ -23,7 +23,8 @@ from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, read_tensors, refuse_unknown, weight_files
 from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, untyped, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
-from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
+from ..common.draft_vocabulary import DraftVocabulary, check_offsets, drafted_tokens
+from ..common.drafter_configs import check_kind
 from ..common.learning import States, counted_positions, run_backbone
 from ..common.loading import check_is_there
 from ..common.outputs import DraftDistributions, EagleOutput, stacked_steps
@@ -31,8 +32,6 @@ from ..heads.losses import IGNORE, check_targets
 from .batch import TrainingBatch
 from .conversion import (
     backbone_config,
-    check_kind,
-    check_vocabulary,
     foreign_head,
     own_names,
     resolved_aux_layers,
@@ -200,7 +199,7 @@ class EagleHead(EagleNetwork):
         head, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
         refuse_unknown(name, info["unexpected_keys"])
         if head.offsets is not None and not head.offsets.is_meta:
-            check_vocabulary(name, head.config, {"d2t": head.offsets.cpu()})
+            check_offsets(name, {"d2t": head.offsets.cpu()}, head.draft_size, head.config.vocab_size)
         head.config.name_or_path = str(name)
         return (head, info) if wants_info else head
 

@@ -21,6 +21,7 @@ from transformers import (
 from tests.backbones import backbone
 from tests.eagle_models import CASES, golden_case, teacher_forced, tiny_backbone
 from tokenahead import EagleHead, EagleHeadConfig
+from tokenahead.modeling.common import drafter_configs
 from tokenahead.modeling.eagle import conversion as retrofit
 
 IDS = torch.randint(2, 64, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -291,7 +292,8 @@ def mistral():
 def said(monkeypatch):
     """What heads warn of when they are attached."""
     messages = []
-    monkeypatch.setattr(retrofit.logger, "warning_once", messages.append)
+    for module in (retrofit, drafter_configs):
+        monkeypatch.setattr(module.logger, "warning_once", messages.append)
     return messages
 
 

@@ -1,0 +1,94 @@
+"""Configurations of drafters with layers: what they take over of their backbone, and what others say of it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from ...configuration.fields import field
+from ...generation.tensors.tensor_files import Fields
+
+logger = logging.get_logger(__name__)
+
+
+class TrainedFor(Protocol):
+    """Fields of a configuration about the backbone that a drafter was trained for."""
+
+    base_model_name_or_path: str | None
+    base_model_type: str | None
+
+
+def layer_fields(text: PreTrainedConfig, options: Fields) -> Fields:
+    """Return sizes, rope and special ids of a backbone for the layers of a new drafter."""
+    heads = options.get("num_attention_heads", field(text, "num_attention_heads"))
+    return {
+        "hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "intermediate_size": _shared(text, "intermediate_size") or 4 * text.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": _shared(text, "num_key_value_heads") or heads,
+        "head_dim": _shared(text, "head_dim") or text.hidden_size // heads,
+        "rms_norm_eps": _shared(text, "rms_norm_eps") or 1e-6,
+        "max_position_embeddings": text.max_position_embeddings,
+        "rope_parameters": _rope(text),
+        "bos_token_id": text.bos_token_id,
+        "eos_token_id": text.eos_token_id,
+        "pad_token_id": text.pad_token_id,
+    }
+
+
+def check_kind(backbone: PreTrainedModel) -> None:
+    """Refuse a backbone without one hidden state per layer (Gemma 3n), attention and computed positions."""
+    text, name = backbone.config.get_text_config(), type(backbone).__name__
+    if field(text, "altup_num_inputs", default=1) > 1:
+        several = f"altup_num_inputs={text.altup_num_inputs}"
+        raise ValueError(f"{name}: {several}; it reads one state per layer (MTPHeads read the last one)")
+    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    if missing := [each for each in needed if field(text, each) is None]:
+        raise ValueError(f"{name}: its config has no {', '.join(missing)}, as EAGLE heads need; MTPHeads fit any")
+
+
+def warn_of_kind(config: TrainedFor, backbone: PreTrainedModel, drafter: str) -> None:
+    """Warn of another kind of backbone than a drafter was trained for."""
+    is_own = config.base_model_type is None or config.base_model_name_or_path == backbone.config.name_or_path
+    kinds = {part.model_type for part in (backbone.config, backbone.config.get_text_config())}
+    # several kinds may share a class, and the text model of a multimodal model has its own kind
+    if not is_own and _class_of(config.base_model_type) not in map(_class_of, kinds):
+        made = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
+        logger.warning_once(f"This {drafter} was made for {made}: output remains exact, with fewer accepted drafts.")
+
+
+def verifier_fields(verifier: Fields) -> Fields:
+    """Return speculators' fields of the backbone: its name and its kind."""
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    kinds = [(kind, name) for kind, name in classes if name in (verifier.get("architectures") or ())]
+    # Llama's class also reads other kinds
+    kind, _ = min(kinds, key=lambda pair: not pair[1].lower().startswith(pair[0]), default=(None, None))
+    named = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _class_of(kind: str | None) -> str | None:
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind) if kind else kind
+
+
+def _shared(config: PreTrainedConfig, name: str) -> Any:
+    """Return a size of the layers; of a list the first, and None where layers differ and the config raises."""
+    try:
+        value = field(config, name)
+    except RuntimeError:
+        return None
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+def _rope(text: PreTrainedConfig) -> Fields:
+    """Return the backbone's rope where all layers share it, over whole heads; else a default one with its base."""
+    rope = field(text, "rope_parameters") or {}
+    nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
+    if nested or "partial_rotary_factor" in rope or "rope_type" not in rope:
+        theta = (nested or [rope])[0].get("rope_theta", 10_000.0)
+        return {"rope_type": "default", "rope_theta": theta}
+    return dict(rope)

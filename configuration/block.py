@@ -18,8 +18,9 @@ SAMPLING = ("drawn", "argmax")
 class BlockDrafterConfig(Qwen3Config):
     """Options of a block drafter; sizes, rope and other fields of its layers have Qwen3's names.
 
-    Of these, `vocab_size` is V, the backbone's vocabulary, and `hidden_size` is d, the drafter's width. A row of a
-    layer with a window w sees the positions less than w away from its own.
+    Of these, `vocab_size` is V, the backbone's vocabulary (0: not known before the drafter is attached), and
+    `hidden_size` is d, the drafter's width. A row of a layer with a window w sees the positions less than w away from
+    its own.
 
     Args:
         block_size: S, rows of a block; the first holds b, the token that the last verification added, and the others
@@ -30,6 +31,7 @@ class BlockDrafterConfig(Qwen3Config):
         feature_layers: Indices into transformers' `hidden_states` of the backbone (i is the input of layer i), whose
             states `fc` makes the context of.
         target_hidden_size: D, the backbone's width; None: d.
+        num_target_layers: L, the backbone's layers; None: any number.
         draft_vocab_size: Vd, number of tokens that are drafted; None: V.
         own_embeddings: The drafter has its own embeddings, always frozen; otherwise it reads the backbone's.
         own_unembedding: The same of its unembedding; a draft vocabulary needs one.
@@ -72,6 +74,7 @@ class BlockDrafterConfig(Qwen3Config):
     sample_from_anchor: bool = True
     feature_layers: list[int] | None = None
     target_hidden_size: int | None = None
+    num_target_layers: int | None = None
     draft_vocab_size: int | None = None
     own_embeddings: bool = False
     own_unembedding: bool = False
@@ -137,7 +140,7 @@ class BlockDrafterConfig(Qwen3Config):
                 (not self.feature_layers, f"feature_layers={self.feature_layers} must name at least one hidden state"),
                 (min(self.feature_layers or [0]) < 0, f"feature_layers={self.feature_layers} must not be negative"),
                 (
-                    not 1 <= drafted <= self.vocab_size,
+                    not min(1, self.vocab_size) <= drafted <= self.vocab_size,
                     f"draft_vocab_size={drafted} must lie in 1..vocab_size={self.vocab_size}",
                 ),
                 (self.mask_token_id < 0, f"mask_token_id={self.mask_token_id} must not be negative"),

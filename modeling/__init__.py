@@ -1,5 +1,6 @@
 """The networks. How drafts are verified is mixed in by each model class, in one line."""
 
+from .block.model import BlockDrafter as BlockDrafter
 from .deepseek.model import DeepSeekMTP as DeepSeekMTP
 from .eagle.model import EagleHead as EagleHead
 from .evabyte.backbone import EvaByteModel as EvaByteModel

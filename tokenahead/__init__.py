@@ -31,7 +31,14 @@ if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from .configuration import EagleHeadConfig, EvaByteConfig, MTPHeadConfig, PTPConfig, PTPStudentConfig
+from .configuration import (
+    BlockDrafterConfig,
+    EagleHeadConfig,
+    EvaByteConfig,
+    MTPHeadConfig,
+    PTPConfig,
+    PTPStudentConfig,
+)
 from .configuration.mtp_families import MiMoConfig
 from .configuration.transformers_names import CORE, check_names, warn_of_newer_version
 from .generation import GenerateSpeculativeOutput, Speculation
@@ -42,6 +49,7 @@ from .generation.lookups.ngram import NgramDrafter
 from .generation.lookups.suffix import SuffixDrafter
 from .generation.tensors.buffers import free_buffers
 from .modeling import (
+    BlockDrafter,
     DeepSeekMTP,
     EagleHead,
     EvaByteCache,
@@ -58,12 +66,14 @@ from .modeling.deepseek.conversion import MiMoForCausalLM
 check_names(CORE)
 warn_of_newer_version()
 
+AutoConfig.register(BlockDrafterConfig.model_type, BlockDrafterConfig)
 AutoConfig.register(EagleHeadConfig.model_type, EagleHeadConfig)
 AutoConfig.register(EvaByteConfig.model_type, EvaByteConfig)
 AutoConfig.register(MTPHeadConfig.model_type, MTPHeadConfig)
 AutoConfig.register(PTPConfig.model_type, PTPConfig)
 AutoConfig.register(PTPStudentConfig.model_type, PTPStudentConfig)
 AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
+AutoModel.register(BlockDrafterConfig, BlockDrafter)
 AutoModel.register(EagleHeadConfig, EagleHead)
 AutoModel.register(EvaByteConfig, EvaByteModel)
 AutoModel.register(MTPHeadConfig, MTPHeads)
@@ -77,6 +87,8 @@ hand_in(**{name: partial(import_module, f".model_cards.{name}", __name__) for na
 
 __all__ = [
     "AssistantDrafter",
+    "BlockDrafter",
+    "BlockDrafterConfig",
     "DeepSeekMTP",
     "DrafterCascade",
     "EagleHead",

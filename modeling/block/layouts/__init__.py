@@ -1,0 +1,184 @@
+"""Layouts of block drafters: z-lab's, speculators', DeepSpec's, and that of assistants of transformers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ....configuration.block import BlockDrafterConfig
+from ....configuration.fields import refuse
+from ....generation.tensors.tensor_files import Fields
+from ...common.draft_vocabulary import check_offsets
+from .assistant import ASSISTANT
+from .deepspec import DEEPSPEC
+from .record import BlockLayout
+from .speculators import SPECULATORS
+from .zlab import ZLAB
+
+logger = logging.get_logger(__name__)
+LAYOUTS: tuple[BlockLayout, ...] = (SPECULATORS, ZLAB, ASSISTANT, DEEPSPEC)
+"""In the order in which they are tried."""
+OVERRIDES = ("feature_layers", "sample_from_anchor", "block_size")
+"""Fields that `from_pretrained` takes in place of those of a checkpoint."""
+_REFUSED = {
+    "DominoDraftModel": "its rows pass through a GRU",
+    "XPressSpeculator": "its tokens are refined by iterations",
+    "Gemma4DSparkModel": "its layers are Gemma 4's",
+    "DSparkDeepseekV4ForCausalLM": "its layers are DeepSeek-V4's",
+}
+_OF_OTHERS = ("qkv_proj", "aux_hidden_norms")
+"""Parts of names of tensors in Laguna's drafters."""
+_PREFIXES = ("model.", "logit_head.")
+
+
+def layout_of(raw: Fields) -> BlockLayout | None:
+    """Return the layout of a config.json; None where it is no block drafter of another library.
+
+    Raises:
+        ValueError: One that is known by name, and has no code here.
+    """
+    for name in [*(raw.get("architectures") or ()), raw.get("speculators_model_type")]:
+        known = "XPressSpeculator" if name == "xpress" else name
+        if known in _REFUSED:
+            raise ValueError(f"architectures={raw.get('architectures')}: {known} is not supported: {_REFUSED[known]}")
+    return next((layout for layout in LAYOUTS if layout.recognises(raw)), None)
+
+
+def foreign_drafter(
+    name: object, raw: Fields, state: dict[str, Tensor], mask: Fields | None = None, **overrides: object
+) -> tuple[BlockDrafterConfig, dict[str, Tensor]]:
+    """Return configuration and tensors of a checkpoint from another library.
+
+    Args:
+        name: Of the checkpoint, for messages.
+        raw: Its config.json.
+        state: Its tensors.
+        mask: The embedding of the mask token that lies beside it (`mask_embedding.pt`), and its id.
+        **overrides: Of `OVERRIDES`, in place of what the checkpoint says; None: not.
+
+    Raises:
+        ValueError: No layout that is known, or fields that contradict each other or the tensors.
+    """
+    layout = layout_of(raw)
+    if layout is None:
+        raise ValueError(
+            f"{name}: config.json is none of a block drafter (model_type={raw.get('model_type')!r}, "
+            f"architectures={raw.get('architectures')})"
+        )
+    state = own_names(state, layout)
+    if unknown := [key for key in state if any(part in key for part in _OF_OTHERS)]:
+        raise ValueError(f"{name}: tensors such as {unknown[0]} are not supported (Laguna's drafters)")
+    given = {key: value for key, value in overrides.items() if value is not None}
+    values = layout.read(name, raw, {key: tuple(tensor.shape) for key, tensor in state.items()})
+    check_overrides(name, values, given)
+    values |= given
+    open_fields = {
+        "feature_layers": "name the states that the drafter reads",
+        "sample_from_anchor": "say whether the first row drafts",
+    }
+    refuse(
+        (values[key] is None, f"{name}: config.json does not {what}; pass {key}=") for key, what in open_fields.items()
+    )
+    _check_fc(name, values, state)
+    if mask is not None:
+        _check_mask(name, values, mask)
+        state["mask_embedding"], values["mask_embedding"] = mask["embedding"].reshape(-1), True
+    config = BlockDrafterConfig(layout=layout.name, **values)
+    check_offsets(name, state, config.draft_vocab_size or config.vocab_size, config.vocab_size)
+    return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
+
+
+def check_overrides(name: object, values: Fields, given: Fields) -> None:
+    """Refuse a longer block than the drafter learned, and warn of a shorter one."""
+    size, wanted = values["block_size"], given.get("block_size")
+    if wanted is not None and wanted > size:
+        raise ValueError(f"{name}: block_size={wanted} is more than the {size} rows that the drafter learned")
+    if wanted is not None and wanted < size:
+        logger.warning_once(f"{name}: block_size={wanted} changes every draft: the drafter learned {size} rows")
+
+
+def own_names(state: dict[str, Tensor], layout: BlockLayout) -> dict[str, Tensor]:
+    """Rename the tensors of a layout to the names of `BlockDrafter`."""
+    return {_own_name(name, layout): tensor for name, tensor in state.items()}
+
+
+def _own_name(name: str, layout: BlockLayout) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    for theirs, ours in layout.renames:
+        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+    return name.removesuffix(".weight") if name.endswith("codebook.weight") else name
+
+
+def _check_fc(name: object, values: Fields, state: dict[str, Tensor]) -> None:
+    """Refuse an `fc` whose columns are not those of the named states."""
+    layers, width = values["feature_layers"], values.get("target_hidden_size") or values["hidden_size"]
+    columns = state["fc.weight"].shape[-1] if "fc.weight" in state else 0
+    refuse(
+        [
+            (not columns, f"{name}: the checkpoint has no fc.weight"),
+            (
+                columns != len(layers) * width,
+                f"{name}: fc.weight has {columns} columns, but {len(layers)} states of {width} "
+                f"(feature_layers={layers}) have {len(layers) * width}; pass feature_layers=",
+            ),
+        ]
+    )
+
+
+def _check_mask(name: object, values: Fields, mask: Fields) -> None:
+    number, size = mask.get("mask_token_id"), mask["embedding"].numel()
+    refuse(
+        [
+            (
+                number is not None and int(number) != values["mask_token_id"],
+                f"{name}: mask_embedding.pt is of mask_token_id={number}, config.json says {values['mask_token_id']}",
+            ),
+            (
+                size != values["hidden_size"],
+                f"{name}: mask_embedding.pt holds {size} numbers, not hidden_size={values['hidden_size']}",
+            ),
+        ]
+    )
+
+
+def written(
+    config: BlockDrafterConfig,
+    layout: str,
+    state: dict[str, Tensor],
+    embeddings: Tensor | None,
+    unembedding: Tensor | None,
+) -> tuple[Fields, dict[str, Tensor]]:
+    """Return config.json and tensors of a drafter in another library's layout.
+
+    Args:
+        config: The drafter's.
+        layout: `"z-lab"`, `"speculators"` or `"deepspec"`.
+        state: The drafter's tensors.
+        embeddings: [V, d] of the backbone, which some layouts repeat; None: it is not attached.
+        unembedding: The same of its unembedding.
+
+    Raises:
+        ValueError: An unknown layout, or one that cannot hold this drafter.
+    """
+    records = {each.name: each for each in LAYOUTS if each.write is not None}
+    if layout not in records:
+        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(sorted(records))}")
+    record = records[layout]
+    fields, state = record.write(config) if record.write else {}, dict(state)
+    parts = {"embed_tokens.weight": embeddings} | ({} if "d2t" in state else {"lm_head.weight": unembedding})
+    for key, tensor in parts.items():
+        if record.copies == (key in state):
+            continue
+        if tensor is None:
+            does = "repeats" if record.copies else "reads"
+            raise ValueError(f"layout={layout!r} {does} the backbone's {key}: call attach(backbone) first")
+        if not record.copies and not torch.equal(state.pop(key).to(tensor), tensor):
+            raise ValueError(f"layout={layout!r} reads the backbone's {key}, and the drafter's differs")
+        if record.copies:
+            state[key] = tensor
+    if "d2t" in state:
+        ids = state["d2t"].cpu() + torch.arange(config.draft_vocab_size or 0)  # [Vd]
+        state["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return fields, state

@@ -1,0 +1,103 @@
+"""speculators' dflash, dflash2 and dspark (0.9): the layers' config is nested, ids are those of hidden states."""
+
+from __future__ import annotations
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ....configuration.block import BlockDrafterConfig
+from ....configuration.fields import refuse
+from ....generation.tensors.tensor_files import Fields
+from ...common.drafter_configs import verifier_fields
+from .record import (
+    BlockLayout,
+    Shapes,
+    body_fields,
+    markov_fields,
+    parts_of,
+    selector_fields,
+    written_body,
+    written_law,
+)
+
+_LAYERS = "aux_hidden_state_layer_ids"
+_KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+
+
+def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
+    kind = raw["speculators_model_type"]
+    body = body_fields(name, {"dtype": raw.get("dtype")} | (raw.get("transformer_layer_config") or {}), shapes)
+    refuse([(raw.get("mask_token_id") is None, f"{name}: config.json has no mask_token_id")])
+    is_free = raw.get("sliding_window_non_causal")
+    values: Fields = {
+        "block_size": raw.get("block_size", 8),
+        "mask_token_id": raw["mask_token_id"],
+        "sample_from_anchor": _anchor_first(raw),
+        "feature_layers": raw.get(_LAYERS),
+        "target_hidden_size": raw.get("target_hidden_size"),
+        "draft_vocab_size": raw.get("draft_vocab_size", shapes.get("lm_head.weight", (None,))[0]),
+        "sliding_causal": not (kind == "dflash2" if is_free is None else is_free),
+    }
+    law = {"dflash": lambda _: {}, "dflash2": selector_fields, "dspark": _markov}[kind](raw)
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    return body | values | law | parts_of(shapes) | verifier_fields(verifier)
+
+
+def _markov(raw: Fields) -> Fields:
+    defaults = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
+    return markov_fields(defaults | raw)
+
+
+def _anchor_first(raw: Fields) -> bool | None:
+    """Return which rows draft; older configs do not say it, but how many tokens are proposed."""
+    if raw.get("sample_from_anchor") is not None:
+        return bool(raw["sample_from_anchor"])
+    if raw["speculators_model_type"] != "dspark":
+        return False
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or ()
+    proposed, size = {each.get("speculative_tokens") for each in methods}, raw.get("block_size", 8)
+    return {(size,): True, (size - 1,): False}.get(tuple(proposed))
+
+
+def _write(config: BlockDrafterConfig) -> Fields:
+    law = written_law(config, "speculators")
+    kind = {"independent": "dspark" if config.has_confidence else "dflash", "selector": "dflash2"}.get(
+        config.law, "dspark"
+    )
+    changes = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "causal": False}
+    used = [each for each, usual in changes.items() if getattr(config, each) != usual]
+    refuse(
+        [
+            (bool(used), f"layout='speculators' has no {', '.join(used)}"),
+            (
+                kind == "dflash2" and config.has_draft_vocabulary,
+                f"layout='speculators' with law='selector' drafts every token, not {config.draft_vocab_size} of them",
+            ),
+        ]
+    )
+    verifiers = [each for key, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if key == config.base_model_type]
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}
+    width = config.target_hidden_size
+    return {
+        "architectures": [_KINDS[kind]],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": written_body(config),
+        _LAYERS: config.feature_layers,
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": not config.sliding_causal,
+        "target_hidden_size": None if width == config.hidden_size else width,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": verifiers},
+        },
+        **law,
+    }
+
+
+SPECULATORS = BlockLayout("speculators", lambda raw: raw.get("speculators_model_type") in _KINDS, _read, _write)

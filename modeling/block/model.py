@@ -1,0 +1,339 @@
+"""BlockDrafter: a small transformer that fills in a whole block of tokens in one forward.
+
+DFlash: 2602.06036, DSpark: 2607.05147.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from ...configuration.block import BlockDrafterConfig
+from ...generation.attach import adopt_special_ids
+from ...generation.call.options import DraftOptions
+from ...generation.drafter import DRAFTERS, DrafterFacts
+from ...generation.tensors.masks import check_attention
+from ...generation.tensors.saving import reads_whole, whole_directory
+from ...generation.tensors.tensor_files import (
+    HUB_OPTIONS,
+    Fields,
+    naming,
+    read_tensors,
+    refuse_unknown,
+    weight_files,
+    write_json,
+)
+from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, input_embeddings, untyped, unwrap
+from ..common.backbone_parts import output_embeddings, weight_of
+from ..common.draft_vocabulary import DraftVocabulary, check_offsets, drafted_tokens
+from ..common.drafter_configs import check_kind, warn_of_kind
+from ..common.loading import check_is_there
+from .conversion import backbone_config
+from .layouts import OVERRIDES, check_overrides, foreign_drafter, written
+from .network import BlockNetwork
+from .session import BlockSession
+
+_MASK_FILE = "mask_embedding.pt"
+
+
+class BlockDrafter(BlockNetwork):
+    """A block drafter, apart from its backbone, which is unchanged.
+
+    `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
+
+    Args:
+        config: See `BlockDrafterConfig`.
+
+    Example:
+        >>> drafter = BlockDrafter.from_pretrained(directory).attach(backbone)
+        >>> out = backbone.generate(**inputs, assistant_model=drafter)
+    """
+
+    remote_classes = {"AutoModel": "BlockDrafter"}
+    _supports_sdpa = True
+    drafts_trees, attends = True, True
+
+    @property
+    def feature_layers(self) -> list[int]:
+        """Indices of the backbone's `hidden_states` that `fuse` reads."""
+        return list(self.config.feature_layers or ())
+
+    @property
+    def block_size(self) -> int:
+        """S, rows of a block."""
+        return self.config.block_size
+
+    @property
+    def num_drafts(self) -> int:
+        """m, the tokens that a block drafts."""
+        return self.config.num_drafts
+
+    @property
+    def law(self) -> str:
+        """The name of the joint distribution of a block's tokens."""
+        return self.config.law
+
+    @property
+    def confidence_threshold(self) -> float | None:
+        """Chains end before the first token whose estimated acceptance is smaller; None: they never do.
+
+        Raises:
+            ValueError: Set to a number outside [0, 1], or without a confidence head.
+        """
+        return self.config.confidence_threshold
+
+    @confidence_threshold.setter
+    def confidence_threshold(self, value: float | None) -> None:
+        if value is not None and not self.config.has_confidence:
+            raise ValueError(f"confidence_threshold={value}: this drafter has no confidence head")
+        self.config.confidence_threshold = value
+        self.config.validate()
+
+    @property
+    def draft_sampling(self) -> str:
+        """How drafts of sampled calls are chosen: `"drawn"`, or `"argmax"`."""
+        return self.config.draft_sampling
+
+    @draft_sampling.setter
+    def draft_sampling(self, value: str) -> None:
+        self.config.draft_sampling = value
+        self.config.validate()
+
+    @classmethod
+    def from_backbone(
+        cls,
+        backbone: PreTrainedModel,
+        law: str = "markov",
+        layers: int = 5,
+        block_size: int = 8,
+        sample_from_anchor: bool = True,
+        draft_ids: Tensor | None = None,
+        **options: Any,
+    ) -> BlockDrafter:
+        """Return a new drafter that is attached to `backbone`.
+
+        Args:
+            backbone: A causal language model of transformers; a PeftModel is unwrapped.
+            law: Joint distribution of a block's tokens: `"independent"`, `"markov"`, `"selector"`, `"cp"`, `"hmm"` or
+                `"btree"`.
+            layers: Layers of the drafter.
+            block_size: S, rows of a block.
+            sample_from_anchor: Whether the first row drafts, see `BlockDrafterConfig`.
+            draft_ids: [Vd] distinct token ids that are drafted, usually the most frequent tokens of outputs; None: all.
+            **options: Further fields of `BlockDrafterConfig`; sizes and rope default to the backbone's.
+
+        Raises:
+            ValueError: `draft_ids` out of range or not distinct, or an option that contradicts the backbone.
+        """
+        backbone = unwrap(backbone)
+        options |= {"law": law, "num_hidden_layers": layers, "block_size": block_size}
+        if draft_ids is not None:
+            draft_ids = DraftVocabulary(draft_ids, backbone.config.get_text_config().vocab_size, "draft_ids").ids
+            options |= {"draft_vocab_size": len(draft_ids), "own_unembedding": True}
+        drafter = cls(backbone_config(backbone, sample_from_anchor=sample_from_anchor, **options))
+        if draft_ids is not None:
+            drafter.set_draft_ids(draft_ids)
+        drafter = drafter.attach(backbone)
+        with torch.no_grad():
+            if drafter.config.own_unembedding:
+                unembedding = weight_of(output_embeddings(backbone), drafter.lm_head.weight)
+                drafter.lm_head.weight.copy_(unembedding[drafter.draft_ids.to(unembedding.device)])
+            if drafter.config.own_embeddings:
+                drafter.embed_tokens.weight.copy_(input_embeddings(backbone).weight)
+        return drafter
+
+    def made_for(self) -> Mapping[str, object]:
+        config = self.config
+        sizes = {"vocab_size": config.vocab_size, "num_hidden_layers": config.num_target_layers}
+        return {"hidden_size": config.target_hidden_size} | {name: size for name, size in sizes.items() if size}
+
+    def check_backbone(self, backbone: PreTrainedModel) -> None:
+        """Refuse a backbone with other sizes, too few layers, or a table without the mask token."""
+        check_kind(backbone)
+        check_attention(self.config, "block drafters")
+        text, kind = backbone.config.get_text_config(), type(backbone).__name__
+        super().check_backbone(backbone)
+        if max(self.feature_layers) >= text.num_hidden_layers:
+            raise ValueError(
+                f"feature_layers={self.feature_layers}: before its final norm {kind} has hidden states "
+                f"0..{text.num_hidden_layers - 1}, and drafters read no other"
+            )
+        rows = text.vocab_size if self.config.own_embeddings else len(input_embeddings(backbone).weight)
+        if self.config.mask_token_id >= rows and not self.config.mask_embedding:
+            raise ValueError(
+                f"mask_token_id={self.config.mask_token_id}, but the embeddings of {kind} have rows 0..{rows - 1}"
+            )
+        if has_own_cache(backbone):
+            raise ValueError(f"backbone: {kind} has its own cache class, whose columns a drafter's cannot follow")
+
+    def on_attach(self, backbone: PreTrainedModel) -> None:
+        """Follow the backbone's dtype and device, and share its tables where the checkpoint repeats them."""
+        if backbone.device.type != "meta":  # not offloaded
+            dtype = backbone.dtype if backbone.dtype.is_floating_point else None
+            untyped(self).to(backbone.device, dtype)
+        if not self.config.vocab_size:
+            self.config.vocab_size = self.config.draft_vocab_size = backbone.config.get_text_config().vocab_size
+            self.draft_size = self.config.vocab_size
+        adopt_special_ids(self.config, backbone)
+        warn_of_kind(self.config, backbone, "block drafter")
+
+    def longest_draft(self) -> int:
+        """Return m."""
+        return self.num_drafts
+
+    @property
+    def window(self) -> int:
+        """Tokens that a cycle may yield: the drafts of a block, and one."""
+        return self.num_drafts + 1
+
+    @classmethod
+    def facts(cls, config: BlockDrafterConfig, drafter: object = None) -> DrafterFacts:
+        states = f"{len(config.feature_layers or ())} states of the backbone"
+        rows = [
+            ("Drafter", f"block drafter: {config.num_hidden_layers} layer(s) on {states}"),
+            ("Block", f"{config.block_size} rows, {config.num_drafts} drafted tokens"),
+            ("Law", f"`{config.law}`"),
+            *drafted_tokens(config),
+        ]
+        return DrafterFacts("block", config.num_drafts + 1, rows, ("dflash2026", "dspark2026"))
+
+    def start(self, options: DraftOptions) -> BlockSession:
+        """Return the draft session of one call of `generate`."""
+        return BlockSession(self, options)
+
+    @classmethod
+    @reads_whole
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | PathLike,
+        *,
+        feature_layers: list[int] | None = None,
+        sample_from_anchor: bool | None = None,
+        block_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a directory or a Hub repository in our layout, z-lab's, SpecForge's, DeepSpec's, speculators' or that of
+        transformers' DFlash assistants; code in it is never run.
+
+        Args:
+            pretrained_model_name_or_path: Directory or repository of the drafter.
+            feature_layers: Indices into `hidden_states`, where those of the checkpoint are wrong or missing.
+            sample_from_anchor: Whether the first row drafts, where the checkpoint does not say it.
+            block_size: Fewer rows than the drafter learned.
+            **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
+
+        Raises:
+            ValueError: No block drafter, missing or unknown tensors, wrong shapes, ambiguous rows or states.
+        """
+        name, wants_info = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
+        fields: Fields = dict(zip(OVERRIDES, (feature_layers, sample_from_anchor, block_size)))
+        config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs)
+        if state is not None:
+            kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS} | {"state_dict": state}
+        kwargs["config"] = config
+        source = None if "state_dict" in kwargs else name
+        drafter, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
+        refuse_unknown(name, info["unexpected_keys"])
+        if drafter.offsets is not None and not drafter.offsets.is_meta:
+            check_offsets(name, {"d2t": drafter.offsets.cpu()}, drafter.draft_size, drafter.config.vocab_size)
+        drafter.config.name_or_path = str(name)
+        return (drafter, info) if wants_info else drafter
+
+    @classmethod
+    @reads_whole
+    def stored_config(cls, name: str | PathLike) -> BlockDrafterConfig:
+        """Return the configuration of the drafter in a directory or a Hub repository, in any layout."""
+        return cls._read(name, None, {}, {})[0]
+
+    @staticmethod
+    def _read(
+        name: str | PathLike, passed: Any, fields: Fields, options: Kwargs
+    ) -> tuple[BlockDrafterConfig, dict[str, Tensor] | None]:
+        """Return the configuration of a stored drafter and, of another layout than ours, its tensors."""
+        hub = {key: options[key] for key in HUB_OPTIONS if key in options}
+        if isinstance(passed, PreTrainedConfig):
+            raw = passed.to_dict()
+        else:
+            check_is_there(name)
+            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
+        if not raw:
+            raise ValueError(f"{name}: no config.json")
+        if raw.get("model_type") == BlockDrafterConfig.model_type:
+            changed = {key: value for key, value in fields.items() if value is not None}
+            check_overrides(name, raw, changed)
+            return BlockDrafterConfig.from_dict(raw | changed), None
+        state = read_tensors(weight_files(name, pickles=True, **hub))
+        return foreign_drafter(name, raw, state, _mask_embedding(name, hub), **fields)
+
+    def _write_directory(
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+    ) -> None:
+        """Write a checkpoint in the layout that the drafter was loaded from; a new one's is ours."""
+        if self.config.layout == "tokenahead":
+            if self.config.base_model_type is None and self.is_attached:
+                self.config.base_model_type = self.backbone.config.get_text_config().model_type
+            super()._write_directory(directory, is_main_process, state_dict, **kwargs)
+        elif is_main_process:
+            self._write_layout(directory, self.config.layout, state_dict)
+
+    def without_code(self) -> str | None:
+        """Return why no code can be saved in layouts of other libraries."""
+        layout = self.config.layout
+        reason = f"layout={layout!r} is for other tools, and config.layout decides"
+        return super().without_code() if layout == "tokenahead" else reason
+
+    def export(self, folder: str | PathLike, layout: str = "speculators") -> None:
+        """Write a checkpoint for other libraries and engines.
+
+        Args:
+            folder: The directory.
+            layout: `"z-lab"` (SpecForge's with a Markov law), `"speculators"` (vLLM's) or `"deepspec"`.
+
+        Raises:
+            ValueError: An option of this drafter that the layout cannot hold.
+        """
+        with whole_directory(folder) as directory:
+            self._write_layout(directory, layout)
+
+    def export_to(self, engine: str, folder: Path) -> Fields:
+        if engine != "vllm":
+            raise ValueError(f"engine={engine!r} has no code for a BlockDrafter; choose 'vllm'")
+        self.export(folder, layout="speculators")
+        method = {"independent": "dflash", "selector": "dflash2"}.get(self.law, "dspark")
+        return {"method": method, "num_speculative_tokens": self.num_drafts}
+
+    def _write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
+        tables: list[Tensor | None] = [None, None]
+        if self.is_attached:
+            unembedding = weight_of(output_embeddings(self.backbone), self.fc.weight)
+            tables = [input_embeddings(self.backbone).weight.detach(), unembedding]
+        fields, tensors = written(self.config, layout, self.state_dict() if state is None else state, *tables)
+        copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+        save_file(copies, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        write_json(directory / CONFIG_NAME, fields | {"dtype": str(self.dtype).removeprefix("torch.")})
+
+
+def _mask_embedding(name: str | PathLike, hub: Fields) -> Fields | None:
+    """Return the embedding of the mask token that lies beside the weights, and its id where it is stated."""
+    missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    file = cached_file(name, _MASK_FILE, **{**hub, **missing})
+    if file is None:
+        return None
+    with naming(file):
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    found = {"embedding": found} if isinstance(found, Tensor) else found
+    if not isinstance(found, dict) or not isinstance(found.get("embedding"), Tensor):
+        raise ValueError(f"{file} must hold a tensor, or a dict with 'embedding' and 'mask_token_id'")
+    return found
+
+
+DRAFTERS["block"] = BlockDrafter

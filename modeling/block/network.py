@@ -1,0 +1,286 @@
+"""The network of a block drafter: one forward fills in a whole block behind the features of the verified tokens.
+
+    context     c_0 .. c_{n-1}       one vector per verified token, of several hidden states of the backbone
+    rows        b  m  m  m           the newest token and mask tokens, at positions n, n + 1, ...
+
+Keys and values of every layer are those of the context and of the rows; the context goes through each layer's own
+projections, all of them in one product, and is never changed by a layer. Between blocks only its keys and values are
+kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+from ...configuration.block import BlockDrafterConfig
+from ...configuration.cache_names import CACHE
+from ...generation.tensors.masks import cached_arange, check_attention
+from ...generation.tensors.wrapped_models import untyped
+from ..common.backbone_parts import dtype_of, frozen, output_embeddings
+from ..common.learning import DraftModel, States
+from ..heads.window_distribution import PartialDistribution, WindowDistribution, exact
+from .laws import LAWS, BlockLaw, ConfidenceHead
+from .layer import BlockLayer
+from .masks import block_masks
+
+_PIECE = 4096
+"""Tokens whose states stand side by side at once."""
+
+
+class JointProjection(NamedTuple):
+    """The maps from the context to keys and values of all layers.
+
+    Attributes:
+        weight: [2 n H d_h, d], keys of all layers, then values.
+        bias: [2 n H d_h], or None.
+        gains: [n, 1, d_h] of the norms of keys.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    gains: Tensor
+
+
+class Block:
+    """A block that was filled in.
+
+    Args:
+        network: What filled it in.
+        hidden: [B, S, d], all rows after the final norm.
+        last: [B] int64, the token of the first row.
+        length: Tokens that are read; None: m.
+    """
+
+    def __init__(self, network: BlockNetwork, hidden: Tensor, last: Tensor, length: int | None = None) -> None:
+        first, whole = network.config.first_row, network.config.num_drafts
+        self.network, self.hidden, self.last = network, hidden, last
+        self.length = whole if length is None or network.joint_law.needs_window else length
+        self.rows = hidden[..., first : first + self.length, :]  # [B, m, d]
+        self.anchor = hidden[..., 0, :] if first else None  # [B, d], a row that does not draft
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """Logits [B, m, v] over the draft vocabulary, before the law."""
+        return self.network.draft_logits(self.rows)
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits [B, m, V] before the law, -inf for tokens that are not drafted."""
+        part = self.network.draft_vocabulary
+        return self.columns if part is None else part.spread(self.columns, -torch.inf)
+
+    @cached_property
+    def distribution(self) -> WindowDistribution:
+        """The distribution of the m tokens after b."""
+        return self._distribution(self.rows, self.columns, self.last, self.anchor)
+
+    def first(self, length: int) -> Block:
+        """Return the same block, of which so many tokens are read."""
+        return Block(self.network, self.hidden, self.last, length)
+
+    def of_tree(self) -> WindowDistribution:
+        """Return the distribution with axes [B, 1], which takes many prefixes for every sequence."""
+        anchor = None if self.anchor is None else self.anchor[:, None]
+        return self._distribution(self.rows[:, None], self.columns[:, None], self.last[:, None], anchor)
+
+    def _distribution(self, rows: Tensor, logits: Tensor, last: Tensor, anchor: Tensor | None) -> WindowDistribution:
+        part = self.network.draft_vocabulary
+        law = self.network.joint_law.distribution(rows, logits, last.to(rows.device), anchor=anchor, vocabulary=part)
+        return law if part is None else PartialDistribution(law, part)
+
+
+class BlockNetwork(DraftModel):
+    """The parameters of a block drafter, and its forward for rows, which drafting and training share.
+
+    Embeddings and unembedding are the backbone's, looked up when needed, unless the checkpoint has its own; they are
+    always frozen.
+
+    Args:
+        config: See `BlockDrafterConfig`.
+    """
+
+    config: BlockDrafterConfig
+    config_class = BlockDrafterConfig
+    _no_split_modules = ["BlockLayer"]
+
+    def __init__(self, config: BlockDrafterConfig) -> None:
+        super().__init__(config)
+        self.loss_type = "ForCausalLM"
+        self._backbones = []
+        width, eps = config.hidden_size, config.rms_norm_eps
+        features = len(config.feature_layers or ()) * (config.target_hidden_size or width)
+        self.fc, self.hidden_norm = nn.Linear(features, width, bias=False), Qwen3RMSNorm(width, eps)
+        self.layers = nn.ModuleList([BlockLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm, self.rotary_emb = Qwen3RMSNorm(width, eps), Qwen3RotaryEmbedding(untyped(config))
+        self.add_draft_ids(config.draft_vocab_size, config.vocab_size)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, width).requires_grad_(False)
+        if config.mask_embedding:
+            self.mask_embedding = nn.Parameter(torch.zeros(width), requires_grad=False)
+        if config.own_unembedding:
+            self.lm_head = nn.Linear(width, self.draft_size, bias=False).requires_grad_(False)
+        law = LAWS[config.law](config, **(config.law_options or {}))
+        self.add_module(law.module_name, law)
+        if config.has_confidence:
+            self.confidence_head = ConfidenceHead(config, law.width if config.confidence_reads_token else 0)
+        self.post_init()
+
+    @property
+    def joint_law(self) -> BlockLaw:
+        """The module that makes the distribution of a block's tokens."""
+        return cast(BlockLaw, getattr(self, LAWS[self.config.law].module_name))
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Return the drafter's own embeddings, or None where it reads the backbone's."""
+        return self.embed_tokens if self.config.own_embeddings else None
+
+    def fuse(self, hidden_states: States) -> Tensor:
+        """Return the context of tokens, [B, T, d], on the drafter's device and in its dtype.
+
+        Args:
+            hidden_states: The backbone's; those that `feature_layers` names are read.
+        """
+        chosen = [cast(Tensor, hidden_states[index]) for index in self.config.feature_layers or ()]
+        pieces = zip(*(state.split(_PIECE, dim=1) for state in chosen))
+        fused = [
+            self.hidden_norm(self.fc(torch.cat([each.to(self.fc.weight) for each in some], -1))) for some in pieces
+        ]
+        return fused[0] if len(fused) == 1 else torch.cat(fused, dim=1)
+
+    def joint_projection(self) -> JointProjection:
+        """Return the projections of all layers side by side; gradients reach them."""
+        layers = [cast(BlockLayer, layer).self_attn for layer in self.layers]
+        maps = [each.k_proj for each in layers] + [each.v_proj for each in layers]
+        bias = torch.cat([each.bias for each in maps]) if self.config.attention_bias else None
+        gains = torch.stack([each.k_norm.weight for each in layers])[:, None]  # [n, 1, d_h]
+        return JointProjection(torch.cat([each.weight for each in maps]), bias, gains)
+
+    def extend(self, context: Tensor, positions: Tensor, cache: Cache, joint: JointProjection) -> None:
+        """Write keys and values of a context [B, C, d] at positions [B, C] to the cache of every layer."""
+        count, width = self.config.num_hidden_layers, self.config.head_dim
+        both = nn.functional.linear(context, joint.weight, joint.bias).unflatten(-1, (2, count, -1, width))
+        keys, values = both.unbind(2)  # [B, C, n, H, d_h]
+        wide = keys.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        keys = (joint.gains * normed.to(keys.dtype)).flatten(2, 3)  # [B, C, n H, d_h]
+        cos, sin = self.rotary_emb(context, positions)
+        turned, _ = apply_rotary_pos_emb(keys, keys[:, :, :0], cos, sin, unsqueeze_dim=2)
+        laid = turned.unflatten(2, (count, -1)).permute(2, 0, 3, 1, 4), values.permute(2, 0, 3, 1, 4)
+        for index, (key, value) in enumerate(zip(*laid)):  # [B, H, C, d_h] twice
+            cache.update(key, value, index)
+
+    def rows(
+        self, embeddings: Tensor, positions: Tensor, masks: Mapping[str, Tensor | None], cache: Cache | None
+    ) -> Tensor:
+        """Run rows [B, R, d] of blocks, whose keys and values end up behind the context in the cache.
+
+        Args:
+            embeddings: See `embed_rows`.
+            positions: [B or 1, R].
+            masks: By kind of layer, [B or 1, 1, R, W]; None: a row sees all columns and all rows.
+            cache: With the context; None: there is none.
+
+        Returns:
+            [B, R, d], after the final norm.
+        """
+        hidden, options = embeddings, {"position_embeddings": self.rotary_emb(embeddings, positions), CACHE: cache}
+        for layer, kind in zip(self.layers, self.config.layer_types or ()):
+            hidden = layer(hidden, attention_mask=masks[kind], **options)
+        return self.norm(hidden)
+
+    def embed_rows(self, last: Tensor) -> Tensor:
+        """Return the inputs of blocks [.., S, d]: the embedding of b [..], and of mask tokens."""
+        config = self.config
+        ids = last[..., None].expand(*last.shape, config.block_size)  # [.., S]
+        is_first = cached_arange(config.block_size, last.device) == 0  # [S]
+        embedded = self._embed(torch.where(is_first, ids, config.mask_token_id)).to(self.fc.weight)  # [.., S, d]
+        if config.mask_embedding:
+            embedded = torch.where(is_first.to(embedded.device)[:, None], embedded, self.mask_embedding)
+        return embedded if config.input_embedding_scale == 1 else embedded * config.input_embedding_scale
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Return embeddings of ids, with the scale of a family that has one, and without a norm."""
+        table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
+        if isinstance(table, nn.Embedding) and "embed_norm" in dict(table.named_children()):
+            return nn.functional.embedding(ids, table.weight.detach())
+        return frozen(table, ids.to(dict(table.named_parameters())["weight"].device))
+
+    def draft_logits(self, rows: Tensor) -> Tensor:
+        """Return logits [.., v] over the draft vocabulary from rows [.., d], in float32 (float64 stays)."""
+        unembedding = self.lm_head if self.config.own_unembedding else output_embeddings(self.backbone)
+        logits = exact(frozen(unembedding, rows.to(dtype_of(unembedding, rows))).to(rows.device))
+        logits, cap = logits * self.config.output_multiplier, self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def block(
+        self,
+        context: Tensor,
+        last: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Block:
+        """Fill in a block after every sequence.
+
+        Args:
+            context: [B, C, d] of all verified tokens, or of those that are not in the cache yet (`fuse`).
+            last: [B] int64, b.
+            attention_mask: [B, C], 0 for padding, the columns of the cache included.
+            past_key_values: A `DynamicCache`, which afterwards holds the context; the block leaves nothing in it.
+        """
+        check_attention(self.config, "block drafters")
+        cache = DynamicCache() if past_key_values is None else past_key_values
+        past, (batch, count, _) = cache.get_seq_length(), context.shape
+        width, real = past + count, None if attention_mask is None else attention_mask.bool()
+        if real is not None and real.shape != (batch, width):
+            raise ValueError(f"attention_mask has shape {tuple(real.shape)}, not {(batch, width)}: one per column")
+        columns = (
+            cached_arange(width, context.device)[None] if real is None else (real.long().cumsum(1) - 1).clamp(min=0)
+        )
+        columns, context = columns.to(context.device), context.to(self.fc.weight)
+        if count:
+            self.extend(context, columns[:, past:], cache, self.joint_projection())
+        embedded = self.embed_rows(last)  # [B, S, d]
+        ends = columns[:, -1:] + 1 if width else columns.new_zeros(1, 1)
+        masks = block_masks(self.config, width, real, embedded, embedded.dtype)
+        positions = ends + cached_arange(self.config.block_size, ends.device)
+        hidden = self.rows(embedded, positions, masks, cache)
+        cache.crop(-self.config.block_size)
+        return Block(self, hidden, last)
+
+    def block_logits(
+        self,
+        context: Tensor,
+        last: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """Return `Block.logits` [B, m, V]; arguments as for `block`."""
+        return self.block(context, last, attention_mask, past_key_values).logits
+
+    def block_distribution(
+        self,
+        context: Tensor,
+        last: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> WindowDistribution:
+        """Return `Block.distribution`; arguments as for `block`."""
+        return self.block(context, last, attention_mask, past_key_values).distribution
+
+    def confidence(self, block: Block, tokens: Tensor) -> Tensor | None:
+        """Return logits [B, m] of the estimates that tokens [B, m] will be accepted; None without such a head.
+
+        That of a token does not depend on the token itself.
+        """
+        if not self.config.has_confidence:
+            return None
+        before = torch.cat([block.last[:, None].to(tokens.device), tokens[:, :-1]], dim=1)  # [B, m]
+        reads = self.config.confidence_reads_token
+        return self.confidence_head(block.rows, self.joint_law.embed(before) if reads else None)

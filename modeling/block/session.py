@@ -1,0 +1,129 @@
+"""Drafts of a block drafter: chains and trees from the joint distribution of one block.
+
+Columns of the drafter's own cache are those of the backbone's: column t holds keys and values of the context of token
+t. A block lies behind them, at the end of each sequence, and the next cycle overwrites it:
+
+    cache      ... x y  b  m  m  m       b: the token that verification added; its state does not exist yet
+    drafts                d1 d2 d3       (of a block whose first row drafts, d1 comes from b's row)
+    verified   ... x y  b  d1            states of b and d1, which the backbone has read, become context
+    next       ... x y  b  d1 z  m ...   z is added
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+from transformers import DynamicCache
+
+from ...generation.backbone.drafting import drafter_layout, of_accepted
+from ...generation.call.options import DraftOptions
+from ...generation.call.sequences import Sequences
+from ...generation.contract import (
+    CacheView,
+    DraftTree,
+    HiddenLayers,
+    PrefillOutput,
+    TargetOutput,
+    VerificationResult,
+    each_state,
+)
+from ...generation.tensors.masks import cached_arange, cached_range, model_mask, to_device
+from ...generation.trees.growth import grow
+from ..heads.session import HeadSession, WindowGrowth
+from .masks import seen_rows, sees_all, window_of
+from .network import Block, BlockNetwork, JointProjection
+
+
+class BlockSession(HeadSession):
+    """The drafts of one call of an attached `BlockDrafter`."""
+
+    def __init__(self, drafter: BlockNetwork, options: DraftOptions) -> None:
+        is_argmax = options.do_sample and drafter.config.draft_sampling == "argmax"
+        self.options = replace(options, do_sample=False) if is_argmax else options
+        if is_argmax:  # constraints have states
+            vars(self.options)["processing"] = options.processing
+        self.drafter, self.num_tokens, self.vocabulary = drafter, options.num_tokens, drafter.draft_vocabulary
+        self.hidden_layers: HiddenLayers = list(drafter.config.feature_layers or ())
+        self.column = 0 if self.vocabulary is None else int(self.vocabulary.ids[0])
+        self.cache = DynamicCache()
+
+    def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
+        """Take the context of the prompt; columns of an earlier call in the backbone's cache are ignored."""
+        self.view, drafter = view, self.drafter
+        context, limit = drafter.fuse(outputs.hidden_states), self.options.max_length  # [B, L, d]
+        span = self.num_tokens + 1 + drafter.config.block_size
+        self.layout = drafter_layout(view, context.shape[1], limit, span, "block")
+        self.layout.install_layers(self.cache)
+        weight, bias, gains = drafter.joint_projection()
+        weight, gains = view.held("block.joint", weight.detach()), view.held("block.gains", gains.detach())
+        bias = None if bias is None else view.held("block.bias", bias.detach())
+        self.joint = JointProjection(weight, bias, gains)
+        self.layout.block_offset = -context.shape[1]
+        self._extend(context)
+        self.layout.block_offset = 0
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Take the context of b and of the accepted drafts."""
+        new = self.view.new_tokens
+        if self.view.is_fixed:
+            states = each_state(outputs.hidden_states, lambda state: of_accepted(state, new.on_device)) or ()
+        elif new.longest == 0:
+            return
+        else:
+            states = outputs.first(new.longest)
+        self._extend(self.drafter.fuse(states))
+        self.layout.keep(new)
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """Return a chain or a tree after every sequence, with paths of at most `length` tokens."""
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        block, masks = self._block(tokens.last(), length), self.options.masks(tokens)
+        if self.options.draft_tree is not None:
+            last = block.last[:, None]  # [B, 1]
+            return grow(WindowGrowth(block.of_tree(), last), self.options, length, masks)
+        draft, probs = self._chain(block.distribution, length, masks)
+        return self._sure(block, draft, probs)
+
+    def _sure(self, block: Block, draft: Tensor, probs: Tensor | None) -> DraftTree:
+        """Return a chain that ends, in each sequence, before the first token that will hardly be accepted.
+
+        The estimate of a token does not depend on the token, so that what is left is distributed as before.
+        """
+        least = self.drafter.config.confidence_threshold
+        if not least:
+            return DraftTree.chain(draft, probs)
+        likely = self.drafter.confidence(block.first(draft.shape[1]), draft)
+        if likely is None:
+            return DraftTree.chain(draft, probs)
+        counts = (likely.sigmoid() >= least).long().cumprod(1).sum(1)  # [B]
+        if not self.view.is_fixed and (longest := int(counts.max())) < draft.shape[1]:
+            draft, probs = draft[:, :longest], None if probs is None else probs[:, :longest]
+        return DraftTree.chain(draft, probs, num_nodes=to_device(counts, draft.device))
+
+    def _extend(self, context: Tensor) -> None:
+        """Write a context [B, C, d] to the cache, from the layout's block on."""
+        layout = self.layout
+        columns = cached_range(layout.block_offset, context.shape[1], layout.ends.device)
+        positions = (layout.counts[:, None] + columns).clamp(min=0)  # [B, C]
+        layout.begin(context.shape[1])
+        self.drafter.extend(context, to_device(positions, context.device), self.cache, self.joint)
+
+    def _block(self, last: Tensor, length: int) -> Block:
+        """Fill in a block behind the context."""
+        drafter, layout, config = self.drafter, self.layout, self.drafter.config
+        size, device = config.block_size, drafter.device
+        embedded = drafter.embed_rows(to_device(last, device))  # [B, S, d]
+        kinds = dict.fromkeys(config.layer_types or ())
+        layout.is_maskless = sees_all(config) and not layout.needs_mask(1)
+        masks: dict[str, Tensor | None] = dict.fromkeys(kinds)
+        for kind in () if layout.is_maskless else kinds:
+            rows = seen_rows(config, kind, layout.ends.device)[None]  # [1, S, S]
+            depths = cached_arange(size, layout.ends.device)[None]
+            seen = layout.visible(size, window_of(config, kind), new=rows, depths=depths)  # [B, S, W]
+            masks[kind] = model_mask(to_device(seen, device), config, embedded.dtype)
+        layout.begin(size)
+        positions = layout.counts[:, None] + cached_arange(size, layout.ends.device)  # [B, S]
+        hidden = drafter.rows(embedded, to_device(positions, device), masks, self.cache)
+        return Block(drafter, hidden, to_device(last, device), length)

@@ -1,6 +1,7 @@
 """Small Muse models, and DFlash assistants that learned what backbones write; several tests share them."""
 
 from functools import cache
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import transformers
 from transformers import PreTrainedModel
 
 from tests.backbones import CONFIGS, backbone, code, coder, learn
+from tokenahead import BlockDrafter
 
-BLOCK, LAYERS, WINDOW = 5, [0, 1], 9
-"""Tokens of a block, b among them; the layers that are read; how far back layers with a window see."""
+BLOCK, LAYERS, WINDOW = 5, [-1, 0], 9
+"""Tokens of a block, b among them; the layers whose outputs are read, -1: embeddings; how far back layers with a window see."""
 
 
 _MUSE = dict(
@@ -57,6 +59,13 @@ def assistant(vocabulary: int = 48, **changes) -> PreTrainedModel:
     )  # fmt: skip
     torch.manual_seed(3)
     return transformers.MuseGlimmerAssistantModel(kind(**sizes | changes)).eval()
+
+
+def drafter_of(model: PreTrainedModel) -> BlockDrafter:
+    """The block drafter of an assistant's directory."""
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        return BlockDrafter.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def fill(model: PreTrainedModel, source: PreTrainedModel, text: torch.Tensor, place: int) -> torch.Tensor:

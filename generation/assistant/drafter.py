@@ -19,9 +19,9 @@ from ..contract import DraftSession
 from ..tensors.masks import check_attention
 from ..tensors.saving import reads_whole, whole_directory
 from ..tensors.wrapped_models import has_learned_prompts, has_own_cache, uncompiled, untyped, unwrap
-from .models import borrows_states, fills_blocks, first_layers, load_assistant
+from .models import borrows_states, first_layers, load_assistant, refuse_blocks
 from .session import AssistantSession, SharedVocabulary, shared_vocabulary
-from .state_readers import DFlashSession, Gemma4Chain, check_lender, check_source
+from .state_readers import Gemma4Chain, check_lender
 from .translation import CommonSession, TextSession, Tokenizers, Translation
 
 _TOKENIZERS = "tokenizer", "assistant_tokenizer"
@@ -34,11 +34,9 @@ class AssistantDrafter(AttachableDrafter):
     Args:
         model: A causal language model of transformers with attention in every layer, also within a PeftModel or a
             compiled model; or an assistant of Gemma 4 (`gemma4_assistant`), which reads the backbone's own keys and
-            values; or a DFlash assistant (`muse_glimmer_assistant`), which fills in a block at once from the backbone's
-            states.
+            values.
         num_tokens: Tokens to draft, unless `num_assistant_tokens` says otherwise: of a call, of the backbone's
-            generation config, or of the model's own. `assistant_confidence_threshold` is looked up there, too. None: a
-            whole block, or 5.
+            generation config, or of the model's own. `assistant_confidence_threshold` is looked up there, too. None: 5.
         vocab_size: How many ids mean the same token in both models, where their embeddings are padded to different
             sizes: `len(tokenizer)`. None: read from the tokenizers in the models' directories.
         tokenizer: The backbone's, where the model has another one; a call may name both, as in transformers.
@@ -77,9 +75,8 @@ class AssistantDrafter(AttachableDrafter):
         if has_learned_prompts(model):
             raise ValueError(f"model is a {type(model).__name__} with learned prompts: pass the model within")
         self.saved, model = uncompiled(model), unwrap(model)
-        self.fills_blocks = fills_blocks(model.config)
-        usual = model.config.block_size - 1 if self.fills_blocks else 5
-        self.model, self.num_tokens, self.vocab_size = model, num_tokens or usual, vocab_size
+        refuse_blocks(model.config, f"model is a {type(model).__name__}")
+        self.model, self.num_tokens, self.vocab_size = model, num_tokens or 5, vocab_size
         self.tokenizers, self.translate = (tokenizer, assistant_tokenizer), translate
         self.vocabulary: SharedVocabulary | None = None
         self.translation: Translation | None = None
@@ -100,8 +97,8 @@ class AssistantDrafter(AttachableDrafter):
         """Loads a drafting model, not attached yet.
 
         Args:
-            folder: A directory or a repository of the Hub: of a model, of adapters of one, of a DFlash assistant, or of
-                one of Gemma 4's, which `AutoModelForCausalLM` of transformers 5.23.0 cannot build.
+            folder: A directory or a repository of the Hub: of a model, of adapters of one, or of an assistant of Gemma
+                4, which `AutoModelForCausalLM` of transformers 5.23.0 cannot build.
             num_tokens: Tokens to draft.
             vocab_size: See the class.
             tokenizer: See the class.
@@ -162,16 +159,13 @@ class AssistantDrafter(AttachableDrafter):
             ValueError: The two do not fit.
         """
         self.vocabulary = self.translation = None
-        if not (self.fills_blocks or borrows_states(self.model.config)):
+        if not borrows_states(self.model.config):
             check_model(self.model, "choose another assistant")
         if has_own_cache(self.model):
             name = type(self.model).__name__
             raise ValueError(f"the assistant {name} has its own kind of cache; choose one on transformers' caches")
         if self.tokenizers[0] is not None:
             self._translation(self.tokenizers, backbone)
-        if self.fills_blocks:
-            check_source(self.model, backbone)
-            return
         if self.translation is None:
             self.vocabulary = shared_vocabulary(self.model, backbone, self.vocab_size)
         if borrows_states(self.model.config):
@@ -183,16 +177,16 @@ class AssistantDrafter(AttachableDrafter):
             raise ValueError(f"the assistant {name} keeps a recurrent state; choose one with attention in every layer")
 
     def longest_draft(self) -> int | None:
-        """Return None, any number; of a block all that is masked."""
-        return self.model.config.block_size - 1 if self.fills_blocks else None
+        """Return None, any number."""
+        return None
 
     def default_draft(self) -> int:
-        """Return `num_tokens`, or fewer where a block is shorter."""
-        return min(self.num_tokens, self.longest_draft() or self.num_tokens)
+        """Return `num_tokens`."""
+        return self.num_tokens
 
     def assistant_config(self) -> GenerationConfig | None:
-        """Return the drafting model's, if it has one."""
-        return None if self.fills_blocks else self.model.generation_config
+        """Return the drafting model's."""
+        return self.model.generation_config
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
         """See `BaseDrafter`; a call may name both tokenizers.
@@ -210,8 +204,6 @@ class AssistantDrafter(AttachableDrafter):
 
     def start(self, options: DraftOptions) -> DraftSession:
         """Return the session of one call."""
-        if self.fills_blocks:
-            return DFlashSession(self.model, options)
         named = options.extra.get(_TOKENIZERS[0]), options.extra.get(_TOKENIZERS[1])
         tokenizers = self.tokenizers if named[1] is None else named
         if tokenizers[1] is not None:
@@ -234,7 +226,7 @@ class AssistantDrafter(AttachableDrafter):
         known, name = self.translation, type(self.model).__name__
         if known is not None and all(one is other for one, other in zip(known.tokenizers, tokenizers)):
             return known
-        if self.fills_blocks or borrows_states(self.model.config) or self.vocab_size is not None:
+        if borrows_states(self.model.config) or self.vocab_size is not None:
             other = name if self.vocab_size is None else f"vocab_size={self.vocab_size}"
             raise ValueError(f"assistant_tokenizer=: {other} is for an assistant with the backbone's own tokenizer")
         check_attention(self.model.config, "assistants with another tokenizer")

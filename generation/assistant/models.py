@@ -1,5 +1,4 @@
-"""Small models that draft: the first layers of a larger one, DFlash assistants, which fill in blocks, and those of
-Gemma 4 (`gemma4_assistant`).
+"""Small models that draft: the first layers of a larger one, and assistants of Gemma 4 (`gemma4_assistant`).
 
 Attention layers of the last have no keys and values: all read the backbone's. transformers before 5.24 looks up which
 of the layers compute what the others reuse, finds none, and refuses to build any; the configurations below define
@@ -17,7 +16,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from ...configuration.fields import field
@@ -109,14 +108,14 @@ def buildable(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def fills_blocks(config: PreTrainedConfig) -> bool:
-    """Return whether a model drafts as DFlash assistants do: a block at once, from states of several layers."""
-    return all(field(config, name) is not None for name in ("block_size", "mask_token_id", "target_layer_ids"))
+def refuse_blocks(config: PreTrainedConfig, what: str) -> None:
+    """Refuse a model that fills in blocks, as DFlash assistants do; `what` it is begins the message."""
+    if all(field(config, name) is not None for name in ("block_size", "mask_token_id", "target_layer_ids")):
+        raise ValueError(f"{what}, which fills in blocks: BlockDrafter.from_pretrained reads its directory")
 
 
 def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
-    """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4 or DFlash, or adapters of
-    one."""
+    """Load a model that drafts: a causal one with its own cache, an assistant of Gemma 4, or adapters of one."""
     hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
     check_index(name, kwargs.get("variant"), **hub)
     if "config" not in kwargs:
@@ -126,5 +125,5 @@ def load_assistant(name: str | PathLike, **kwargs: Any) -> PreTrainedModel:
         hub |= {key: kwargs[key] for key in ("trust_remote_code",) if key in kwargs}
         kwargs["config"] = AutoConfig.from_pretrained(source, **hub)
     kwargs["config"] = buildable(kwargs["config"])
-    auto_class = AutoModel if fills_blocks(kwargs["config"]) else AutoModelForCausalLM
-    return auto_class.from_pretrained(name, **kwargs)
+    refuse_blocks(kwargs["config"], f"{name}: a model of model_type={kwargs['config'].model_type!r}")
+    return AutoModelForCausalLM.from_pretrained(name, **kwargs)

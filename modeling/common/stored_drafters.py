@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, tensor_names
+from ..block.layouts import layout_of
+from ..block.model import BlockDrafter
 from ..eagle.conversion import is_foreign_head
 from ..eagle.model import EagleHead
 from ..heads.attached import MTPHeads
@@ -32,12 +34,15 @@ def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Any] | None:
     """Return the class of the drafter in a directory or a Hub repository; None where there is none.
 
     Args:
-        name: In this library's layout, or in one that `MTPHeads.from_official` or `EagleHead.from_pretrained` reads.
+        name: In this library's layout, or in one that `MTPHeads.from_official`, `EagleHead.from_pretrained` or
+            `BlockDrafter.from_pretrained` reads.
         **hub: `revision`, `token`, ...
     """
     fields = _fields(name, **hub)
     if (own := stored_kinds().get(fields.get("model_type"))) is not None:
         return own
+    if layout_of(fields) is not None:
+        return BlockDrafter
     try:
         if published_layout(Path(name), fields) is not None:
             return MTPHeads
@@ -51,7 +56,7 @@ def holds_drafter_alone(name: str | PathLike[str], **hub: Any) -> bool:
     """Return whether there is a drafter, and not also the model that it drafts for."""
     kind, fields = drafter_class(name, **hub), _fields(name, **hub)
     is_own = fields.get("model_type") in stored_kinds()
-    return kind is not None and (is_own or kind is EagleHead or not holds_backbone(Path(name), fields))
+    return kind is not None and (is_own or kind in (BlockDrafter, EagleHead) or not holds_backbone(Path(name), fields))
 
 
 @reads_whole
@@ -61,7 +66,8 @@ def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -
     Args:
         name: See `drafter_class`.
         dtype: Of its weights; None or `"auto"`: the stored one.
-        **options: Of `from_pretrained` (`revision`, ...; for an EAGLE head `aux_layers`), or of `from_official`.
+        **options: Of `from_pretrained` (`revision`, ...; for an EAGLE head `aux_layers`, for a block drafter
+            `feature_layers`), or of `from_official`.
 
     Raises:
         ValueError: No drafter, or what its class refuses.
@@ -69,7 +75,7 @@ def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -
     hub = {key: options[key] for key in HUB_OPTIONS if key in options}
     kind = drafter_class(name, **hub)
     if kind is None:
-        raise ValueError(f"{name}: no drafter (heads, an EAGLE head or a student) in a layout that is known")
+        raise ValueError(f"{name}: neither heads nor an EAGLE head, block drafter or student in a layout that is known")
     if kind is not MTPHeads or _fields(name, **hub).get("model_type") in stored_kinds():
         return kind.from_pretrained(name, dtype="auto" if dtype is None else dtype, **options)
     directory = name if Path(name).is_dir() else snapshot_download(str(name), allow_patterns=_FILES, **hub)

@@ -46,7 +46,7 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
     Args:
         specs: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
             that drafts for itself), `ngram`, `suffix[:SOURCE]`, `assistant:SOURCE`, `heads:SOURCE`, `eagle:SOURCE`,
-            `student:SOURCE`, `cascade:SOURCE` (suffixes, and such heads where these are not sure),
+            `block:SOURCE`, `student:SOURCE`, `cascade:SOURCE` (suffixes, and such heads where these are not sure),
             `transformers:prompt_lookup`, `transformers:assistant:SOURCE`, `transformers:use_mtp`.
         model: The backbone; drafters are attached to it.
 
@@ -143,6 +143,7 @@ _DRAFTERS: dict[str, Callable[..., Any]] = {
     "assistant": _assistant,
     "heads": _trained("heads"),
     "eagle": _trained("eagle", "aux_layers"),
+    "block": _trained("block", "feature_layers", "sample_from_anchor", "block_size"),
     "student": _trained("student"),
     "cascade": _cascade,
 }
@@ -154,6 +155,6 @@ _FOREIGN = {
 }
 """Options with which transformers itself drafts."""
 _KINDS = ("own", *_DRAFTERS, *_FOREIGN)
-_ALONE = ("heads", "eagle", "student")
+_ALONE = ("heads", "eagle", "block", "student")
 """Kinds whose figures are those of the drafter in their source."""
-_WITH_SOURCE = ("assistant", "heads", "eagle", "student", "cascade", "transformers:assistant")
+_WITH_SOURCE = ("assistant", "heads", "eagle", "block", "student", "cascade", "transformers:assistant")

@@ -1,4 +1,4 @@
-"""DFlash assistants: drafts are transformers' own, for batches too, and cost nobody their text."""
+"""Assistants of transformers: drafts are transformers' own, for batches too, and cost nobody their text."""
 
 import copy
 from types import SimpleNamespace
@@ -10,14 +10,13 @@ from transformers.generation import candidate_generator
 
 from tests.assisted import assisted_generate
 from tests.backbones import backbone, check_greedy, code_prompts, plain_continuations, prompts
-from tests.dflash_models import BLOCK, WINDOW, assistant, fill, random_pair, trained_pair
+from tests.dflash_models import BLOCK, WINDOW, assistant, drafter_of, fill, random_pair, trained_pair
 from tests.distributions import continuation_distribution, continuation_p_value
 from tests.integration.test_enumeration import DRAFTS, WARPS, emitted, target_rows
 from tests.integration.test_enumeration import WINDOW as LONGEST
 from tests.models import left_padded, tiny_model
 from tests.no_sync import NoSync
-from tests.two_tokenizers import tokenizer
-from tokenahead import AssistantDrafter, DrafterCascade, SuffixDrafter
+from tokenahead import AssistantDrafter, BlockDrafter, DrafterCascade, SuffixDrafter
 from tokenahead.generation.backbone.backbones import target_of
 from tokenahead.generation.call.options import CallOptions, DraftOptions
 from tokenahead.generation.call.processing import Processing
@@ -30,27 +29,27 @@ NAMES = ["llama", "mistral", "glimmer", "spark"]
 @pytest.fixture(params=NAMES)
 def pair(request):
     model, small = trained_pair(request.param)
-    drafter = AssistantDrafter(small).attach(model)
-    yield model, drafter
+    drafter = drafter_of(small).attach(model)
+    yield model, drafter, small
     drafter.detach()
 
 
 @pytest.fixture
 def plain_pair():
     model, small = trained_pair()
-    drafter = AssistantDrafter(small).attach(model)
+    drafter = drafter_of(small).attach(model)
     yield model, drafter
     drafter.detach()
 
 
 def test_greedy_alone_and_in_ragged_batches(pair):
-    model, drafter = pair
+    model, drafter, _ = pair
     assert check_greedy(model, drafter, code_prompts(8), new=41) == set(range(BLOCK))
 
 
 def test_drafts_are_those_of_transformers(pair, monkeypatch):
     """Cycle for cycle, as long as there is room for a whole block; texts are longer than windows."""
-    model, drafter = pair
+    model, drafter, small = pair
     theirs, made, seen = [], candidate_generator.DFlashTokenCandidateGenerator, set()
     get = made.get_candidates
 
@@ -63,9 +62,9 @@ def test_drafts_are_those_of_transformers(pair, monkeypatch):
     for prompt in code_prompts(4):
         inputs = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None]}
         options = dict(max_new_tokens=40, do_sample=False)
-        out = model.generate(**inputs, assistant_model=drafter.model, return_dict_in_generate=True, **options)
+        out = model.generate(**inputs, assistant_model=drafter, return_dict_in_generate=True, **options)
         theirs.clear()
-        own = type(model).generate(model, **inputs, assistant_model=drafter.model, speculation_type="dflash", **options)
+        own = type(model).generate(model, **inputs, assistant_model=small, speculation_type="dflash", **options)
         assert torch.equal(out.sequences, own)
         drafts = out.speculation.drafts
         whole = [draft for draft in drafts if len(draft) == BLOCK - 1]
@@ -87,7 +86,7 @@ def first_draft(model, small, batch, do_sample):
     made = DraftOptions.of_call(
         CallOptions(num_assistant_tokens=BLOCK - 1, speculates=True), model, config, LogitsProcessorList(), prompt
     )
-    session = AssistantDrafter(small).start(made)
+    session = drafter_of(small).attach(model).start(made)
     session.begin(outputs, target)
     tokens = Sequences(torch.cat([prompt, outputs.logits[:, -1:].argmax(-1)], dim=1))
     with torch.no_grad(), NoSync():
@@ -129,7 +128,7 @@ WARPED = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2}
 def test_sampled_distribution_of_ragged_rows(name, rule, processors):
     """Two prompts of different lengths in one batch, in turn; each has its own distribution."""
     model, small = random_pair(name)
-    drafter, options = AssistantDrafter(small).attach(model), {"top_k": 0} | processors
+    drafter, options = drafter_of(small).attach(model), {"top_k": 0} | processors
     batch = [torch.tensor([1, 3, 2, 4, 3, 2, 2, 4, 5, 1, 2, 3]), torch.tensor([4, 1, 3])]
     assert len(batch[0]) > WINDOW
     out = model.generate(
@@ -162,7 +161,7 @@ def test_options_of_calls(plain_pair, options):
 
 def test_cycles_without_drafts_are_made_up_for(plain_pair):
     """Where a look-up drafts, the states of several cycles are read before the next block; which is then as ever."""
-    model, drafter = plain_pair
+    (model, drafter), small = plain_pair, trained_pair()[1]
     batch, new = prompts(8), 40
     cascade = DrafterCascade([SuffixDrafter(num_tokens=3), drafter], least=2.5).attach(model)
     out = model.generate(
@@ -176,7 +175,7 @@ def test_cycles_without_drafts_are_made_up_for(plain_pair):
         for draft, accepted in zip(out.speculation.rows_drafts[row], out.speculation.rows_accepted[row]):
             whole.append(len(draft) == BLOCK - 1)
             if whole[-1]:
-                assert draft == fill(drafter.model, model, text, place).argmax(-1)[0].tolist()
+                assert draft == fill(small, model, text, place).argmax(-1)[0].tolist()
             place += accepted + 1
     assert 5 < sum(whole) < len(whole) - 5
 
@@ -195,8 +194,8 @@ def test_transformers_own_loop_takes_the_drafts(plain_pair):
 def test_copies_and_folders(plain_pair, tmp_path):
     model, drafter = plain_pair
     drafter.save_pretrained(tmp_path)
-    loaded = AssistantDrafter.from_pretrained(tmp_path)
-    assert loaded.num_tokens == BLOCK - 1 and type(loaded.model) is type(drafter.model)
+    loaded = BlockDrafter.from_pretrained(tmp_path, dtype=torch.float32)
+    assert loaded.num_drafts == BLOCK - 1 and loaded.config.vocab_size == 48
     batch, options = left_padded(code_prompts(4)), dict(max_new_tokens=12, do_sample=False)
     found = []
     for each in (drafter, copy.deepcopy(drafter), loaded):
@@ -210,28 +209,22 @@ def test_copies_and_folders(plain_pair, tmp_path):
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        (backbone, {"target_layer_ids": [0, 2]}, r"target_layer_ids=\[0, 2\].*LlamaForCausalLM.*0 to 1"),
-        (backbone, {"mask_token_id": 48}, "mask_token_id=48.*0 to 47"),
-        (backbone, {"hidden_size": 24}, "hidden_size=24.*32"),
-        (tiny_model, {"hidden_size": 64}, "EvaByteForMTPC|hidden_size"),
+        (backbone, {"target_layer_ids": [0, 1]}, r"feature_layers=\[1, 2\].*LlamaForCausalLM.*0..1"),
+        (backbone, {"mask_token_id": 48, "target_layer_ids": [0]}, "mask_token_id=48.*0..47"),
+        (backbone, {"hidden_size": 24}, "hidden_size.*24.*32"),
+        (tiny_model, {"hidden_size": 64}, "hidden_size|EvaByteForMTPC"),
     ],
     ids=["layers", "mask", "width", "cache"],
 )
 def test_backbones_that_it_was_not_made_for(model, changes, message):
-    model = model()
+    model, drafter = model(), drafter_of(assistant(**changes))
     with pytest.raises(ValueError, match=message):
-        AssistantDrafter(assistant(**changes)).attach(model)
+        drafter.attach(model)
     assert "generate" not in vars(model)
 
 
-def test_what_it_has_no_use_for(plain_pair):
-    model, drafter = plain_pair
-    both = {"tokenizer": tokenizer(64), "assistant_tokenizer": tokenizer(46)}
-    with pytest.raises(ValueError, match="MuseGlimmerAssistantModel"):
-        model.generate(code_prompts(1)[0][None], assistant_model=drafter, **both)
-    with pytest.raises(ValueError, match="MuseGlimmerAssistantModel"):
-        AssistantDrafter(assistant(), **both).attach(model)
-    flash = assistant()
-    flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flash_attention_2"):
-        AssistantDrafter(flash).attach(model)
+def test_drafters_with_a_cache_of_their_own_refuse_it(tmp_path):
+    assistant().save_pretrained(tmp_path)
+    for make in (lambda: AssistantDrafter(assistant()), lambda: AssistantDrafter.from_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match="BlockDrafter.from_pretrained"):
+            make()

@@ -12,7 +12,7 @@ from tests.backbones import CONFIGS, backbone, code, coder, learn
 from tokenahead import BlockDrafter
 
 BLOCK, LAYERS, WINDOW = 5, [-1, 0], 9
-"""Tokens of a block, b among them; the layers whose outputs are read, -1: embeddings; how far back layers with a window see."""
+"""Tokens of a block, b among them; layers whose outputs are read (-1: embeddings); how far back windows reach."""
 
 
 _MUSE = dict(

@@ -210,7 +210,7 @@ class BlockNetwork(DraftModel):
         table = self.embed_tokens if self.config.own_embeddings else self.backbone.get_input_embeddings()
         if isinstance(table, nn.Embedding) and "embed_norm" in dict(table.named_children()):
             return nn.functional.embedding(ids, table.weight.detach())
-        return frozen(table, ids.to(dict(table.named_parameters())["weight"].device))
+        return frozen(table, ids.to(self.device) if self.config.own_embeddings else ids)
 
     def draft_logits(self, rows: Tensor) -> Tensor:
         """Return logits [.., v] over the draft vocabulary from rows [.., d], in float32 (float64 stays)."""

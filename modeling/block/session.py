@@ -114,7 +114,7 @@ class BlockSession(HeadSession):
         """Fill in a block behind the context."""
         drafter, layout, config = self.drafter, self.layout, self.drafter.config
         size, device = config.block_size, drafter.device
-        embedded = drafter.embed_rows(to_device(last, device))  # [B, S, d]
+        embedded = drafter.embed_rows(last)  # [B, S, d]
         kinds = dict.fromkeys(config.layer_types or ())
         layout.is_maskless = sees_all(config) and not layout.needs_mask(1)
         masks: dict[str, Tensor | None] = dict.fromkeys(kinds)

@@ -22,6 +22,7 @@ from tests.ptp_models import student
 from tests.two_tokenizers import speaker, tokenizer
 from tokenahead import (
     AssistantDrafter,
+    BlockDrafter,
     DeepSeekMTP,
     DrafterCascade,
     EagleHead,
@@ -34,6 +35,7 @@ from tokenahead import (
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
+BLOCK = Path(__file__).parents[1] / "data" / "block"
 NEW_TOKENS = 16
 HEADS_TREE = {"top_k": 3, "total_tokens": 12}
 EAGLE_TREE = {"depth": 3, "top_k": 2, "total_tokens": 12}
@@ -179,6 +181,15 @@ def eagle() -> Entry:
     return _attached("eagle-llama", model, practised(model, EagleHead.from_backbone(model), 1e-2), tree=EAGLE_TREE)
 
 
+def block() -> Entry:
+    """A trained golden of DFlash, a block of five tokens, a causal layer with a window and one that sees all."""
+    model = AutoModelForCausalLM.from_pretrained(BLOCK / "llama", dtype=torch.float32).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    drafter = BlockDrafter.from_pretrained(BLOCK / "zlab_llama", dtype=torch.float32).eval()
+    drafter.config.layout = "tokenahead"
+    return _attached("block-llama", model, drafter, tree=EAGLE_TREE)
+
+
 def eagle1(family: str) -> Entry:
     """An EAGLE-1 head."""
     model = random_backbone(family)
@@ -260,6 +271,7 @@ _MAKE: dict[str, Callable[[], Entry]] = {
     "heads-gpt2": lambda: heads("gpt2", lora_target="c_attn"),
     "context-llama": lambda: heads("llama", "context", context=2, context_rank=8),
     "eagle-llama": eagle,
+    "block-llama": block,
     "deepseek-modules": deepseek,
     "ptp-one_hot": lambda: ptp("one_hot"),
     "ptp-categorical": lambda: ptp("categorical"),

@@ -70,6 +70,10 @@ class TestLayerHeads(DrafterConformance):
     name = "layer-mistral"
 
 
+class TestBlock(DrafterConformance):
+    name = "block-llama"
+
+
 class TestEagle1(DrafterConformance):
     name = "eagle1-mistral"
 

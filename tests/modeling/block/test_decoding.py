@@ -1,0 +1,158 @@
+"""Calls of `generate` with block drafters: recorded cycles, batches, recurrent backbones, cascades, samples."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.backbones import backbone, check_greedy, code, coder, prompts
+from tests.distributions import continuation_distribution, continuation_p_value
+from tests.fake_graphs import FakeGraph
+from tests.generation.test_fixed_shapes import WAYS, batch_of, generated, same
+from tests.modeling.block.test_golden import CASES, pair
+from tests.models import left_padded
+from tokenahead import BlockDrafter, DrafterCascade, SuffixDrafter, free_buffers
+from tokenahead.generation import graphs as graphs_module
+
+LAWS = {
+    "independent": {},
+    "markov": {"rank": 6},
+    "selector": {"rank": 6, "top_k": 5},
+    "cp": {"rank": 2, "leaf_rank": 4, "markov_rank": 4},
+    "hmm": {"rank": 2, "leaf_rank": 4, "markov_rank": 4, "reads_last": True},
+    "btree": {"rank": 2, "leaf_rank": 4, "markov_rank": 4},
+}
+
+
+def drafter_of(model, law="markov", **options):
+    """A drafter with random weights everywhere."""
+    options = dict(layers=2, block_size=4, law_options=LAWS[law]) | options
+    torch.manual_seed(2)
+    drafter = BlockDrafter.from_backbone(model, law=law, **options)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if not bool(parameter.any()):
+                parameter.normal_(std=0.3)
+    return drafter.eval()
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Regions are recorded, and replayed by a fake that compares."""
+    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", FakeGraph)
+
+
+@pytest.fixture
+def model():
+    model = backbone().double()
+    yield model
+    free_buffers(model)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_cycles_of_all_laws_repeat_themselves(model, law, rows, fake):
+    windows = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5, sample_from_anchor=False)
+    drafter = drafter_of(model, law, **(windows if rows == 3 else {}))
+    for way in ("greedy", "sampled", "processors", "fixed tree", "drawn tree"):
+        out = generated(model, drafter, batch_of(rows), **WAYS[way], cache_implementation="static")
+        told = out.speculation.graphs
+        assert told.replayed["cycle"] and not told.reasons, way
+        if way == "greedy":
+            assert same(out, generated(model, drafter, batch_of(rows), **WAYS[way]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_text_in_batches_of_sixteen(name):
+    base, drafter = pair(name)
+    generator = torch.Generator().manual_seed(7)
+    rows = [torch.randint(1, 60, (1 + 5 * (i % 4),), generator=generator) for i in range(16)]
+    for size in (4, 16):
+        inputs, options = left_padded(rows[:size]), dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
+        out = base.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
+        assert out.sequences.equal(base.generate(**inputs, **options))
+    counts = {count for row in out.speculation.rows_accepted for count in row}
+    assert counts >= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("sampling", ["drawn", "argmax"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("name", ["speculators_dspark", "zlab_dflash2", "deepspec_dspark_gated"])
+def test_sampled_text_follows_the_backbone(name, rule, sampling):
+    base, drafter = pair(name)
+    drafter.draft_sampling = sampling
+    if name == "deepspec_dspark_gated":
+        drafter.confidence_threshold = 0.45
+    warped = dict(temperature=0.8, top_k=4)
+    batch = [torch.tensor([5, 9, 33, 17, 46, 9, 19]), torch.tensor([17, 31])]
+    torch.manual_seed(0)
+    out = base.generate(
+        **left_padded(batch * 600), do_sample=True, max_new_tokens=5, assistant_model=drafter, verification=rule,
+        pad_token_id=0, return_dict_in_generate=True, **warped,
+    )  # fmt: skip
+    for row, prompt in enumerate(batch):
+        expected = continuation_distribution(base, prompt[None], 2, **warped)
+        assert continuation_p_value(out.sequences[row::2, 7:9], expected) > 0.001
+
+
+def test_recurrent_backbones_roll_back():
+    from transformers import Qwen3NextConfig
+
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    drafter = drafter_of(model, "hmm")
+    check_greedy(model, drafter, prompts(4), new=12)
+
+
+def test_look_ups_may_draft_between_blocks():
+    base, drafter = pair("speculators_dspark")
+    cascade = DrafterCascade([SuffixDrafter(num_tokens=3), drafter], least=1.5).attach(base)
+    inputs, options = left_padded(prompts(4)), dict(max_new_tokens=30, do_sample=False, pad_token_id=0)
+    assert base.generate(**inputs, **options, assistant_model=cascade).equal(base.generate(**inputs, **options))
+
+
+def test_a_cut_comes_before_unlikely_drafts_in_each_sequence():
+    base, drafter = pair("deepspec_dspark_gated")
+    inputs, options = left_padded(prompts(5)), dict(max_new_tokens=24, do_sample=False, pad_token_id=0)
+    lengths = {}
+    for least in (None, 0.45, 1.0):
+        drafter.confidence_threshold = least
+        out = base.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
+        assert out.sequences.equal(base.generate(**inputs, **options))
+        lengths[least] = [[len(draft) for draft in row] for row in out.speculation.rows_drafts]
+    assert max(map(max, lengths[None])) == 5 and len({tuple(row) for row in lengths[0.45]}) > 1
+    assert not any(map(sum, lengths[1.0]))
+    with pytest.raises(ValueError, match="confidence_threshold=0.5.*confidence head"):
+        pair("zlab_llama")[1].confidence_threshold = 0.5
+
+
+def test_copies_draft_alike_and_keep_their_options(tmp_path):
+    base, drafter = pair("speculators_dspark")
+    drafter.draft_sampling = "argmax"
+    drafter.config.layout = "tokenahead"
+    drafter.save_pretrained(tmp_path)
+    again = BlockDrafter.from_pretrained(tmp_path)
+    moved = {"_name_or_path": None}
+    assert again.draft_sampling == "argmax" and again.config.to_dict() | moved == drafter.config.to_dict() | moved
+    inputs, options = left_padded(prompts(3)), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+    found = []
+    for each in (drafter, copy.deepcopy(drafter), again):
+        out = base.generate(**inputs, **options, assistant_model=each.attach(base), return_dict_in_generate=True)
+        found.append(out.speculation.rows_drafts)
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_new_drafter_of_any_law_writes_the_backbones_text():
+    model = coder("qwen3")
+    for law in LAWS:
+        drafter = drafter_of(model, law, draft_ids=torch.unique(code())[:30])
+        text = model.generate(code()[None, :9], max_new_tokens=16, do_sample=False)
+        assert text.equal(model.generate(code()[None, :9], max_new_tokens=16, do_sample=False, assistant_model=drafter))
+        drafter.detach()

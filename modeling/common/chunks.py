@@ -1,9 +1,9 @@
 """Summed terms of a module over many positions, in chunks: memory grows with neither positions, depths nor vocabulary.
 
 Logits of a chunk yield their terms and, at once, their gradients; they are freed before the next chunk, and computed
-only once. Positions where nothing is scored, such as prompts, have none. Gradients of linear maps, V d numbers of an
-unembedding, are added to one tensor in place, chunk by chunk; depths that share a module share that tensor, too. Knows
-no circuit, no chain and no loss.
+only once. Positions where nothing is scored, such as prompts, have none. Gradients of linear maps and embeddings, V d
+numbers of an unembedding, are added to one tensor in place, chunk by chunk; depths that share a module share that
+tensor, too. Knows no circuit, no chain and no loss.
 """
 
 from __future__ import annotations
@@ -120,17 +120,38 @@ class SummedLinear(torch.autograd.Function):
         return into_inputs, None, None, ctx.total.new_zeros(())
 
 
-class _SummedLinears(TorchFunctionMode):
-    """Makes linear maps add the gradients of weights that have a total to it."""
+class SummedEmbedding(torch.autograd.Function):
+    """Rows of a table, whose gradients are added to a tensor in place: each chunk reads few of them."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor, total: Tensor, anchor: Tensor) -> Tensor:
+        """Return [..., R] of ids [...] and a table [V, R], whose gradient is added to `total`; see `SummedLinear`."""
+        ctx.save_for_backward(ids)
+        ctx.total = total
+        return nn.functional.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return 0 for the anchor."""
+        (ids,) = ctx.saved_tensors
+        ctx.total.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(ctx.total.dtype))
+        return None, None, None, ctx.total.new_zeros(())
+
+
+class _SummedWeights(TorchFunctionMode):
+    """Makes linear maps and embeddings add the gradients of weights that have a total to it."""
 
     def __init__(self, totals: dict[Tensor, Tensor], anchor: Tensor) -> None:
         super().__init__()
         self.totals, self.anchor = totals, anchor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, or the linear map that sums."""
-        kwargs = kwargs or {}
-        if func is nn.functional.linear and len(args) >= 2 and args[1] in self.totals and torch.is_grad_enabled():
+        """Call `func`, or the map that sums."""
+        kwargs, is_map = kwargs or {}, func in (nn.functional.linear, nn.functional.embedding)
+        if is_map and len(args) >= 2 and args[1] in self.totals and torch.is_grad_enabled():
+            if func is nn.functional.embedding:
+                ids, table = args[:2]
+                return SummedEmbedding.apply(ids, table.detach(), self.totals[table], self.anchor)
             inputs, weight, bias = (*args, kwargs.get("bias"))[:3]
             outputs = SummedLinear.apply(inputs, weight.detach(), self.totals[weight], self.anchor)
             return outputs if bias is None else outputs + bias
@@ -277,7 +298,7 @@ def _chunk(
     anchor = torch.zeros((), device=states.device, requires_grad=learns)
     with torch.set_grad_enabled(learns):
         states = states.detach().requires_grad_(wanted)
-        with _SummedLinears(totals, anchor):
+        with _SummedWeights(totals, anchor):
             sums = terms(states, *arguments).sum(0)
         if not learns:
             return sums, states

@@ -1,11 +1,12 @@
 """Configuration of a block drafter: its body, which rows draft, and the law of a block's tokens. Imports no torch."""
 
 # no `from __future__ import annotations`: @strict checks field types only where annotations are real types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
+from .block_losses import BlockLossOptions
 from .fields import check_values, refuse
 
 LAYOUTS = ("tokenahead", "z-lab", "speculators", "deepspec")
@@ -50,6 +51,7 @@ class BlockDrafterConfig(Qwen3Config):
         confidence_reads_token: It reads the embedding that the law has of the token before, too.
         confidence_threshold: A chain ends before the first token whose estimate is smaller; None: it never does.
         draft_sampling: Sampled calls verify tokens that are `"drawn"`, or the likeliest ones (`"argmax"`).
+        loss_options: Options of the training loss (`BlockLossOptions`, or a dict of those that are not the defaults).
         layout: Layout of `save_pretrained`.
         base_model_name_or_path: Name of the backbone that the drafter was trained for, for information.
         base_model_type: The `model_type` of that backbone's text model; None: unknown.
@@ -97,6 +99,10 @@ class BlockDrafterConfig(Qwen3Config):
     base_model_type: str | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    if not TYPE_CHECKING:
+        loss_options: BlockLossOptions | dict | None = None
+    else:  # `__post_init__` makes options of a dict or None
+        loss_options: BlockLossOptions = BlockLossOptions()
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.draft_vocab_size is None:
@@ -104,7 +110,12 @@ class BlockDrafterConfig(Qwen3Config):
         if self.target_hidden_size is None:
             self.target_hidden_size = self.hidden_size
         self.use_sliding_window = "sliding_attention" in (self.layer_types or ())
+        self.loss_options = BlockLossOptions.of(self.loss_options)
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields; of the loss, the options that are not the defaults."""
+        return super().to_dict() | {"loss_options": self.loss_options.changed()}
 
     @property
     def first_row(self) -> int:

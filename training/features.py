@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from ..configuration.fields import field as config_field
 from ..configuration.fields import requested_states
-from ..modeling import EagleHead, MTPHeads
+from ..modeling import BlockDrafter, EagleHead, MTPHeads
 from ..modeling.common.backbone_parts import BackboneParts
 from ..modeling.common.recording import STATES, SUMMARIES, collate
 from ..modeling.common.teacher import logit_summaries
@@ -96,7 +96,7 @@ class FeatureIndex:
 
 
 def cache_features(
-    drafter: MTPHeads | EagleHead,
+    drafter: MTPHeads | EagleHead | BlockDrafter,
     data: Sequence[Row],
     folder: str | Path,
     dtype: str | None = None,
@@ -110,7 +110,7 @@ def cache_features(
     are written.
 
     Args:
-        drafter: Attached `MTPHeads` or `EagleHead`; its `learning_layers` and its backbone are used.
+        drafter: Attached `MTPHeads`, `EagleHead` or `BlockDrafter`; its `learning_layers` and its backbone are used.
         data: Rows with `input_ids` and, optionally, `labels`, `attention_mask` (padding is dropped) and `position_ids`.
         folder: Output directory; created if missing.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
@@ -220,7 +220,7 @@ class FeatureDataset(Dataset):
     collate = staticmethod(collate)
 
 
-def _index(drafter: MTPHeads | EagleHead, data: Sequence[Row], dtype: str) -> FeatureIndex:
+def _index(drafter: MTPHeads | EagleHead | BlockDrafter, data: Sequence[Row], dtype: str) -> FeatureIndex:
     if not len(data):
         raise ValueError("data has no rows; at least one is needed")
     if dtype not in _DTYPES:

@@ -39,13 +39,13 @@ from ..common.drafter_configs import check_kind, warn_of_kind
 from ..common.loading import check_is_there
 from .conversion import backbone_config
 from .layouts import OVERRIDES, check_overrides, foreign_drafter, written
-from .network import BlockNetwork
+from .learning import BlockLearner
 from .session import BlockSession
 
 _MASK_FILE = "mask_embedding.pt"
 
 
-class BlockDrafter(BlockNetwork):
+class BlockDrafter(BlockLearner):
     """A block drafter, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -138,7 +138,9 @@ class BlockDrafter(BlockNetwork):
         options |= {"law": law, "num_hidden_layers": layers, "block_size": block_size}
         if draft_ids is not None:
             draft_ids = DraftVocabulary(draft_ids, backbone.config.get_text_config().vocab_size, "draft_ids").ids
-            options |= {"draft_vocab_size": len(draft_ids), "own_unembedding": True}
+            options["draft_vocab_size"] = len(draft_ids)
+        if options.get("draft_vocab_size") is not None:
+            options["own_unembedding"] = True
         drafter = cls(backbone_config(backbone, sample_from_anchor=sample_from_anchor, **options))
         if draft_ids is not None:
             drafter.set_draft_ids(draft_ids)

@@ -82,6 +82,23 @@ class EagleOutput(CausalLMOutputWithPast):
 
 
 @dataclass
+class BlockOutput(CausalLMOutputWithPast):
+    """Output of a block drafter that is trained on its backbone.
+
+    Attributes:
+        loss: Scalar.
+        logits: [B, 1, V] of the backbone's last position.
+        terms: The parts of the loss by name, detached scalars, before their weights.
+        head_losses: [m] detached, the mean of what the loss is made of, per place of a block.
+        acceptances: [m] detached, mean probability that a token drawn at a place is accepted, given the text before it.
+    """
+
+    terms: dict[str, Tensor] | None = None
+    head_losses: Tensor | None = None
+    acceptances: Tensor | None = None
+
+
+@dataclass
 class PTPOutput(CausalLMOutputWithPast):
     """Output of a causal language model with auxiliary positions.
 

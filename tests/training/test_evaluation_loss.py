@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from tests.families import family_model
 from tests.training.conftest import ragged_rows, small_model, trainer_for
-from tokenahead import MTPHeads
+from tokenahead import BlockDrafter, MTPHeads
 from tokenahead.training import MTPTrainer
 
 
@@ -45,6 +45,7 @@ MODELS = {
     "heads apart, other weights": lambda: MTPHeads.from_backbone(
         llama(), window=3, head_type="medusa", loss_options={"weights": [0.5, 0.3, 0.4], "balance": "rms"}
     ),
+    "block drafter": lambda: BlockDrafter.from_backbone(llama(num_hidden_layers=3), layers=1, block_size=3),
     "heads apart that attend": lambda: MTPHeads.from_backbone(
         llama(num_hidden_layers=2), window=3, head_type="layer", loss_options={"target": "teacher"}
     ),

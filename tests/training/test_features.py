@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, MambaConfig
 
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
-from tokenahead import EagleHead, MTPHeads
+from tokenahead import BlockDrafter, EagleHead, MTPHeads
+from tokenahead.modeling.block import losses as block_losses
 from tokenahead.modeling.common import teacher as heads_teacher
 from tokenahead.modeling.eagle import terms as eagle_terms
 from tokenahead.training import cache_features
@@ -41,6 +42,12 @@ DRAFTERS = {
     ),
     "eagle 1 over half": lambda: EagleHead.from_backbone(backbone(), version=1, draft_ids=torch.arange(0, 320, 2)),
     "eagle 1": lambda: EagleHead.from_backbone(backbone(), version=1),
+    "block over half": lambda: BlockDrafter.from_backbone(
+        backbone(), layers=1, block_size=3, law_options=dict(rank=4), draft_ids=torch.arange(0, 320, 2)
+    ),
+    "block": lambda: BlockDrafter.from_backbone(
+        backbone(), law="hmm", layers=1, block_size=3, loss_options=dict(layout="deepspec", terms={"l1": 1.0})
+    ),
     "eagle 3": lambda: EagleHead.from_backbone(backbone(), version=3, aux_layers=[1, 2]),
 }
 
@@ -67,7 +74,7 @@ def test_training_on_features_has_the_losses_of_training_on_the_backbone(name, t
         if cached:
             trainer.data_collator = data.collate
             drafter.backbone.forward = None  # is not called
-            for module in (heads_teacher, eagle_terms):  # nor the unembedding of all tokens
+            for module in (heads_teacher, eagle_terms, block_losses):  # nor the unembedding of all tokens
                 monkeypatch.setattr(module, "logit_summaries", None)
         found.append(losses(trainer))
     assert found[0] == pytest.approx(found[1], rel=2e-5)

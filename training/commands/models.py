@@ -43,7 +43,7 @@ from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
 from ..utils import needs_extra
 from .data import load_data
-from .settings import DrafterArguments, Settings, filled
+from .settings import APART, DrafterArguments, Settings, filled
 
 with needs_extra("train", "tokenahead train"):
     from datasets import Dataset
@@ -169,13 +169,14 @@ def _own(model: Any, options: Kwargs) -> Any:
 def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
     name = str(arguments.drafter_name_or_path)
     options = _drafter_options(arguments)
-    if options.keys() - ({"aux_layers"} if arguments.drafter == "eagle" else set()):
+    taken = {"eagle": {"aux_layers"}, "block": {"feature_layers", "sample_from_anchor", "block_size"}}
+    if options.keys() - taken.get(arguments.drafter, set()):
         raise ValueError(
             f"drafter_options are for a new drafter, and {name} exists already: leave one of them out (an EAGLE head "
-            "takes aux_layers, where its config.json does not name them)"
+            "takes aux_layers, and a block drafter feature_layers, where its config.json does not name them)"
         )
-    if arguments.drafter not in ("heads", "eagle"):
-        raise ValueError(f"drafter={arguments.drafter!r}: only heads and eagle have directories of their own")
+    if arguments.drafter not in APART:
+        raise ValueError(f"drafter={arguments.drafter!r}: only {', '.join(APART)} have directories of their own")
     return load_drafter(name, backbone, "drafter_name_or_path", arguments.drafter, **options)
 
 
@@ -250,8 +251,8 @@ def check_features(settings: Settings, model: PreTrainedModel) -> None:
         return
     if not model.is_apart or settings.drafter.training_strategy().train != "drafter":
         raise ValueError(
-            f"features={directory} holds the states of a frozen backbone: leave it out, or train heads or an EAGLE "
-            "head apart, with strategy: {train: drafter}"
+            f"features={directory} holds the states of a frozen backbone: leave it out, or train a drafter "
+            "apart from it, with strategy: {train: drafter}"
         )
     streams = {"dataset_streaming": settings.data.dataset_streaming, "streaming": settings.mixture.streaming}
     for name in (name for name, value in streams.items() if value):

@@ -26,6 +26,8 @@ with needs_extra("train", "tokenahead train"):
 
 _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
+APART = ("heads", "eagle", "block")
+"""Drafters that are apart from their backbone, and have directories of their own."""
 _SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "acceptance")
 
 
@@ -38,11 +40,12 @@ class DrafterArguments:
     drafter: str = option(
         "own",
         help="own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any "
-        "other causal language model: heads (MTPHeads), eagle (EagleHead), modules (DeepSeekMTP), parallel (PTP)",
-        choices=["own", "heads", "eagle", "modules", "parallel"],
+        "other causal language model: heads (MTPHeads), eagle (EagleHead), block (BlockDrafter), modules "
+        "(DeepSeekMTP), parallel (PTP)",
+        choices=["own", *APART, "modules", "parallel"],
     )
     drafter_name_or_path: str | None = option(
-        None, help="Directory, or name on the Hub, of heads or an EAGLE head to continue from."
+        None, help="Directory, or name on the Hub, of heads, an EAGLE head or a block drafter to continue from."
     )
     drafter_options: dict | str | None = option(
         None,
@@ -60,7 +63,7 @@ class DrafterArguments:
     )
     features: str | None = option(
         None,
-        help="Directory for the frozen backbone's states, for heads or an EAGLE head: every epoch then needs no "
+        help="Directory for the frozen backbone's states, for drafters apart from it: every epoch then needs no "
         "forward of it, and a further run reads them.",
     )
     acceptance: dict | str | None = option(None, help="Options of AcceptanceCallback, JSON; false leaves it out.")
@@ -153,18 +156,16 @@ class Settings:
             f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone"
         )
         hint = "leave use_peft out, and set strategy: {train: lora}"
-        instead = hint if drafter.drafter == "heads" else "leave it out: an EAGLE head learns on a frozen backbone"
+        instead = hint if drafter.drafter == "heads" else "leave it out: this drafter learns on a frozen backbone"
         name, alone = self.data.dataset_name, f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides"
-        is_apart = (
-            drafter.drafter in ("heads", "eagle") and (drafter.strategy or {}).get("train", "drafter") == "drafter"
-        )
-        frozen = "a quantised backbone does not learn; choose drafter: heads or eagle, or leave it out"
+        is_apart = drafter.drafter in APART and (drafter.strategy or {}).get("train", "drafter") == "drafter"
+        frozen = "a quantised backbone does not learn; choose drafter: heads, eagle or block, or leave it out"
         refuse(
             [
                 (self.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
                 (model.load_in_4bit and not is_apart, f"load_in_4bit=True: {frozen}"),
                 (model.load_in_8bit and not is_apart, f"load_in_8bit=True: {frozen}"),
-                (model.use_peft and drafter.drafter in ("heads", "eagle"), f"{of_drafter}; {instead}"),
+                (model.use_peft and drafter.drafter in APART, f"{of_drafter}; {instead}"),
                 (model.use_peft and drafter.strategy, f"{alone} then what learns; leave strategy out, or {hint}"),
             ]
         )

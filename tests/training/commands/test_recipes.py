@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.models import left_padded
-from tokenahead import EagleHead, MTPHeads
+from tokenahead import BlockDrafter, EagleHead, MTPHeads
 from tokenahead.training import regenerate
 from tokenahead.training.commands.settings import read_settings
 from tokenahead.training.commands.train import train
@@ -106,6 +106,17 @@ def test_hydra_plus_plus(run, folders, tmp_path):
     heads = MTPHeads.from_pretrained(tmp_path / "run")
     assert (heads.config.loss_target, heads.config.arch, heads.config.num_blocks) == ("teacher", "prefix-mlp", 4)
     check_lossless(backbone, heads.attach(backbone), drafts=4)
+
+
+def test_block(run, folders, tmp_path):
+    trainer, watch = run("block.yaml")
+    assert all(any(part in name for name in watch.moved[-1]) for part in ("fc", "layers.4", "markov", "confidence"))
+    losses, kept = logged(trainer, "loss_place_1"), logged(trainer, "acceptance_place_7")
+    assert len(losses) == len(kept) == STEPS and losses[-1] < losses[0]
+    backbone = AutoModelForCausalLM.from_pretrained(folders / "llama").eval()
+    drafter = BlockDrafter.from_pretrained(tmp_path / "run").attach(backbone)
+    assert (drafter.law, drafter.num_drafts, drafter.loss_options.anchors) == ("markov", 7, 512)
+    check_lossless(backbone, drafter, drafts=7)
 
 
 @pytest.mark.core

@@ -112,7 +112,9 @@ def test_the_help_begins_with_what_is_our_own(capsys):
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"packing": True}, {"drafter": "eagle"}, {"dataset_name": "chat"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"packing": True}, {"drafter": "eagle"}, {"drafter": "block"}, {"dataset_name": "chat"}], ids=str
+)
 def test_kept_features_teach_the_same(changes, settings_of, data, tmp_path):
     changes = {"drafter": "heads", "eval_strategy": "steps", "eval_steps": 4} | changes
     if changes.get("dataset_name") == "chat":

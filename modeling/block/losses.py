@@ -1,0 +1,233 @@
+"""The loss of block drafters: terms of every place of a block given the text before it, in the columns of all recipes.
+
+Rows of blocks are computed once, with a graph; logits exist for some blocks at a time, whose gradients are made at once
+(`chunked_sums`). So memory does not grow with blocks times vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...configuration.block_losses import READS_TEACHER, BlockLossOptions, BlockRecipe
+from ...configuration.loss_options import DIVERGENCES
+from ..common.backbone_parts import BackboneParts
+from ..common.chunks import LossSegment, chunked_sums
+from ..common.outputs import BlockOutput
+from ..common.teacher import ACCEPTANCES, acceptance, accepted_along, divergence, logit_summaries, sequence_log_probs
+from ..heads.losses import counts_of_update
+from ..heads.window_distribution import at_tokens
+from .batch import BlockBatch, taken
+from .laws import SelectorLaw
+from .network import BlockNetwork
+
+_DPACE = 0.5
+"""Share of certainty in the acceptance that D-PACE assumes."""
+METHODS = {"independent": "dflash", "selector": "dflash2"}
+"""Methods by law; those of all others is "dspark"."""
+
+
+def method_of(law: str) -> str:
+    """Return the method whose recipe a law has where none is named."""
+    return METHODS.get(law, "dspark")
+
+
+def place_weights(options: BlockLossOptions, recipe: BlockRecipe, counts: Tensor, batch: Tensor | int) -> Tensor:
+    """Return the factors of the summed terms of all places, [m], from places that count [m] and sequences."""
+    rates = options.rate() ** torch.arange(len(counts), device=counts.device, dtype=counts.dtype)
+    if options.weights == "dpace":
+        total = counts.new_ones(()) * batch if recipe.dpace == "batch" else counts.sum()
+        return torch.ones_like(rates) / total.clamp(min=1)
+    total = (counts * rates).sum() if recipe.normaliser == "weights" else counts.sum()
+    return rates / total.clamp(min=1e-6)
+
+
+def block_loss(
+    network: BlockNetwork,
+    hidden: Tensor,
+    batch: BlockBatch,
+    states: Tensor,
+    options: BlockLossOptions,
+    items: Tensor | int | None = None,
+    summaries: Tensor | None = None,
+) -> BlockOutput:
+    """Return the loss of blocks, and their terms.
+
+    Args:
+        network: The drafter.
+        hidden: [B, A, S, d], `block_rows`.
+        batch: The batch.
+        states: [B, L, D], the backbone's last hidden states.
+        options: How the loss is computed.
+        items: Places that count over all micro-batches, [m], or one number, of targets; None: those of the batch.
+        summaries: [B, L, 2], the `logit_summaries` of the states; None: computed where they are read.
+    """
+    config, method = network.config, method_of(network.config.law)
+    recipe, names = options.recipe(method), options.weighted_terms(method)
+    law, size = network.joint_law, config.num_drafts
+    for name, has_head in (("confidence", config.has_confidence), ("selector", isinstance(law, SelectorLaw))):
+        weight = names.pop(name, 1.0)
+        names |= {name: weight} if has_head else {}
+    counted = batch.counted(recipe, config)  # [B, A, m]
+    counts = counted.sum((0, 1))
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    total = counts_of_update(counts, items, batch.scored[:, 1:].sum()).to(wide)
+    sequences = len(batch.ids) * total[0] / counts[0].clamp(min=1)
+    weights = place_weights(options, recipe, total, sequences)
+    columns = batch.places(size)
+    teacher = BlockTeacher(network, states, batch, columns, counted, recipe, set(names), summaries)
+    tokens = torch.cat([batch.anchors[..., None], columns], -1)
+    tokens = taken(batch.ids, tokens)  # [B, A, m + 1], b first
+    terms = BlockTerms(network, teacher, options, list(names))
+    shares = [weight * weights for weight in names.values()]
+    shares = torch.cat([*shares, *[torch.zeros_like(weights)] * teacher.reads_all])
+    arguments = (tokens, counted, columns + _starts(batch, columns))
+    part = LossSegment(hidden.flatten(-2), arguments, shares, scored=counted.any(-1))
+    heads = nn.ModuleList([law, *([network.confidence_head] if config.has_confidence else [])])
+    numbers = size * network.draft_size * (getattr(law, "rank", 1) + 1 + teacher.reads_all)
+    loss, (sums,) = chunked_sums(terms, heads, [part], numbers, size)
+    found = dict(zip([*names, "acceptances"], sums.unflatten(0, (-1, size))))  # [m] each
+    accepted = found.pop("acceptances", None)
+    divisor = counts.clamp(min=1)
+    means = torch.stack([names[name] * value for name, value in found.items()]).sum(0) / divisor
+    return BlockOutput(
+        loss=loss,
+        terms={name: (value * weights).sum() for name, value in found.items()},
+        head_losses=torch.where(counts > 0, means, torch.nan),
+        acceptances=None if accepted is None else accepted / divisor,
+    )
+
+
+def _starts(batch: BlockBatch, columns: Tensor) -> Tensor:
+    """Return what makes columns [B, A, m] of sequences those of all sequences one after the other, [B, 1, 1]."""
+    return torch.arange(len(columns), device=columns.device)[:, None, None] * batch.ids.shape[1]
+
+
+class BlockTeacher:
+    """What the backbone says of the tokens that blocks predict.
+
+    Attributes:
+        reads_all: Whether its distributions are read.
+    """
+
+    def __init__(
+        self,
+        network: BlockNetwork,
+        states: Tensor,
+        batch: BlockBatch,
+        columns: Tensor,
+        counted: Tensor,
+        recipe: BlockRecipe,
+        names: set[str],
+        summaries: Tensor | None,
+    ) -> None:
+        vocabulary = network.draft_vocabulary
+        self.backbone = BackboneParts(network.backbone, vocabulary)
+        self.states, self.totals = states.detach().flatten(0, 1), None
+        self.reads_all = not names.isdisjoint(READS_TEACHER)
+        self.log_p: Tensor | None = None
+        if "block" not in names and (vocabulary is None or recipe.is_restricted or not self.reads_all):
+            return
+        whole = BackboneParts(network.backbone)
+        numbers = torch.zeros_like(batch.ids)  # of places that count, by the states before them
+        before = numbers.scatter_add_(1, (columns - 1).clamp(min=0).flatten(1), counted.flatten(1).long()) > 0
+        if self.reads_all and vocabulary is not None and not recipe.is_restricted:
+            summaries = logit_summaries(whole, states, before) if summaries is None else summaries
+            self.totals = summaries.flatten(0, 1)[:, 0]  # [B L]
+        if "block" in names:
+            following = nn.functional.pad(batch.ids[:, 1:], (0, 1)).masked_fill(~before, -1)
+            self.log_p = sequence_log_probs(whole, states, following).flatten()
+
+    def log_probs(self, places: Tensor) -> Tensor:
+        """Return log p [N, m, v] of the tokens at places [N, m] of all sequences."""
+        with torch.no_grad():
+            logits = self.backbone.unembed(self.states[places - 1])
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return logits.log_softmax(-1) if self.totals is None else logits - self.totals[places - 1][..., None]
+
+
+class BlockTerms:
+    """Makes the terms of some blocks from their rows: [N, n m], n terms and, if p is known, the acceptance."""
+
+    def __init__(
+        self, network: BlockNetwork, teacher: BlockTeacher, options: BlockLossOptions, names: list[str]
+    ) -> None:
+        self.network, self.teacher, self.options, self.names = network, teacher, options, names
+
+    def __call__(self, flat: Tensor, tokens: Tensor, counted: Tensor, places: Tensor) -> Tensor:
+        network, config = self.network, self.network.config
+        hidden = flat.unflatten(-1, (config.block_size, -1))  # [N, S, d]
+        rows = hidden[:, config.first_row :]  # [N, m, d]
+        anchor = hidden[:, 0] if config.first_row else None
+        logits, vocabulary = network.draft_logits(rows), network.draft_vocabulary
+        before, text = tokens[:, :-1], tokens[:, 1:]
+        codes = text if vocabulary is None else vocabulary.codes(text)
+        if isinstance(network.joint_law, SelectorLaw):
+            log_q = logits.log_softmax(-1)
+        else:
+            law = network.joint_law.distribution(rows, logits, tokens[:, 0], anchor, vocabulary)
+            log_q = law.conditional_log_probs(codes)  # [N, m, v]
+        log_p = self.teacher.log_probs(places).to(log_q.dtype) if self.teacher.reads_all else None
+        drafted = counted & (codes < network.draft_size)
+        found = {
+            name: self._term(name, log_q, log_p, codes, drafted, places, rows, logits, before) for name in self.names
+        }
+        is_dpace, ones = self.options.weights == "dpace", counted.to(log_q.dtype)
+        factor = ones * _dpace(at_tokens(log_q, codes), drafted, counted) if is_dpace else ones
+        values = [torch.where(counted, value, 0.0) * factor for value in found.values()]
+        if log_p is not None:
+            values.append(acceptance(log_p, log_q.detach()) * ones)
+        return torch.cat(values, -1)
+
+    def _term(
+        self,
+        name: str,
+        log_q: Tensor,
+        log_p: Tensor | None,
+        codes: Tensor,
+        drafted: Tensor,
+        places: Tensor,
+        rows: Tensor,
+        logits: Tensor,
+        before: Tensor,
+    ) -> Tensor:
+        """Return a term of all places, [N, m]."""
+        law, network = self.network.joint_law, self.network
+        if name == "labels":
+            return torch.where(drafted, -at_tokens(log_q, codes), 0.0)
+        if name == "block":
+            assert self.teacher.log_p is not None
+            return -accepted_along(at_tokens(log_q, codes), self.teacher.log_p[places - 1].to(log_q.dtype), drafted)
+        if name == "selector":
+            assert isinstance(law, SelectorLaw)
+            wanted = codes if log_p is None else log_p.argmax(-1)
+            is_drafted = drafted if log_p is None else torch.ones_like(drafted)
+            return torch.where(
+                is_drafted, law.choice_terms(rows, logits, before, wanted.clamp(max=logits.shape[-1] - 1)), 0.0
+            )
+        assert log_p is not None
+        if name == "argmax":
+            return -at_tokens(log_q, log_p.argmax(-1))
+        if name == "l1":
+            return (log_p.exp() - log_q.exp()).abs().sum(-1)
+        if name == "confidence":
+            embedded = law.embed(before) if network.config.confidence_reads_token else None
+            wanted = acceptance(log_p, log_q.detach())
+            return nn.functional.binary_cross_entropy_with_logits(
+                network.confidence_head(rows, embedded).to(wanted.dtype), wanted.clamp(0, 1), reduction="none"
+            )
+        assert name in DIVERGENCES
+        return divergence(name, log_p if name in ACCEPTANCES else log_p.log_softmax(-1), log_q)
+
+
+def _dpace(log_q: Tensor, drafted: Tensor, counted: Tensor) -> Tensor:
+    """Return how likely a block is to reach beyond each place, summed over the places after it, detached: [N, m]."""
+    chance = torch.where(drafted, log_q.detach().exp(), 0.0)
+    chance = torch.where(counted, (1 - _DPACE) * chance + _DPACE, 1.0)
+    reached = chance.cumprod(-1) * counted
+    return reached.flip(-1).cumsum(-1).flip(-1)
+
+
+def pooled_loss(options: BlockLossOptions, law: str, sums: Tensor, counts: Tensor) -> Tensor:
+    """Return the loss of data from summed terms and places that count, [m] each."""
+    return (sums * place_weights(options, options.recipe(method_of(law)), counts.to(sums), 1)).sum()

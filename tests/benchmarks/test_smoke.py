@@ -4,6 +4,7 @@ import json
 import runpy
 import sys
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -18,6 +19,7 @@ FOLDER = ROOT / "benchmarks"
 GROUPS = "--steps 2 --turn 2 --group 2 --tokens 4"
 SCRIPTS = {
     "analyze": "--help",
+    "block": "--model llama --answers answers.npz --laws markov hmm-2 --steps 1 --rows 2 --blocks 2 --texts 1",
     "box_heads": "--help",
     "byte_llama": "--minutes 0.001 --width 16 --layers 1",
     "cache": "--shapes 20x2",
@@ -82,7 +84,10 @@ def work(tmp_path_factory):
         part.save_pretrained(folder / "evabyte")
     for kind in ("ff", "hmm"):
         write(folder / "published" / kind, published(kind, vocab=320), settings(kind, vocab=320))
-    regenerate(model, [ids] * 6, folder / "answers", max_new_tokens=16)
+    written = regenerate(model, [ids] * 6, folder / "answers", max_new_tokens=16).rows
+    lengths, prompts = ([len(row["ids"]) for row in written], [row["prompt"] for row in written])
+    joined = np.array(sum((row["ids"] for row in written), []), dtype=np.uint16)
+    np.savez(folder / "answers.npz", ids=joined, lengths=lengths, prompts=prompts)
     return folder
 
 

@@ -6,7 +6,8 @@
     tokenahead bench --methods block:block/markov-1000-0/final ...
 
 Three layers and blocks of eight rows over the tokens that the answers have most often. A law is a name and, of
-circuits, a number of states (`hmm-4`); their leaves have the bias of a Markov head, and an HMM's transitions read the last token.
+circuits, a number of states (`hmm-4`); their leaves have the bias of a Markov head, and an HMM's transitions read the
+last token.
 The backbone's states are stored once. Every run has a folder with its drafter, and a `result.json`: a run that has one
 is not repeated. Measured along answers that no drafter has seen: acceptance by place, given the true tokens before, and
 expected tokens per call of chains, at T = 1 by both rules, and greedy. Minutes are the processor's, of one thread.

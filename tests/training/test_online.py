@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZE = 24
 MAKERS = {
     "heads": lambda model: MTPHeads.from_backbone(model, window=3),
+    "contexts": lambda model: MTPHeads.from_backbone(model, window=3, context=1, context_rank=8),
     "eagle": lambda model: EagleHead.from_backbone(model, aux_layers=[1, 2], loss_options={"steps": 3}),
 }
 

@@ -44,7 +44,8 @@ class SlotReader:
             head: From hidden states to logits.
         """
         self._hits = []
-        task, totals = self.task, self.totals.clamp(min=torch.finfo(torch.float32).tiny).to(torch.promote_types(hidden.dtype, torch.float32))
+        task, dtype = self.task, torch.promote_types(hidden.dtype, torch.float32)
+        totals = self.totals.clamp(min=torch.finfo(torch.float32).tiny).to(dtype)
         slots = hidden[:, hidden.shape[1] - task.tokens[0].numel() :].unflatten(1, task.tokens.shape[1:])
         loss, slot_sum = self._of_slots(head, slots, totals[:1])
         base_sum = torch.zeros_like(slot_sum)

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...configuration.fields import check_options
 from ...configuration.head_families import HEAD_FAMILIES
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
@@ -40,14 +39,12 @@ from .conversion import (
     heads_from_official,
     refuse_published,
 )
-from .draft_layers import BoundLayers, DraftLayers, LayerAdapters
+from .draft_layers import BoundLayers, DraftLayers, LayerAdapters, new_layers
 from .family import FAMILIES, HeadFamily, last_state
 from .losses import depth_targets, head_loss
-from .registry import build_head, distribution_after, init_head
+from .registry import build_head, config_of_backbone, distribution_after, init_head
 from .session import AttendingHeadSession, HeadSession
 from .window_distribution import WindowDistribution
-
-_FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 class MTPHeads(WindowHeadMixin, DraftModel):
@@ -117,26 +114,11 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             ValueError: `draft_ids` out of range or not distinct.
             TypeError: An option that is no field of `MTPHeadConfig`.
         """
-        kind = options.get("head_type", "ff")
-        own = HEAD_FAMILIES[kind].defaults if kind in HEAD_FAMILIES else {}
-        fields = [name for name in options if name not in own]
-        check_options(fields, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
         backbone = unwrap(backbone)
-        text = backbone.config.get_text_config()
         if draft_ids is not None:
-            draft_ids = DraftVocabulary(draft_ids, text.vocab_size, "draft_ids").ids
+            draft_ids = DraftVocabulary(draft_ids, backbone.config.get_text_config().vocab_size, "draft_ids").ids
             options["draft_vocab_size"] = len(draft_ids)
-        config = MTPHeadConfig(
-            window=window,
-            hidden_size=text.hidden_size,
-            vocab_size=text.vocab_size,
-            base_model_name_or_path=backbone.config.name_or_path or None,
-            unembedding=unembedding,
-            **options,
-        )
-        if config.backbone_config is None:
-            own_layers = FAMILIES[config.head_type].layer_config(config, text)
-            config.backbone_config = text.to_dict() if config.draft_layers else own_layers
+        config = config_of_backbone(backbone, window=window, unembedding=unembedding, **options)
         heads = cls(config)
         if draft_ids is not None:
             heads.set_draft_ids(draft_ids)
@@ -144,8 +126,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         return heads.attach(backbone)
 
     def parts(self) -> dict[str, nn.Module]:
-        layers = self.draft_layers
-        return super().parts() if layers is None else {"head": self.head, "draft_layers": layers}
+        return super().parts() | ({} if self.draft_layers is None else {"draft_layers": self.draft_layers})
 
     def _parts(self) -> BackboneParts | None:
         """Return what the heads borrow of the backbone for one call."""
@@ -279,9 +260,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     @property
     def hidden_layers(self) -> list[int]:
         """The states of the backbone that the heads read, as indices of `output_hidden_states`, and the last."""
-        if self.draft_layers is not None:
-            return [-1 - self.config.draft_layers, -1]
-        return self.family.hidden_layers(self.config)
+        own = self.draft_layers is None
+        return self.family.hidden_layers(self.config) if own else [-1 - self.config.draft_layers, -1]
 
     @property
     def head_config(self) -> MTPHeadConfig:
@@ -355,23 +335,14 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             raise ValueError(f"draft_layers={self.config.draft_layers} exist; make new heads for another number")
         if self.attends:
             raise ValueError(f"draft_layers={count}: {self.config.head_type} heads have their own decoder layers")
-        changes: dict[str, object] = {"draft_layers": count, "draft_lora_rank": rank, "draft_lora_alpha": alpha}
-        changes |= {"backbone_config": self.backbone.config.get_text_config().to_dict()}
-        config = MTPHeadConfig.from_dict(self.config.to_dict() | changes)  # which is validated
-        layers = DraftLayers(config)
-        for module in layers.modules():
-            init_head(module, config.initializer_range)
         own = next(self.head.parameters())
-        self.draft_layers = layers.to(device=own.device, dtype=own.dtype)
-        for name, value in changes.items():
-            setattr(self.config, name, value)
+        self.draft_layers = new_layers(self.config, self.backbone, count, rank, alpha).to(own.device, own.dtype)
         return self
 
     def features_of_call(self) -> Callable[..., Tensor]:
         """Return `features` for one call of `generate`, in which no weight changes."""
-        if self.draft_layers is None:
-            return self.features
-        return partial(self.features, layers=self.draft_layers.bind(self.backbone))
+        layers = self.draft_layers
+        return self.features if layers is None else partial(self.features, layers=layers.bind(self.backbone))
 
     def features(
         self,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from ...configuration.fields import check_options
+from ...configuration.head_families import HEAD_FAMILIES
 from ...configuration.heads import MTPHeadConfig
 from ..common.backbone_parts import BackboneParts
 from ..common.draft_vocabulary import DraftVocabulary
@@ -17,6 +20,8 @@ from .hydra import HydraHead as HydraHead
 from .layer import LayerHead as LayerHead
 from .medusa import MedusaHead as MedusaHead
 from .window_distribution import PartialDistribution, WindowDistribution
+
+_FROM_BACKBONE = ("hidden_size", "vocab_size", "base_model_name_or_path")
 
 
 @runtime_checkable
@@ -30,6 +35,25 @@ class Resettable(Protocol):
 def build_head(config: MTPHeadConfig, hidden_size: int, vocab_size: int) -> nn.Module:
     """Return the head module that `config` describes."""
     return FAMILIES[config.head_type].build(config, hidden_size, vocab_size)
+
+
+def config_of_backbone(backbone: PreTrainedModel, **options: Any) -> MTPHeadConfig:
+    """Return the config of heads for a backbone, whose layers it describes where heads have some.
+
+    Raises:
+        TypeError: An option that is no field of `MTPHeadConfig`.
+    """
+    kind = options.get("head_type", "ff")
+    own = HEAD_FAMILIES[kind].defaults if kind in HEAD_FAMILIES else {}
+    fields = [name for name in options if name not in own]
+    check_options(fields, MTPHeadConfig, "MTPHeads.from_backbone", _FROM_BACKBONE)
+    text = backbone.config.get_text_config()
+    options |= {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
+    config = MTPHeadConfig(base_model_name_or_path=backbone.config.name_or_path or None, **options)
+    if config.backbone_config is None:
+        own_layers = FAMILIES[config.head_type].layer_config(config, text)
+        config.backbone_config = text.to_dict() if config.draft_layers else own_layers
+    return config
 
 
 def init_head(module: nn.Module, std: float = 0.02) -> None:

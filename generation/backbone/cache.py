@@ -137,8 +137,7 @@ class CacheLayout:
         return end if self.is_maskless else min(size, -(-end // _ALIGNED) * _ALIGNED)
 
     def slots(self, first: int, count: int, size: int, device: torch.device) -> Slots:
-        """Return the slots of columns that begin `first` after the ends: an index of sequences and columns, or
-        slices."""
+        """Return the slots of columns from `first` after the ends on: an index of sequences and columns, or slices."""
         key = (first, count, size, device)
         if key not in self._slots:
             start = max(self.lengths) + first

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
+from tests.distributions import chi_square
 from tests.fake_graphs import BlindGraph, FakeGraph
 from tests.modeling.heads.backbones import shaken
 from tests.models import left_padded
@@ -155,6 +156,28 @@ def test_cycles_repeat_themselves_and_a_second_call_records_nothing(name, sampli
         assert not graphs.recorded and not graphs.buffers_made
 
 
+ON_DEVICE = dict(
+    temperature=0.8, top_k=30, top_p=0.95, min_p=0.01, typical_p=0.95, eta_cutoff=0.01, repetition_penalty=1.2
+)  # fmt: skip
+ASKED = {"greedy": {"do_sample": False, "repetition_penalty": 1.2}, "sampled": {"do_sample": True} | ON_DEVICE}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("asked", ASKED)
+def test_ends_and_processors_are_on_the_device(name, asked, monkeypatch):
+    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", BlindGraph if asked == "greedy" else FakeGraph)
+    make, options = RECORDED[name]
+    drafter, batch = make(), left_padded(prompts(8, VOCABULARY))
+    call = options | ASKED[asked] | {"max_new_tokens": 20}
+    ends = decoded(drafter, batch, **call)[0][0][0][-5]  # some sequences end there, others at their length
+    fixed, graphs = decoded(drafter, batch, **call, eos_token_id=ends, **STATIC)
+    assert graphs.replayed["cycle"] and not graphs.reasons
+    if asked == "greedy":
+        eager, _ = decoded(drafter, batch, **call, eos_token_id=ends)
+        is_chain = "draft_tree" not in options and name not in ("slots", "n-grams, branches")
+        assert fixed[0] == eager[0] and (fixed == eager or not is_chain)  # near the limit, other trees are smaller
+
+
 def nothing(ids, scores):
     """A processor of the user."""
     return scores
@@ -168,6 +191,28 @@ def test_the_host_may_stand_between_draft_and_verification(name, fake):
     (text, _, _), graphs = decoded(drafter, batch, **call, **STATIC)
     assert text == decoded(drafter, batch, **call)[0][0]
     assert graphs.replayed["forward"] > 2 and graphs.reasons == {"cycle": "nothing, which the host calls"}
+
+
+@pytest.mark.parametrize("name", ["n-grams", "n-grams, branches", "suffixes", "EAGLE-1 chain", "slots"])
+def test_sampled_texts_of_recorded_cycles_have_the_distribution_of_the_model(name, monkeypatch):
+    monkeypatch.setitem(graphs_module.GRAPHS, "cpu", BlindGraph)
+    make, options = (RECORDED | LOOK_UPS)[name]
+    drafter, rows, new, prompt = make(), 1024, 10, torch.tensor([[5, 6, 7, 5, 6]])
+    model = drafter if isinstance(drafter, WITHIN) else model_of()
+    call = options | dict(max_new_tokens=new, do_sample=True, top_k=4, temperature=2.0)
+    texts, graphs = decoded(drafter, {"input_ids": prompt.expand(rows, -1)}, **call, **STATIC)
+    drawn = torch.tensor(texts[0])  # [N, L + new]
+    assert graphs.replayed["cycle"]
+    with torch.no_grad():
+        logits = model(drawn, use_cache=False).logits[:, -3:-1].double() / 2  # of the last two tokens
+    top = logits.topk(4)  # [N, 2, 4]
+    uniform = torch.rand(rows, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    chances = top.values.softmax(-1)  # [N, 2, 4]
+    is_drawn = top.indices == drawn[:, -2:, None]
+    below = (chances.cumsum(-1) - chances)[is_drawn].view(rows, 2)
+    ranks = below + uniform * chances[is_drawn].view(rows, 2)  # uniform where each token is drawn from its distribution
+    cells = (ranks * 8).long().clamp(max=7)
+    assert is_drawn.any(-1).all() and chi_square(cells.flatten(), torch.full((8,), 1 / 8)) > 1e-4
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "verification": "coupled", "seed": 3}])

@@ -114,10 +114,10 @@ def of_logits(
 
 
 def logit_summaries(backbone: BackboneParts, states: Tensor, where: Tensor) -> Tensor:
-    """Return what a loss over draft tokens reads of all logits at states [B, L, d], [B, L, 2] in float32 at least.
+    """Return what a loss over a draft vocabulary reads of all logits at states [B, L, d], [B, L, 2].
 
-    That is their logsumexp, and the id of the most likely token (exact up to 2^24). Positions that are not in `where`
-    [B, L] bool have 0.
+    That is their logsumexp, and the id of the most likely token (exact up to 2^24), in float32 at least. Positions that
+    are not in `where` [B, L] bool have 0.
     """
 
     def read(logits: Tensor) -> Tensor:

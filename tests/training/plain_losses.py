@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, smooth_l1_loss
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.every_model import llama
 from tests.families import family_model
@@ -266,3 +268,25 @@ OBJECTIVES = {
     "block": TEACHER | {"divergence": "block"},
     "block by calls": TEACHER | {"divergence": "block", "position_weighting": "expected_calls", "label_weight": 0.2},
 }
+
+
+def exact_norms(patch: pytest.MonkeyPatch) -> None:
+    """Llama's norms in the dtype of the model; transformers computes them in float32."""
+
+    def norm(self: LlamaRMSNorm, states: Tensor) -> Tensor:
+        return self.weight * torch.nn.functional.rms_norm(states, self.weight.shape, None, self.variance_epsilon)
+
+    patch.setattr(LlamaRMSNorm, "forward", norm)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of all parameters that have one."""
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def check(loss: torch.Tensor, found: dict, wanted: tuple[torch.Tensor, dict], bound: float, case: str = "") -> None:
+    """Compare a loss, and gradients by norm."""
+    assert abs(loss - wanted[0]) <= bound * abs(wanted[0]), case
+    for key, gradient in wanted[1].items():
+        assert key in found or not gradient.any(), (case, key)
+        assert (found.get(key, 0) - gradient).norm() <= bound * gradient.norm(), (case, key)

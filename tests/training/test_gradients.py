@@ -3,9 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.training.plain_losses import DRAFTERS, OBJECTIVES
+from tests.training.plain_losses import DRAFTERS, OBJECTIVES, check, exact_norms, gradients
 from tokenahead.modeling.common import chunks
 from tokenahead.modeling.eagle import steps
 from tokenahead.training.batches import Collator, JoinedCollator
@@ -57,11 +57,6 @@ def drafter_of(name: str, objective: str, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of all parameters that have one."""
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-
 def expected(model: nn.Module, name: str, objective: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The plain loss of all rows, and its gradients."""
     model.zero_grad()
@@ -70,31 +65,27 @@ def expected(model: nn.Module, name: str, objective: str) -> tuple[torch.Tensor,
     return loss.detach(), gradients(model)
 
 
-def check(loss: torch.Tensor, found: dict, wanted: tuple[torch.Tensor, dict], bound: float) -> None:
-    """Compare a loss, and gradients by norm."""
-    assert abs(loss - wanted[0]) <= bound * abs(wanted[0])
-    for key, gradient in wanted[1].items():
-        assert key in found or not gradient.any(), key
-        assert (found.get(key, 0) - gradient).norm() <= bound * gradient.norm(), key
+def bound_of(name: str) -> float:
+    """Relative error in float64; EvaByte's norm computes in float32 anyway."""
+    return 2e-6 if name == "evabyte" else 1e-12
+
+
+def exact_and_cut(patch: pytest.MonkeyPatch) -> None:
+    """Exact norms; several chunks and blocks."""
+    exact_norms(patch)
+    patch.setattr(chunks, "LOGITS_PER_CHUNK", 7 * 2 * 3 * 24)
+    patch.setattr(steps, "LOGITS_PER_CHUNK", 7 * 24)
+    patch.setattr(steps, "BLOCK", 5)
 
 
 @pytest.fixture(autouse=True)
 def _exact_and_cut(monkeypatch):
-    """Norms in the dtype of the model, which transformers computes in float32; several chunks and blocks."""
-    monkeypatch.setattr(
-        LlamaRMSNorm,
-        "forward",
-        lambda self, x: self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)),
-    )
-    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 7 * 2 * 3 * 24)
-    monkeypatch.setattr(steps, "LOGITS_PER_CHUNK", 7 * 24)
-    monkeypatch.setattr(steps, "BLOCK", 5)
+    exact_and_cut(monkeypatch)
 
 
 @pytest.mark.parametrize("name, objective", CASES)
 def test_losses_and_gradients_are_those_of_the_definition(name, objective):
-    """In float64; EvaByte's norm computes in float32 anyway."""
-    compare(name, objective, torch.float64, 2e-6 if name == "evabyte" else 1e-12)
+    compare(name, objective, torch.float64, bound_of(name))
 
 
 @pytest.mark.parametrize("objective", ["cross_entropy", "kl and labels"])
@@ -116,3 +107,27 @@ def compare(name: str, objective: str, dtype: torch.dtype, bound: float) -> None
         for loss in losses:
             loss.backward()
         check(sum(losses).detach(), gradients(model), wanted, bound)
+
+
+def in_one_of_two(rank: int, file: str) -> None:
+    """Half of the rows, joined, under DDP: gradients are those of all rows, for every objective."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        exact_and_cut(patch)
+        for name, objective in CASES:
+            model, data = drafter_of(name, objective, torch.float64), rows()
+            wanted = expected(model, name, objective)
+            counts = sum(model.loss_counts(row["labels"][None]) for row in data)
+            model.zero_grad()
+            wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+            loss = wrapped(**joined(data[rank::2]), use_cache=False, num_items_in_batch=counts).loss
+            (2 * loss).backward()  # DDP takes the mean of gradients
+            total = loss.detach().clone()
+            torch.distributed.all_reduce(total)
+            check(total, gradients(model), wanted, bound_of(name), f"{name}, {objective}")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_have_the_gradients_of_the_definition(tmp_path):
+    torch.multiprocessing.spawn(in_one_of_two, [str(tmp_path / "store")], nprocs=2)

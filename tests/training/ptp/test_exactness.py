@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from tests.ptp_models import VOCABULARY, Places, backbone, ids, student
+from tests.training.plain_losses import check, exact_norms
+from tests.training.plain_losses import gradients as all_gradients
 from tests.training.ptp.test_trainer import FOLDED, texts, trainer
 from tokenahead.modeling.common import chunks
+from tokenahead.training.ptp.losses import LOSSES, slot_losses, target_probs
 
 
 def gradients(model, tmp_path, rows, size, **options) -> tuple[float, list[torch.Tensor]]:
@@ -22,21 +26,45 @@ def gradients(model, tmp_path, rows, size, **options) -> tuple[float, list[torch
     return sum(losses).item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("base_weight", [0.0, 0.5])
-def test_micro_batches_give_the_gradient_of_the_whole(base_weight, tmp_path):
-    """Micro-batches of different numbers of slots: the mean of their means would be another."""
-    model = student(base=backbone().double())
-    if base_weight:
+def plain_loss(model, own, rows) -> torch.Tensor:
+    """The definition: a row at a time, all logits at once, through autograd."""
+    options, sums, counts = own.options, [], []
+    for row in rows:
+        task = own._task(model, own.data_collator([row]), True)
+        logits = task.packed.everything(task.inputs, lambda hidden, head: head(hidden))[0]
+        slots = logits[len(row["input_ids"]) :].view(*task.tokens.shape[1:], -1)
+        scores = task.scores
+        p = None if scores is None else target_probs(scores.logits(scores.states), **FOLDED)[0].detach()
+        weights = (task.valid[0] * options.gamma ** torch.arange(slots.shape[1])).double()
+        losses = slot_losses(slots, task.tokens[0], p, options.loss)
+        targets = row["labels"][1:]
+        own_losses = cross_entropy(logits[: len(targets)], targets, reduction="none")
+        sums.append(torch.stack([torch.where(weights > 0, weights * losses, 0.0).sum(), own_losses.sum()]))
+        counts.append(torch.stack([weights.sum(), (targets != -100).sum()]))
+    slots_mean, own_mean = torch.stack(sums).sum(0) / torch.stack(counts).sum(0)
+    return slots_mean + options.base_weight * own_mean
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("variant", ["one_hot", "categorical", "learns"])
+def test_gradients_are_those_of_the_definition(variant, loss, tmp_path, monkeypatch):
+    """In one batch, and accumulated over two and four, which have different numbers of slots."""
+    exact_norms(monkeypatch)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 3 * VOCABULARY)
+    model = student("categorical" if variant == "learns" else variant, backbone().double(), sampling=FOLDED)
+    if variant == "learns":
         model.train_only("all")
     row = ids(1, 9)[0]
-    rows = [{"input_ids": row[:n], "labels": row[:n]} for n in (9, 3, 4, 2)]
-    options = {"completions": 50, "greedy_share": 0.0, "base_weight": base_weight}
-    with pytest.MonkeyPatch.context() as patch:  # the same uniforms, however batches are cut
-        patch.setattr("tokenahead.training.ptp.tasks.RandomDraws", lambda _: Places())
-        whole, cut = (gradients(model, tmp_path, rows, size, **options) for size in (4, 1))
-    assert cut[0] == pytest.approx(whole[0], rel=1e-6)
-    for one, other in zip(whole[1], cut[1], strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+    rows = [{"input_ids": row[:n], "labels": row[:n].index_fill(0, torch.arange(2), -100)} for n in (9, 5, 4, 7)]
+    options = {"completions": 50, "greedy_share": 0.0, "gamma": 0.7, "loss": loss}
+    options["base_weight"] = 0.5 * (variant == "learns")
+    monkeypatch.setattr("tokenahead.training.ptp.tasks.RandomDraws", lambda _: Places())  # however batches are cut
+    whole = plain_loss(model, trainer(model, tmp_path, rows, **options), rows)
+    whole.backward()
+    wanted = whole.detach(), all_gradients(model)
+    for size in (4, 2, 1):
+        value, _ = gradients(model, tmp_path, rows, size, **options)
+        check(torch.tensor(value, dtype=torch.float64), all_gradients(model), wanted, 1e-12)
 
 
 def test_evaluation_repeats_itself_and_leaves_the_generator_alone(tmp_path):

@@ -50,12 +50,18 @@ class BatchingMixin(Trainer):
     _reader: str
 
     def check_batches(self) -> None:
-        """Refuse a budget that cannot be met.
+        """Refuse a budget that cannot be met, and joined rows where every sequence gets slots.
 
         Raises:
             ValueError: A negative budget, one beside a number of rows, one where rows are not chosen by this trainer,
-                or one that the longest row does not fit.
+                or one that the longest row does not fit; a collator that joins rows, with `tokens_besides`.
         """
+        if self.tokens_besides and self._is_joined_already:
+            raise ValueError(
+                f"data_collator={type(self.data_collator).__name__} joins rows: slots are drawn for every sequence, "
+                "so that joined rows would share those of one, and slots read a dense mask, which grows with the "
+                "square of a sequence; leave it out: rows of similar lengths are padded"
+            )
         budget = self.tokens_per_batch
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
             raise ValueError(f"tokens_per_batch={budget!r} must be a whole number of tokens, 0: no budget, or None")

@@ -257,6 +257,12 @@ def test_slots_count_in_the_budget(tmp_path):
     assert [len(batch["input_ids"]) for batch in batches_of(trainer)] == [2, 2, 2]
 
 
+def test_joined_rows_are_refused_where_every_sequence_gets_slots(tmp_path):
+    arguments, rows = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True), ragged_rows(6, 20, 64)
+    with pytest.raises(ValueError, match="data_collator=DataCollatorWithFlattening.*slots"):
+        PTPTrainer(student(), arguments, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+
+
 def test_joined_rows_on_a_backbone_that_mixes_them_are_refused(tmp_path):
     arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     rows = [row | {"labels": row["input_ids"]} for row in rows_of([5, 30, 7])]

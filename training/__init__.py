@@ -4,6 +4,7 @@ from .utils import lazy_names
 
 _HOMES = {
     "AcceptanceCallback": "acceptance_callback",
+    "Endpoint": "endpoint",
     "MTPDPOTrainer": "trl_trainers",
     "MTPLossWeightSchedule": "strategy",
     "MTPSFTTrainer": "trl_trainers",

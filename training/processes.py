@@ -33,14 +33,15 @@ class Processes:
     world: int = 1
 
     @classmethod
-    def of(cls, backbone: PreTrainedModel) -> Processes:
-        """Return the processes that each hold a whole backbone.
+    def of(cls, backbone: PreTrainedModel | None) -> Processes:
+        """Return the processes that each hold a whole backbone, or none.
 
         Raises:
             ValueError: The backbone is divided among them, so that they cannot read different rows.
         """
-        check_whole(backbone, "rows divided among processes")
-        if any(map(is_unit, backbone.modules())):
+        if backbone is not None:
+            check_whole(backbone, "rows divided among processes")
+        if backbone is not None and any(map(is_unit, backbone.modules())):
             raise ValueError(
                 f"FSDP2 shards {type(backbone).__name__}, and rows are divided among whole ones: load it so"
             )

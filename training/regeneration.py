@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..generation.tensors.wrapped_models import untyped
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
+from .endpoint import Endpoint
 from .features import checksum
 from .parts import (
     DamagedPartError,
@@ -114,7 +115,7 @@ def holds_text(folder: str | Path) -> bool:
 
 
 def regenerate(
-    backbone: PreTrainedModel,
+    backbone: PreTrainedModel | Endpoint,
     prompts: Sequence[Sequence[int] | torch.Tensor],
     folder: str | Path,
     max_new_tokens: int = 256,
@@ -129,13 +130,14 @@ def regenerate(
     samples themselves.
 
     Args:
-        backbone: Any causal language model.
+        backbone: Any causal language model, or the server that runs it.
         prompts: Token ids.
         folder: Output directory; created if missing.
         max_new_tokens: Length of every completion, at most.
         batch_size: Prompts that are completed together, padded on the left; the samples depend on it.
         seed: Seed of the samples.
-        **options: Options of `generate`, such as `do_sample=True`, `temperature`, or an `assistant_model` that drafts.
+        **options: Options of `generate`, such as `do_sample=True`, `temperature`, or an `assistant_model` that drafts;
+            of a server, fields of its requests.
 
     Returns:
         The rows, to train with.
@@ -143,6 +145,7 @@ def regenerate(
     Raises:
         ValueError: No prompts, an empty one, a directory of another backbone, other prompts or other options, a damaged
             plan, or a backbone that several processes hold together.
+        EndpointError: A server that cannot be used, or did not answer; what it has answered is written.
     """
     for name, value in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
         if value < 1:
@@ -152,7 +155,7 @@ def regenerate(
         raise ValueError("there are no prompts: at least one is needed")
     if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:
         raise ValueError(f"prompt {empty[0]} is empty: it needs at least one token, such as <bos>")
-    processes = Processes.of(backbone)
+    processes = Processes.of(None if isinstance(backbone, Endpoint) else backbone)
     plan = {
         "backbone": _identity(backbone),
         "rows": len(ids),
@@ -174,15 +177,28 @@ def regenerate(
         write_facts(facts, {**plan, _PARTS: names})
 
     def write(writer: PartWriter, rows: list[int], share: int) -> None:
-        missing, texts, since = {*rows}, dict[int, dict[str, Any]](), time.monotonic()
-        starts = sorted({row - row % batch_size for row in rows})
+        texts, since = dict[int, list[int]](), time.monotonic()
+        try:
+            for found in written(rows):
+                texts |= found
+                if time.monotonic() - since >= _SECONDS:
+                    _write(writer, ids, texts)
+                    texts, since = {}, time.monotonic()
+        finally:
+            if texts:
+                _write(writer, ids, texts)
+
+    def written(rows: list[int]) -> Iterator[dict[int, list[int]]]:
+        if isinstance(backbone, Endpoint):
+            prompts = {row: ids[row].tolist() for row in rows}
+            answers = backbone.completions(prompts, max_new_tokens, seed, options)
+            yield from ({row: new} for row, new in logging.tqdm(answers, desc="answers", total=len(rows)))
+            return
+        missing, starts = {*rows}, sorted({row - row % batch_size for row in rows})
         for start in logging.tqdm(starts, desc="outputs of the backbone, in batches"):
             set_seed(seed + start)
             found = _completed(backbone, ids[start : start + batch_size], max_new_tokens, options)
-            texts |= {row: text for row, text in enumerate(found, start) if row in missing}
-            if start == starts[-1] or time.monotonic() - since >= _SECONDS:
-                _write(writer, texts)
-                texts, since = {}, time.monotonic()
+            yield {row: new for row, new in enumerate(found, start) if row in missing}
 
     what = "outputs of the backbone"
     names = complete(facts, digest, len(ids), write, what, processes, batch_size)
@@ -191,15 +207,16 @@ def regenerate(
     return RegeneratedText(folder)
 
 
-def _write(writer: PartWriter, texts: Mapping[int, Mapping[str, Any]]) -> None:
-    lengths = [len(text["ids"]) for text in texts.values()]
-    joined = torch.tensor([token for text in texts.values() for token in text["ids"]])
-    prompts = torch.tensor([text["prompt"] for text in texts.values()])
-    writer.write([*texts], lengths, {_IDS: joined, _PROMPTS: prompts})
+def _write(writer: PartWriter, prompts: Sequence[torch.Tensor], completions: Mapping[int, list[int]]) -> None:
+    texts = [torch.cat([prompts[row], torch.tensor(new, dtype=torch.int64)]) for row, new in completions.items()]
+    sizes = torch.tensor([len(prompts[row]) for row in completions])
+    writer.write([*completions], [*map(len, texts)], {_IDS: torch.cat(texts), _PROMPTS: sizes})
 
 
-def _identity(backbone: PreTrainedModel) -> str:
-    """Return a checksum of the weights that generate; the adapters of a `PTPForCausalLM` do not."""
+def _identity(backbone: PreTrainedModel | Endpoint) -> str:
+    """Return a checksum of the weights that generate (adapters of a `PTPForCausalLM` do not), or the served name."""
+    if isinstance(backbone, Endpoint):
+        return f"served as {backbone.served_model()}"
     if isinstance(backbone, PTPForCausalLM):
         return checksum(backbone.backbone, skip=f".{ADAPTER}.")
     return checksum(backbone)
@@ -218,7 +235,7 @@ def _as_json(value: object) -> object:
 @torch.no_grad()
 def _completed(
     backbone: PreTrainedModel, prompts: list[torch.Tensor], max_new_tokens: int, options: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+) -> list[list[int]]:
     longest = max(map(len, prompts))
     pad = backbone.generation_config.pad_token_id or 0
     padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0), value=pad) for prompt in prompts])
@@ -231,5 +248,4 @@ def _completed(
         **options,
     )
     ends = eos_ids(backbone)
-    completions = zip(prompts, output[:, longest:].tolist())
-    return [{"ids": [*prompt.tolist(), *until_end(new, ends)], "prompt": len(prompt)} for prompt, new in completions]
+    return [until_end(new, ends) for new in output[:, longest:].tolist()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, is_row_wise
+from ..endpoint import Endpoint
 from ..features import STATES, FeatureDataset, cache_features
 from ..loading import (
     base_of,
@@ -347,9 +348,23 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
         raise ValueError(f"regenerate={section} takes all rows: set dataset_streaming: false")
     column = settings.training.dataset_text_field
     prompts = [_beginning(dict(row), trainee.tokenizer, column, count) for row in rows]
-    regenerate(trainee.backbone, prompts, directory, **options)
+    engine = options.pop("engine", "transformers")
+    writer = trainee.backbone if engine == "transformers" else _endpoint(engine, trainee.tokenizer)
+    regenerate(writer, prompts, directory, **options)
     data = replace(settings.data, dataset_name=directory, dataset_config=None, dataset_train_split="train")
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
+
+
+def _endpoint(engine: Any, tokenizer: PreTrainedTokenizerBase) -> Endpoint:
+    """Return the server of `engine`: its address, or fields of `Endpoint`."""
+    given = engine if isinstance(engine, dict) else {"url": engine}
+    names = [each.name for each in fields(Endpoint) if each.init and each.name != "tokenizer"]
+    if not {"url"} <= given.keys() <= {*names} or not str(given["url"]).startswith(("http://", "https://")):
+        raise ValueError(
+            f"engine={engine!r} must be 'transformers', the address of a server, as http://host:8000/v1, or fields of "
+            f"Endpoint: {', '.join(names)}"
+        )
+    return Endpoint(**given, tokenizer=tokenizer)
 
 
 def _beginning(row: Inputs, tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> Any:

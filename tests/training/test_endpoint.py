@@ -1,0 +1,214 @@
+"""Answers of a server that is slow, fails, cuts what it says and is asked again: each row once, and nothing silent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tokenahead.training import regenerate
+from tokenahead.training import regeneration as regeneration_module
+from tokenahead.training.endpoint import Endpoint, EndpointError
+from tokenahead.training.parts import part_files
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUESTS, TOKENS = 1000, 6
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[3 + row % 50, 3 + row // 50] for row in range(count)]
+
+
+def answer(prompt: list[int]) -> list[int]:
+    """Some ids, as many as asked for or fewer."""
+    return [(7 * sum(prompt) + step) % 97 for step in range(1 + sum(prompt) % TOKENS)]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request of every twenty fails, each in another way."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        self.say({"data": [{"id": name} for name in self.server.models]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append(body)
+            number = len(self.server.asked)
+        ids, prompt = answer(body["prompt"]), body["prompt"]
+        reason = "length" if len(ids) == body["max_tokens"] else "stop"
+        choice = {"text": "", "token_ids": ids, "prompt_token_ids": prompt, "finish_reason": reason}
+        found = {"choices": [choice], "usage": {"completion_tokens": len(ids), "prompt_tokens": len(prompt)}}
+        if self.server.changed is not None:
+            self.server.changed(found)
+        kind = number // 20 % 5 if number % 20 == 10 else None
+        if kind == 0:
+            self.say({}, status=503)
+        elif kind == 1:
+            self.say(found, cut=20)
+        elif kind == 2:
+            choice["finish_reason"] = None
+            self.say(found)
+        elif kind == 3:
+            choice["token_ids"] = ids[:-1]
+            self.say(found)
+        else:
+            time.sleep(0.05 if kind == 4 else 0)
+            self.say(found, status=self.server.status)
+
+    def say(self, value, status=200, cut=0):
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text[: len(text) - cut])
+        self.close_connection = bool(cut)
+
+
+@contextmanager
+def serving(models=("tiny",), changed=None, status=200):
+    """A server on the loopback, and its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.request_queue_size, server.daemon_threads = 128, True
+    server.models, server.changed, server.status = models, changed, status
+    server.lock, server.asked = threading.Lock(), []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server, f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def endpoint(url: str, **options) -> Endpoint:
+    return Endpoint(url, **{"pause": 0.01, "concurrency": 16} | options)
+
+
+CLIENT = """
+import sys
+from tests.training.test_endpoint import TOKENS, endpoint, prompts
+from tokenahead.training import regenerate, regeneration
+regeneration._SECONDS = 0.1
+regenerate(endpoint(sys.argv[1]), prompts(int(sys.argv[3])), sys.argv[2], max_new_tokens=TOKENS)
+"""
+
+
+def every_row_once(folder: Path, count: int) -> tuple[int, int]:
+    """Answer many prompts with a client that is killed half-way; return requests before and after that."""
+    with serving() as (server, url):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        client = subprocess.Popen([sys.executable, "-c", CLIENT, url, str(folder), str(count)], env=environment)
+        until = time.monotonic() + 300
+        while len(server.asked) < count // 2 or not part_files(folder):
+            assert client.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+        client.send_signal(signal.SIGKILL)
+        client.wait()
+        before = len(server.asked)
+        rows = regenerate(endpoint(url), prompts(count), folder, max_new_tokens=TOKENS)
+        expected = [{"ids": prompt + answer(prompt), "prompt": 2} for prompt in prompts(count)]
+        assert rows.rows == expected
+        return before, len(server.asked) - before
+
+
+def test_every_row_is_there_once_after_failures_and_a_kill(tmp_path):
+    before, after = every_row_once(tmp_path / "answers", REQUESTS)
+    assert before >= REQUESTS // 2 and after < REQUESTS  # what was written is not asked for again
+
+
+def test_requests_have_ids_and_a_seed_of_their_row(tmp_path):
+    with serving() as (server, url):
+        regenerate(endpoint(url), prompts(5), tmp_path, max_new_tokens=TOKENS, seed=40, temperature=0.5)
+        asked = sorted(server.asked, key=lambda body: body["seed"])
+    assert [body["prompt"] for body in asked] == prompts(5) and [body["seed"] for body in asked] == [*range(40, 45)]
+    assert all(body["model"] == "tiny" and body["temperature"] == 0.5 and body["return_token_ids"] for body in asked)
+
+
+def _other_prompt(found):
+    found["choices"][0]["prompt_token_ids"] = [1, 5, 6]
+
+
+def _no_ids(found):
+    for name in ("token_ids", "prompt_token_ids"):
+        del found["choices"][0][name]
+
+
+def _longer_prompt(found):
+    _no_ids(found)
+    found["usage"]["prompt_tokens"] += 1
+
+
+REFUSED = {
+    "another prompt": ({"changed": _other_prompt}, {}, "another prompt.*3 tokens for 2"),
+    "another count": ({"changed": _longer_prompt}, {}, "another prompt.*3 tokens for 2"),
+    "no ids": ({"changed": _no_ids}, {}, "no token_ids.*tokenizer="),
+    "another model": ({}, {"model": "large"}, "serves tiny.*model='large'"),
+    "several models": ({"models": ("tiny", "small")}, {}, "serves tiny, small.*model=None"),
+    "a refusal": ({"status": 400}, {}, "row 0: .*HTTP 400"),
+    "no server": ({"status": 500}, {"tries": 2}, "row 0: .*2 tries: HTTP 500"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_server_that_cannot_be_used_is_refused_at_its_first_answer(case, tmp_path):
+    given, options, match = REFUSED[case]
+    with serving(**given) as (server, url), pytest.raises(EndpointError, match=match):
+        regenerate(endpoint(url, **options), prompts(50), tmp_path, max_new_tokens=TOKENS)
+    assert len(server.asked) <= 2 and not part_files(tmp_path)
+
+
+def test_what_was_answered_before_an_error_is_written(tmp_path, monkeypatch):
+    def fails_later(found):
+        if len(server.asked) > 30:
+            found.clear()
+
+    monkeypatch.setattr(regeneration_module, "_SECONDS", 0.0)
+    with serving(changed=fails_later) as (server, url):
+        with pytest.raises(EndpointError, match="row .*OpenAI's form"):
+            regenerate(endpoint(url, tries=2), prompts(100), tmp_path, max_new_tokens=TOKENS)
+        server.changed, asked = None, len(server.asked)
+        rows = regenerate(endpoint(url), prompts(100), tmp_path, max_new_tokens=TOKENS)
+    assert len(rows) == 100 and len(server.asked) - asked < 90
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    eos_token_id = 1
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [ord(each) - 90 for each in text]}
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(90 + each) for each in ids if each != self.eos_token_id)
+
+
+def test_text_is_tokenised_where_a_server_returns_no_ids(tmp_path):
+    def as_text(found):
+        found["choices"][0]["text"] = Letters().decode(found["choices"][0]["token_ids"], True)
+        _no_ids(found)
+
+    with serving(changed=as_text) as (_, url):
+        rows = regenerate(endpoint(url, tokenizer=Letters()), prompts(8), tmp_path, max_new_tokens=TOKENS)
+    for row, prompt in zip(rows.rows, prompts(8)):
+        new = [each for each in answer(prompt) if each != 1]
+        assert row["ids"] == prompt + new + [1] * (len(answer(prompt)) < TOKENS)
+
+
+def test_ids_of_another_tokenizer_are_refused(tmp_path):
+    with serving() as (_, url), pytest.raises(EndpointError, match="another tokenizer"):
+        regenerate(endpoint(url, tokenizer=Letters()), prompts(3), tmp_path, max_new_tokens=TOKENS)

@@ -24,10 +24,12 @@ from .training.utils import MissingExtraError, needs_extra, one_line
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 _APART = {
-    "train": ("train", "train", "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
-    "lm-eval": ("harness", "eval", "the tasks of lm-eval (its own arguments), written with drafts"),
+    "train": ("train.main", "train", "train heads, an EAGLE head, modules or a PTP student, by a YAML file"),
+    "regenerate": ("prepare.write_answers", "train", "let a backbone, or a server, write the answers to train on"),
+    "features": ("prepare.write_states", "train", "store the states of a frozen backbone to train on"),
+    "lm-eval": ("harness.main", "eval", "the tasks of lm-eval (its own arguments), written with drafts"),
 }
-"""Commands that read their own arguments: module, extra and help."""
+"""Commands that read their own arguments: function, extra and help."""
 _OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
 """The prefix of messages of our configs, which tells a user nothing."""
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
@@ -61,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _run_apart(words: list[str]) -> int:
     """Run a command that reads its own arguments."""
-    module, extra, _ = _APART[words[0]]
+    (module, _, function), extra = _APART[words[0]][0].partition("."), _APART[words[0]][1]
     with needs_extra(extra, f"tokenahead {words[0]}"):
         command = import_module(f".training.commands.{module}", __package__)
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    return command.main(words[1:])
+    return getattr(command, function)(words[1:])
 
 
 def _parse(argv: list[str]) -> Any:

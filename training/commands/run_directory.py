@@ -92,16 +92,15 @@ class RunWriter(TrainerCallback):
 
 
 @contextmanager
-def remove_empty_dir_on_error(directory: Path) -> Iterator[None]:
-    """Remove the empty directory that a trainer makes, where the run is then refused."""
+def remove_empty_dir(directory: Path) -> Iterator[None]:
+    """Remove the directory that a trainer makes, where nothing is then written to it."""
     existed = directory.exists()
     try:
         yield
-    except (ValueError, OSError):
+    finally:
         if not existed:
             with suppress(OSError):  # it is not empty, or was never made
                 directory.rmdir()
-        raise
 
 
 def write_run(directory: Path, settings: Settings, facts: dict[str, object]) -> None:

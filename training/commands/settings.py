@@ -250,11 +250,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_settings(argv: Sequence[str]) -> Settings:
+def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
     """Read `CONFIG.yaml` and the flags after it, which override it.
 
     Args:
         argv: Arguments of the command.
+        command: Its name.
 
     Raises:
         ValueError: A file that is no YAML mapping, an unknown key or flag, a value that does not fit its field, or
@@ -262,11 +263,11 @@ def read_settings(argv: Sequence[str]) -> Settings:
         OSError: No such file.
         SystemExit: After `--help`.
     """
-    flags, usage = list(argv), "tokenahead train [CONFIG.yaml] [--FIELD VALUE ...]"
+    flags, usage = list(argv), f"tokenahead {command} [CONFIG.yaml] [--FIELD VALUE ...]"
     given: Kwargs = {"flags": list(argv)}
     if flags and not flags[0].startswith("-"):
         flags = ["--config", *flags]
-    parser = _Parser(_CLASSES, prog="tokenahead train", usage=usage, allow_abbrev=False)
+    parser = _Parser(_CLASSES, prog=f"tokenahead {command}", usage=usage, allow_abbrev=False)
     try:
         *parts, rest = parser.parse_args_and_config(flags, return_remaining_strings=True)
         if "--config" in flags:
@@ -274,5 +275,5 @@ def read_settings(argv: Sequence[str]) -> Settings:
     except (TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
     if rest:
-        raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead train --help")
+        raise ValueError(f"there is no setting {' '.join(rest)}; see tokenahead {command} --help")
     return Settings(*parts, given=given)

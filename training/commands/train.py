@@ -44,7 +44,7 @@ from .run_directory import (
     check_nothing_is_lost,
     check_output,
     checkpoint_to_resume,
-    remove_empty_dir_on_error,
+    remove_empty_dir,
     write_run,
 )
 from .settings import Settings, read_settings
@@ -60,12 +60,19 @@ def main(argv: Sequence[str]) -> int:
     if settings.training.disable_tqdm:
         logging.disable_progress_bar()
     train(settings)
+    leave_processes()
+    return 0
+
+
+def leave_processes() -> None:
+    """End the process group of a command whose work is done.
+
+    Threads of a group that is left to the destructors at exit may abort a process, and torchrun would call the run
+    failed.
+    """
     if torch.distributed.is_initialized():
-        # Threads of a process group that is left to the destructors at exit may abort a process whose work is done,
-        # and torchrun would call the run failed.
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-    return 0
 
 
 def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trainer:
@@ -73,7 +80,7 @@ def train(settings: Settings, callbacks: Sequence[TrainerCallback] = ()) -> Trai
     directory = settings.output
     check_output(directory, settings)
     set_seed(settings.training.seed)
-    with remove_empty_dir_on_error(directory):
+    with remove_empty_dir(directory):
         return _train(directory, settings, callbacks)
 
 

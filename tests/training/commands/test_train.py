@@ -194,6 +194,28 @@ def test_what_the_backbone_writes_and_states_show_their_progress(is_quiet, setti
     assert [bar in shown for bar in bars] == [not is_quiet] * len(bars)
 
 
+@pytest.mark.parametrize("command", ["regenerate", "features"])
+def test_what_a_training_reads_is_prepared_alone(command, settings_of, tmp_path, monkeypatch):
+    asked = {"folder": str(tmp_path / "own"), "max_new_tokens": 4}
+    states = str(tmp_path / "states")
+    settings = settings_of(drafter="heads", max_steps=1, regenerate=asked, features=states, eval_strategy="steps")
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, str(tmp_path / "config.yaml"), "--disable_tqdm"])
+    assert not end.value.code and not settings.output.exists()
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("part-*.safetensors")}
+    assert {path.parent.name for path in kept} == {"own"} | ({"states"} if command == "features" else set())
+    train(settings)
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+
+
+@pytest.mark.parametrize("command", ["regenerate", "features"])
+def test_what_names_nothing_to_prepare_is_refused(command, settings_of, tmp_path, capsys):
+    settings_of(drafter="heads")
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, str(tmp_path / "config.yaml")])
+    assert end.value.code == 1 and f"tokenahead {command}: {command} is missing" in capsys.readouterr().err
+
+
 def test_a_chat_is_learned_where_the_assistant_speaks(settings_of, data):
     trainer = train(settings_of(drafter="heads", dataset_name=str(data["chat"]), assistant_only_loss=True))
     batch = next(iter(trainer.get_train_dataloader()))

@@ -115,6 +115,7 @@ def compare(
     cells = [{"head_type": kind, "window": window, "rank": 1 if kind == "ff" else rank} for kind in HEADS]
     for cell in cells:
         cell |= {"context": context} if context else {}
+        cell |= {"leaf_size": arguments.leaf_size} if arguments.leaf_size and cell["head_type"] != "ff" else {}
         model.set_head(**cell)
         facts = [cell["head_type"], *counts(model, window), kernels(model)]
         found.append((cell, facts, {} if arguments.counts else cycle(model, prompt)))
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, nargs="+", default=[16])
     parser.add_argument("--rank", type=int, nargs="+", default=[32])
     parser.add_argument("--context", type=int, nargs="+", default=[0])
+    parser.add_argument("--leaf-size", type=int, help="small leaves of circuits")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--counts", action="store_true", help="count weights, products and kernels; measure no times")
     parser.add_argument("--lexicon", type=Path, help="rows of lexicon.py, for tokens per call")

@@ -46,7 +46,7 @@ class DrafterFacts(NamedTuple):
     """What a card says of a drafter.
 
     Attributes:
-        kind: `"heads"`, `"modules"`, `"uniforms"` or `"eagle"`.
+        kind: `"heads"`, `"modules"`, `"uniforms"`, `"eagle"` or `"block"`.
         window: The longest usual draft and one.
         rows: (label, value) of a table.
         papers: Keys of entries in `citations.bib`, or entries.

@@ -35,7 +35,7 @@ class ModelFacts:
         model_type: Its `model_type`.
         drafting: Rows (label, value) that describe the drafter.
         window: The longest draft and one.
-        kind: `"heads"`, `"modules"`, `"uniforms"` or `"eagle"`: the type of drafter.
+        kind: `"heads"`, `"modules"`, `"uniforms"`, `"eagle"` or `"block"`: the type of drafter.
         sizes: Rows (label, value) of the table of sizes.
         heads_only: Whether it is a drafter without a backbone, to be attached to one.
         remote_code: The code that travels with it: `"bundle"`, `"package"` or None.

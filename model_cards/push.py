@@ -14,8 +14,9 @@ from huggingface_hub import CommitInfo, HfApi, ModelCard, RepoUrl
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, logging
 
-from ..configuration import EagleHeadConfig
+from ..configuration import BlockDrafterConfig, EagleHeadConfig
 from ..generation.tensors.saving import PREFIX, finish
+from ..modeling.block.layouts import layout_named
 from ..modeling.common.loading import TRAVELLERS
 from ..modeling.common.remote_code import code_when_pushed
 from ..modeling.eagle.export import layout_config
@@ -53,6 +54,8 @@ def _own_fields(model: PreTrainedModel) -> dict[str, Any]:
     """Return the fields of the config.json to be written."""
     if isinstance(model.config, EagleHeadConfig) and model.config.layout != "tokenahead":
         return layout_config(model.config, model.config.layout, model.dtype)
+    if isinstance(model.config, BlockDrafterConfig) and model.config.layout != "tokenahead":
+        return layout_named(model.config.layout).write(model.config)
     return json.loads(model.config.to_json_string(use_diff=True))
 
 

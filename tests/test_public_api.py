@@ -7,6 +7,8 @@ import tokenahead
 def test_public_names_are_pinned():
     assert tokenahead.__all__ == [
         "AssistantDrafter",
+        "BlockDrafter",
+        "BlockDrafterConfig",
         "DeepSeekMTP",
         "DrafterCascade",
         "EagleHead",

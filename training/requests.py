@@ -18,9 +18,9 @@ NAME = "directory, or name on the Hub (owner/name)"
 OF_WEIGHTS: dict[str, Any] = {"choices": _DTYPES, "help": "of the weights (auto: the checkpoint's)"}
 _KEEPS = "; as the card there says if left out"
 _METHODS = (
-    "of plain, own, ngram, suffix[:SOURCE], assistant:SOURCE, heads:SOURCE, eagle:SOURCE, student:SOURCE, "
-    "cascade:SOURCE, transformers:prompt_lookup, transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one "
-    "names its row, and ?OPTION=VALUE&... after it are options of generate"
+    "of plain, own, ngram, suffix[:SOURCE], assistant:SOURCE, heads:SOURCE, eagle:SOURCE, block:SOURCE, "
+    "student:SOURCE, cascade:SOURCE, transformers:prompt_lookup, transformers:assistant:SOURCE, "
+    "transformers:use_mtp; NAME= before one names its row, and ?OPTION=VALUE&... after it are options of generate"
 )
 
 
@@ -137,7 +137,8 @@ class GenerateRequest:
     )
     heads: str | None = option(
         None,
-        "directory, or name on the Hub, of heads, an EAGLE head or a student that were trained for this model",
+        "directory, or name on the Hub, of a drafter that was trained for this model: heads, an EAGLE head, a block "
+        "drafter, a student",
         aliases=["--eagle", "--student"],
         metavar="SOURCE",
     )

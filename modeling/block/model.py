@@ -60,7 +60,7 @@ class BlockDrafter(BlockLearner):
 
     remote_classes = {"AutoModel": "BlockDrafter"}
     _supports_sdpa = True
-    drafts_trees, attends = True, True
+    drafts_trees, attends, not_served = True, True, None
 
     @property
     def feature_layers(self) -> list[int]:
@@ -185,8 +185,17 @@ class BlockDrafter(BlockLearner):
         if not self.config.vocab_size:
             self.config.vocab_size = self.config.draft_vocab_size = backbone.config.get_text_config().vocab_size
             self.draft_size = self.config.vocab_size
+        self._share_tables(backbone)
         adopt_special_ids(self.config, backbone)
         warn_of_kind(self.config, backbone, "block drafter")
+
+    def _share_tables(self, backbone: PreTrainedModel) -> None:
+        """Let whole tables of the checkpoint that equal the backbone's use its memory; both are frozen."""
+        theirs = {"embed_tokens": backbone.get_input_embeddings(), "lm_head": backbone.get_output_embeddings()}
+        for name, own in self.named_children():
+            table, weight = getattr(theirs.get(name), "weight", None), getattr(own, "weight", None)
+            if isinstance(table, Tensor) and isinstance(weight, Tensor) and _are_equal(weight, table):
+                weight.data = table.detach()
 
     def longest_draft(self) -> int:
         """Return m."""
@@ -206,7 +215,7 @@ class BlockDrafter(BlockLearner):
             ("Law", f"`{config.law}`"),
             *drafted_tokens(config),
         ]
-        return DrafterFacts("block", config.num_drafts + 1, rows, ("dflash2026", "dspark2026"))
+        return DrafterFacts("block", config.num_drafts + 1, rows, ("chen2026dflash",))
 
     def start(self, options: DraftOptions) -> BlockSession:
         """Return the draft session of one call of `generate`."""
@@ -283,6 +292,8 @@ class BlockDrafter(BlockLearner):
         if self.config.layout == "tokenahead":
             if self.config.base_model_type is None and self.is_attached:
                 self.config.base_model_type = self.backbone.config.get_text_config().model_type
+            if state_dict is None and self.config.own_embeddings:  # tables may share memory with a tied backbone
+                state_dict = {name: tensor.clone() for name, tensor in self.state_dict().items()}
             super()._write_directory(directory, is_main_process, state_dict, **kwargs)
         elif is_main_process:
             self._write_layout(directory, self.config.layout, state_dict)
@@ -322,6 +333,10 @@ class BlockDrafter(BlockLearner):
         copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(copies, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         write_json(directory / CONFIG_NAME, fields | {"dtype": str(self.dtype).removeprefix("torch.")})
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and not (one.is_meta or other.is_meta) and torch.equal(one, other)
 
 
 def _mask_embedding(name: str | PathLike, hub: Fields) -> Fields | None:

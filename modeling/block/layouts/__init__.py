@@ -143,6 +143,18 @@ def _check_mask(name: object, values: Fields, mask: Fields) -> None:
     )
 
 
+def layout_named(layout: str) -> BlockLayout:
+    """Return the layout of another library that a drafter can be written in.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    records = {each.name: each for each in LAYOUTS if each is not ASSISTANT}
+    if layout not in records:
+        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(sorted(records))}")
+    return records[layout]
+
+
 def written(
     config: BlockDrafterConfig,
     layout: str,
@@ -162,11 +174,8 @@ def written(
     Raises:
         ValueError: An unknown layout, or one that cannot hold this drafter.
     """
-    records = {each.name: each for each in LAYOUTS if each.write is not None}
-    if layout not in records:
-        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(sorted(records))}")
-    record = records[layout]
-    fields, state = record.write(config) if record.write else {}, dict(state)
+    record = layout_named(layout)
+    fields, state = record.write(config), dict(state)
     parts = {"embed_tokens.weight": embeddings} | ({} if "d2t" in state else {"lm_head.weight": unembedding})
     for key, tensor in parts.items():
         if record.copies == (key in state):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
 from ....generation.tensors.tensor_files import Fields
 from .record import BlockLayout, Shapes, body_fields
@@ -28,5 +29,6 @@ ASSISTANT = BlockLayout(
     "tokenahead",
     lambda raw: raw.get("model_type") == _TYPE,
     _read,
+    BlockDrafterConfig.to_dict,
     renames=(("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
 )

@@ -21,7 +21,7 @@ class BlockLayout:
         name: `config.layout` of what is read; `"tokenahead"`: it is saved in this library's own.
         recognises: Whether a config.json is in it.
         read: From the name of a checkpoint, its config.json and shapes to fields of `BlockDrafterConfig`.
-        write: From a configuration to a config.json; None: it is only read.
+        write: From a configuration to a config.json.
         copies: Embeddings and unembedding are in the file, copies of the backbone's.
         renames: Beginnings of tensors' names, theirs and this library's.
     """
@@ -29,7 +29,7 @@ class BlockLayout:
     name: str
     recognises: Callable[[Fields], bool]
     read: Callable[[object, Fields, Shapes], Fields]
-    write: Callable[[BlockDrafterConfig], Fields] | None = None
+    write: Callable[[BlockDrafterConfig], Fields]
     copies: bool = False
     renames: tuple[tuple[str, str], ...] = ()
 

@@ -10,7 +10,15 @@ from transformers import LlamaConfig
 
 from tests.families import family_model
 from tests.ptp_models import student
-from tokenahead import EagleHead, EagleHeadConfig, EvaByteForMTPC, MTPHeadConfig, PTPStudent
+from tokenahead import (
+    BlockDrafter,
+    BlockDrafterConfig,
+    EagleHead,
+    EagleHeadConfig,
+    EvaByteForMTPC,
+    MTPHeadConfig,
+    PTPStudent,
+)
 from tokenahead.model_cards import card as card_module
 from tokenahead.model_cards import render_card, write_card
 
@@ -163,10 +171,12 @@ SECTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["model", "eagle", "ptp", "mask", "modules"])
+@pytest.mark.parametrize("kind", ["model", "eagle", "block", "ptp", "mask", "modules"])
 def test_parts_of_the_annotated_template(kind, model, results):
     found = {"model": model, "ptp": student(), "mask": student("mask"), "modules": family_model("llama")}
     found["eagle"] = EagleHead(EagleHeadConfig(hidden_size=16, num_attention_heads=2, vocab_size=64))
+    sizes = dict(hidden_size=16, num_attention_heads=2, head_dim=8, intermediate_size=16, num_hidden_layers=1)
+    found["block"] = BlockDrafter(BlockDrafterConfig(**sizes, vocab_size=64, feature_layers=[1], mask_token_id=63))
     hyperparameters = {"learning_rate": 0.001}
     texts = {"training_data": "Novels.", "training_description": "Slowly.", "out_of_scope": "- Poems."}
     card = render_card(
@@ -178,9 +188,11 @@ def test_parts_of_the_annotated_template(kind, model, results):
         assert shown in card.text
     assert (card.data.language, table_row(card, "Language(s)")) == ("en", ["en"])
     papers = {"model": "2404.19737", "eagle": "2503.01840", "ptp": "2512.21323", "modules": "2412.19437"}
-    paper = (papers | {"mask": "2507.11851"})[kind]
+    paper = (papers | {"mask": "2507.11851", "block": "2602.06036"})[kind]
     assert f"arXiv:{paper}" in card.text
-    assert ("peft" in card.text) == (kind in ("ptp", "mask")) and ("AutoModel.from" in card.text) == (kind == "eagle")
+    assert ("peft" in card.text) == (kind in ("ptp", "mask")) and ("AutoModel.from" in card.text) == (
+        kind in ("eagle", "block")
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from tests.modeling.heads.backbones import KINDS, backbone
-from tokenahead import EagleHead, MTPHeads
+from tokenahead import BlockDrafter, EagleHead, MTPHeads
 from tokenahead.model_cards import vllm_proposer
 from tokenahead.model_cards.export import export
 
@@ -40,6 +40,16 @@ def test_blocks_that_vllm_does_not_know_go_through_the_proposer(tmp_path):
     report = export(MTPHeads.from_backbone(backbone(), window=4, **KINDS["blockwise"]), tmp_path)
     assert options_of(report.command, "--speculative-config")["method"] == "custom_class"
     assert "were run in vLLM" not in str(report)
+
+
+@pytest.mark.parametrize(("law", "method"), [("independent", "dflash"), ("markov", "dspark")])
+def test_block_drafters(law, method, tmp_path):
+    drafter = BlockDrafter.from_backbone(backbone(num_hidden_layers=4), law=law, layers=1)
+    report = export(drafter, tmp_path, "vllm")
+    assert f'"method": "{method}"' in report.command and '"num_speculative_tokens": 8' in report.command
+    assert BlockDrafter.from_pretrained(tmp_path).config.layout == "speculators"
+    with pytest.raises(ValueError, match="engine='sglang'"):
+        export(drafter, tmp_path / "other", "sglang")
 
 
 @pytest.mark.core_cases("1-eagle")

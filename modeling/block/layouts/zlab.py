@@ -27,7 +27,7 @@ def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
 
 
 def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
-    flat = raw | raw["dflash_config"]
+    flat = raw | (raw.get("dflash_config") or {})
     body = body_fields(name, raw, shapes)
     kind = "dspark" if flat.get("projector_type") == "dspark" else _KINDS.get((raw.get("architectures") or [""])[0])
     layers, targets = flat.get("target_layer_ids"), flat.get("num_target_layers")
@@ -97,4 +97,8 @@ def _write(config: BlockDrafterConfig) -> Fields:
     return values | {"dflash_config": nested | law}
 
 
-ZLAB = BlockLayout("z-lab", lambda raw: isinstance(raw.get("dflash_config"), dict), _read, _write)
+def _is_zlab(raw: Fields) -> bool:
+    return isinstance(raw.get("dflash_config"), dict) or (raw.get("architectures") or [""])[0] in _KINDS
+
+
+ZLAB = BlockLayout("z-lab", _is_zlab, _read, _write)

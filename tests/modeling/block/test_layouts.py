@@ -144,6 +144,15 @@ def test_default_states_are_those_of_the_official_formula(edited):
     assert BlockDrafter.from_pretrained(folder, feature_layers=[2, 5]).feature_layers == [2, 5]
 
 
+def test_fields_may_stand_at_the_top(edited):
+    fields = json.loads((DATA / DFLASH2 / "config.json").read_text())["dflash_config"]
+    again = BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=None, **fields)).config.to_dict()
+    wanted, moved = BlockDrafter.from_pretrained(DATA / DFLASH2).config.to_dict(), {"_name_or_path": None}
+    assert again | moved == wanted | moved
+    inner = BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=fields, block_size=3, output_multiplier=7.0))
+    assert inner.block_size == 6 and inner.config.output_multiplier == 0.8
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [

@@ -151,6 +151,8 @@ class EagleLossOptions(LossOptions):
         steps: Drafting steps that are trained; None: 7 for `"ttt"`, 3 for `"hass"`, 1 for `"eagle1"`.
         topk: `"hass"`: this number of the backbone's most probable tokens counts a second time ...
         topk_weight: ... with this weight.
+        kept: P-EAGLE, in training: step i has the share kept^i of the rows, in the loss as many as all,
+        least_kept: ... but at least this share.
         noise: Version 1, in training: features get uniform noise of this width, times 512 / the length of their
             document (official: 0.2).
     """
@@ -160,10 +162,13 @@ class EagleLossOptions(LossOptions):
     steps: int | None = None
     topk: int = 10
     topk_weight: float = 1.0
+    kept: float = 0.7
+    least_kept: float = 0.2
     noise: float = 0.0
 
     _choices = LossOptions._choices | {"target": ("teacher",)}
     _ranges = LossOptions._ranges | dict.fromkeys(("decay", "topk_weight", "noise"), "[0, inf)") | {"topk": "[1, inf)"}
+    _ranges |= dict.fromkeys(("kept", "least_kept"), "(0, 1]")
 
     def resolved(self, version: int) -> ResolvedEagleOptions:
         """Return the same options with the defaults of a version filled in."""

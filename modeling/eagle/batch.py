@@ -22,6 +22,7 @@ class TrainingBatch:
         states: [B, L, D], the backbone's last hidden states.
         is_whole: Every sequence is one document without padding.
         summaries: [B, L, 2], the `logit_summaries` of the states, where they are known already.
+        kept: [steps, rows] bool, rows of each step that count, which had counted in the step before; None: all.
     """
 
     input_ids: Tensor
@@ -31,6 +32,7 @@ class TrainingBatch:
     states: Tensor
     is_whole: bool
     summaries: Tensor | None = None
+    kept: Tensor | None = None
 
     @classmethod
     def of(
@@ -81,7 +83,8 @@ class TrainingBatch:
         document = self.documents[:, :rows]
         reach = nn.functional.pad(self.documents, (0, step), value=-1)[:, 2 + step : 2 + step + rows]
         label = nn.functional.pad(self.labels, (0, step), value=IGNORE)[:, 2 + step : 2 + step + rows]
-        return (document >= 0) & (document == reach) & (label != IGNORE)
+        found = (document >= 0) & (document == reach) & (label != IGNORE)
+        return found if self.kept is None else found & self.kept[step]
 
     def visible(self, start: int, stop: int) -> Tensor:
         """Return which columns 0 .. stop - 1 of step 0 rows start .. stop - 1 see, [B, 1, rows, stop] bool."""

@@ -11,6 +11,7 @@ the number of steps. The block loss reads all steps of a row together, so its bl
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -52,6 +53,10 @@ def eagle_loss(
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
     counts = counts_per_step(batch, options)
     weights = _step_weights(counts if num_items is None else num_items, options, features)
+    if head.training and head.config.mask_token_id is not None:
+        batch, every = _thinned(batch, options), counts
+        counts = counts_per_step(batch, options)
+        weights = weights * every / counts.clamp(min=1)  # rows that are left stand for all
     if options.divergence == "block":
         sums = _BlockLoss(head, batch, options).sums(features)
         loss = (sums[:, 0] * weights).sum()
@@ -59,6 +64,13 @@ def eagle_loss(
         loss, sums = summed_steps(head, features, batch, options, weights)
     means, shown, accepted = (sums.detach() / counts.clamp(min=1)[:, None]).unbind(1)
     return EagleOutput(loss=loss, step_losses=shown, head_losses=means, acceptances=accepted)
+
+
+def _thinned(batch: TrainingBatch, options: ResolvedEagleOptions) -> TrainingBatch:
+    """Return the batch with fewer random rows in every step, of which each has run in all steps before (P-EAGLE)."""
+    shares = options.kept ** torch.arange(options.steps, device=batch.states.device)  # [S]
+    chance = torch.rand(batch.num_rows, device=batch.states.device)
+    return replace(batch, kept=chance < shares.clamp(min=options.least_kept)[:, None])
 
 
 def pooled_loss(sums: Tensor, counts: Tensor | int, options: ResolvedEagleOptions) -> Tensor:

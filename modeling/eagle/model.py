@@ -103,6 +103,8 @@ class EagleHead(EagleNetwork):
         head = cls(backbone_config(backbone, version=version, draft_vocab_size=draft_vocab_size, **options))
         if draft_ids is not None:
             head.set_draft_ids(draft_ids)
+        if head.config.mask_token_id is not None:
+            nn.init.normal_(head.mask_hidden)
         head = head.attach(backbone)
         if version == 3:
             unembedding = weight_of(output_embeddings(backbone), head.lm_head.weight)
@@ -319,6 +321,8 @@ class EagleHead(EagleNetwork):
         features = features[:, :rows]  # [B, R, d]
         for step in range(steps):
             ids = batch.ahead(batch.input_ids, 0, rows, 1 + step)  # [B, R]
+            if step and self.config.mask_token_id is not None:
+                features, ids = self.masked(len(features), rows)
             features = self.rows(features, ids, batch.positions[:, :rows] + step, mask, cache)  # [B, R, d]
             states.append(features)
             mask = torch.cat([mask, own], dim=-1)  # [B, 1, R, (step + 2) R]
@@ -351,8 +355,6 @@ class EagleHead(EagleNetwork):
         labels = _labels(labels, shift_labels)
         if labels is None:
             return EagleOutput(logits=logits)
-        if self.config.mask_token_id is not None:
-            raise ValueError("mask_token_id: steps of this loss follow each other; P-EAGLE heads learn elsewhere")
         labels = check_targets(labels, self.config.vocab_size)
         batch = TrainingBatch.of(input_ids, labels, attention_mask, position_ids, cast(Tensor, states[-1]), summaries)
         output = eagle_loss(self, self.fuse(states), batch, self._loss_options(), counts)

@@ -149,10 +149,12 @@ class EagleNetwork(DraftModel):
         chosen = resolved_aux_layers(self.config, layers)
         return self._fused([cast(Tensor, hidden_states[index]).to(self.device, self.dtype) for index in chosen])
 
-    def masked(self) -> Tensor:
-        """Return the feature [1, 1, d] of rows for tokens that are not drafted yet (P-EAGLE)."""
+    def masked(self, batch: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Return features [B, R, d] and ids [B, R] of rows that know no token (P-EAGLE)."""
         states = self.config.num_aux
-        return self._fused(list(self.mask_hidden.chunk(states, dim=-1))) if states else self.mask_hidden
+        feature = self._fused(list(self.mask_hidden.chunk(states, dim=-1))) if states else self.mask_hidden
+        ids = torch.full((batch, rows), cast(int, self.config.mask_token_id), device=feature.device)
+        return feature.expand(batch, rows, -1), ids
 
     def _fused(self, states: list[Tensor]) -> Tensor:
         """Return the features of auxiliary states."""

@@ -129,8 +129,8 @@ class EagleSession(DraftSession):
     def _chain(self, features: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:
         """Return a chain of up to `length` tokens after features [B, 1, d]; it ends with a token that no sequence is
         sure of."""
-        if (mask_token := self.head.config.mask_token_id) is not None:
-            return self._chain_at_once(features, length, masks, mask_token)
+        if self.head.config.mask_token_id is not None:
+            return self._chain_at_once(features, length, masks)
 
         def step(token: Tensor | None) -> tuple[Tensor, Tensor | None]:
             nonlocal features
@@ -140,12 +140,11 @@ class EagleSession(DraftSession):
 
         return grow_chain(step, self.options, length)
 
-    def _chain_at_once(self, features: Tensor, length: int, masks: DraftMasks | None, mask_token: int) -> DraftTree:
+    def _chain_at_once(self, features: Tensor, length: int, masks: DraftMasks | None) -> DraftTree:
         """Return the chain of a P-EAGLE head: a mask token replaces all tokens but the first one."""
         if length > 1:
-            masked = self.head.masked().expand(len(features), length - 1, -1)  # [B, m - 1, d]
-            ids = torch.full(masked.shape[:2], mask_token, device=masked.device)
-            features = torch.cat([features, self._run(masked, ids)], dim=1)  # [B, m, d]
+            masked = self.head.masked(len(features), length - 1)  # [B, m - 1, d]
+            features = torch.cat([features, self._run(*masked)], dim=1)  # [B, m, d]
         logits = self.head.draft_logits(features)  # [B, m, v]
         return block_chain(logits, self.options, masks, self.draft_ids, self.vocab_size)
 

@@ -1,8 +1,9 @@
 """The steps of an EAGLE head in training, and sums of their terms whose gradients the forward makes.
 
-Row t of step i reads the output of row t of step i - 1 and the embedding of token t + 1 + i, at position t + i. It sees
-step 0 up to column t, and of every later step its own column, as a drafted row does. So each step is a call of
-`head.rows` on a cache, and rows of the later steps run block by block: they see only step 0 of other rows.
+Row t of step i reads the output of row t of step i - 1 and the embedding of token t + 1 + i, at position t + i; of a
+P-EAGLE head, from step 1 on, the features and the token of rows that know nothing. It sees step 0 up to column t, and
+of every later step its own column, as a drafted row does. So each step is a call of `head.rows` on a cache, and rows of
+the later steps run block by block: they see only step 0 of other rows.
 
 `summed_steps` makes the gradients of a block as soon as its terms are there. Outputs and columns of step 0 are leaves
 of every block's graph, and their gradients are summed; after the last block they go through step 0 once. Nothing is
@@ -80,12 +81,33 @@ class Steps:
         for layer in range(len(columns) // 2):
             cache.update(columns[2 * layer], columns[2 * layer + 1], layer)
         mask = self.batch.visible(start, start + size)[..., self.lowest[start] :]
+        if self.head.config.mask_token_id is not None:
+            yield from self._masked_steps(features, start, mask, cache)
+            return
         diagonal = torch.eye(size, dtype=torch.bool, device=mask.device).expand(len(mask), 1, -1, -1)
         for step in range(1, self.options.steps):
             mask = torch.cat([mask, diagonal], dim=-1)  # [B, 1, R, stop - lowest + step R]
             features = features.detach() if self.is_hass else features
             features = self.step(features, start, step, mask, cache)
             yield features
+
+    def _masked_steps(self, features: Tensor, start: int, mask: Tensor, cache: DynamicCache) -> Iterator[Tensor]:
+        """Yield the outputs [B, R, d] of steps 1, 2, ... of rows that know nothing; 0 for those that do not count."""
+        kept, ran = self.batch.kept, list[Tensor]()
+        for step in range(1, self.options.steps):
+            rows = torch.arange(features.shape[1], device=features.device)
+            rows = rows if kept is None else rows[kept[step, start : start + len(rows)].to(rows.device)]  # [n]
+            outputs = torch.zeros_like(features.detach())
+            if len(rows):
+                ran.append(rows)
+                own = torch.cat([rows[:, None] == each for each in ran], 1).expand(len(mask), 1, -1, -1)
+                positions = self.batch.positions[:, start + rows] + step
+                seen = torch.cat(
+                    [mask[:, :, rows], own.to(mask.device)], -1
+                )  # [B, 1, n, stop - lowest + rows of steps]
+                found = self.head.rows(*self.head.masked(len(features), len(rows)), positions, seen, cache)
+                outputs = outputs.index_copy(1, rows, found)
+            yield outputs
 
     def step(self, features: Tensor, start: int, step: int, mask: Tensor | None, cache: DynamicCache) -> Tensor:
         """Run a step of the rows from `start` on, and return their outputs [B, R, d]."""

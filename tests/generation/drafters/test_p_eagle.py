@@ -20,8 +20,7 @@ def at_once(head, text, place, count=DRAFT):
     """Logits [B, count, Vd] after `text[:, : place + 1]`: one forward of all pairs and masked rows, without a cache."""
     with torch.no_grad():
         states = head.backbone(text[:, :place], output_hidden_states=True).hidden_states
-    masked = head.masked().expand(len(text), count - 1, -1)
-    ids = torch.full((len(text), count - 1), head.config.mask_token_id)
+    masked, ids = head.masked(len(text), count - 1)
     features, ids = torch.cat([head.fuse(states), masked], 1), torch.cat([text[:, 1 : place + 1], ids], 1)
     return head.draft_logits(head.rows(features, ids)[:, -count:])
 
@@ -131,8 +130,6 @@ def test_what_it_cannot_do(pair, tmp_path):
     prompt = code_prompts(1)[0][None]
     with pytest.raises(ValueError, match="draft_tree=.*P-EAGLE"):
         model.generate(prompt, assistant_model=head, draft_tree={"depth": 2, "top_k": 2})
-    with pytest.raises(ValueError, match="mask_token_id"):
-        head(prompt, labels=prompt)
     with pytest.raises(ValueError, match="layout='sglang'.*mask_token_id"):
         head.export(tmp_path, layout="sglang")
     for wrong in (48, -1):
@@ -149,3 +146,51 @@ def test_options_of_calls(pair):
         common = dict(max_new_tokens=20, do_sample=False) | options
         out = model.generate(**left_padded(code_prompts(4)), assistant_model=head, **common)
         assert torch.equal(out, type(model).generate(model, **left_padded(code_prompts(4)), **common))
+
+
+def test_its_loss_is_that_of_its_drafts_at_every_place(pair):
+    model, head = pair
+    head.train().loss_options.update(steps=DRAFT, decay=0.8, divergence="kl", kept=1.0)
+    text = code()[: 2 * 12].view(2, 12)
+    log_p = model(text).logits.log_softmax(-1)
+    sums, counts = torch.zeros(DRAFT), torch.zeros(DRAFT)
+    for place in range(1, 11):
+        log_q = at_once(head, text, place).log_softmax(-1)  # [B, m, V]
+        for step in range(min(DRAFT, 11 - place)):
+            goal = log_p[:, place + step]
+            sums[step] += (goal.exp() * (goal - log_q[:, step])).sum().detach()
+            counts[step] += len(text)
+    want = sums / counts
+    out = head(text, labels=text)
+    torch.testing.assert_close(out.step_losses, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.loss, (want * 0.8 ** torch.arange(DRAFT)).sum(), atol=1e-4, rtol=1e-4)
+    head.zero_grad()
+    out.loss.backward()
+    assert head.mask_hidden.grad.abs().sum() > 0
+
+
+def test_fewer_rows_have_the_same_loss_and_gradient_in_the_mean(pair):
+    model, head = pair
+    text = code()[: 2 * 24].view(2, 24)
+    head.train().loss_options.update(steps=DRAFT, divergence="kl", kept=1.0)
+
+    def gradients():
+        head.zero_grad()
+        loss = head(text, labels=text).loss
+        loss.backward()
+        return torch.stack([loss.detach(), *(part.grad.norm() for part in (head.mask_hidden, head.fc.weight))])
+
+    want = gradients()
+    mask = head.mask_hidden.grad.clone()
+    head.loss_options.update(kept=0.7)
+    torch.manual_seed(0)
+    found, total = [], torch.zeros_like(mask)
+    for _ in range(60):
+        found.append(gradients()[0])
+        total += head.mask_hidden.grad / 60
+    found = torch.stack(found)
+    assert found.std() > 0 and abs(found.mean() - want[0]) < 4 * found.std() / 60**0.5
+    assert torch.nn.functional.cosine_similarity(total.flatten(), mask.flatten(), dim=0) > 0.95
+    assert abs(total.norm() / mask.norm() - 1) < 0.15
+    head.eval()
+    assert head(text, labels=text).loss == head(text, labels=text).loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.block_losses import BlockLossOptions, BlockRecipe
 from ..common.backbone_parts import BackboneParts
-from ..common.learning import States, run_backbone
+from ..common.learning import States, counted_positions, run_backbone
 from ..common.outputs import BlockOutput, DraftDistributions
 from ..heads.losses import IGNORE, check_targets
 from .batch import BlockBatch, block_rows
@@ -152,6 +152,14 @@ class BlockLearner(BlockNetwork):
             return found if vocabulary is None else vocabulary.spread(found, -torch.inf)
 
         return DraftDistributions(draft, BackboneParts(self.backbone).unembed, states[-1])
+
+    def _run_backbone(
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *_: int | Tensor
+    ) -> Any:
+        """Return the backbone's outputs, with the logits of the last position alone."""
+        if position_ids is None and attention_mask is not None:
+            position_ids = counted_positions(input_ids[..., None], attention_mask)
+        return super()._run_backbone(input_ids, attention_mask, position_ids)
 
 
 def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:

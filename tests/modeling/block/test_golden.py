@@ -133,3 +133,24 @@ def test_sampled_batches_on_a_static_cache_hold_likely_tokens_alone(case, sampli
     options = dict(max_new_tokens=24, do_sample=True, top_k=1, pad_token_id=0, cache_implementation="static")
     drafted = base.generate(**prompt, **options, assistant_model=drafter)
     assert drafted.equal(base.generate(**prompt, max_new_tokens=24, do_sample=False, pad_token_id=0))
+
+
+RECIPES = {"loss": {}, "loss_dflash": {"gamma": 7.0}, "loss_dpace": {"weights": "dpace"}}
+
+
+def test_losses_and_gradient_norms_are_official(case):
+    base, drafter, gold, meta = case
+    base.requires_grad_(False)
+    for name in sorted(RECIPES.keys() & gold.keys()):
+        drafter.zero_grad()
+        terms = meta.get("loss_weights") or meta.get("loss_fn")
+        options = {"layout": meta["layout"], "method": meta["method"], "terms": terms, "weights": "decay", "gamma": 4.0}
+        drafter.loss_options.update(**options | RECIPES[name])
+        chosen = {"anchors": gold["train_anchors"], "keep": gold["train_keep"].bool()}
+        loss = drafter(gold["train_input_ids"], loss_mask=gold["train_loss_mask"], **chosen).loss
+        torch.testing.assert_close(loss[None], gold[name], atol=0, rtol=1e-4)
+        loss.backward()
+        prefix = name.replace("loss", "grad") + "."
+        wanted = sorted(float(value) for key, value in gold.items() if key.startswith(prefix))
+        found = sorted(float(each.grad.norm()) for each in drafter.parameters() if each.grad is not None)
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=0, rtol=1e-3)

@@ -146,7 +146,7 @@ def test_text_of_the_backbone_is_written_once_and_learned(kind, drafter, setting
 @pytest.mark.parametrize(
     "drafter, options",
     [
-        *((name, {}) for name in ("heads", "eagle", "modules", "own")),
+        *((name, {}) for name in ("heads", "eagle", "block", "modules", "own")),
         ("own", {"head_type": "btree", "rank": 2, "draft_layers": 1}),
     ],
 )

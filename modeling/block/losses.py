@@ -6,17 +6,19 @@ Rows of blocks are computed once, with a graph; logits exist for some blocks at 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
 from ...configuration.block_losses import READS_TEACHER, BlockLossOptions, BlockRecipe
-from ...configuration.loss_options import DIVERGENCES
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LossSegment, chunked_sums
 from ..common.outputs import BlockOutput
 from ..common.teacher import ACCEPTANCES, acceptance, accepted_along, divergence, logit_summaries, sequence_log_probs
 from ..heads.losses import counts_of_update
-from ..heads.window_distribution import at_tokens
+from ..heads.window_distribution import at_tokens, exact
 from .batch import BlockBatch, taken
 from .laws import SelectorLaw
 from .network import BlockNetwork
@@ -81,7 +83,8 @@ def block_loss(
     terms = BlockTerms(network, teacher, options, list(names))
     shares = [weight * weights for weight in names.values()]
     shares = torch.cat([*shares, *[torch.zeros_like(weights)] * teacher.reads_all])
-    arguments = (tokens, counted, columns + _starts(batch, columns))
+    starts = torch.arange(len(columns), device=columns.device)[:, None, None] * batch.ids.shape[1]
+    arguments = (tokens, counted, columns + starts)  # columns of all sequences, one after the other
     part = LossSegment(hidden.flatten(-2), arguments, shares, scored=counted.any(-1))
     heads = nn.ModuleList([law, *([network.confidence_head] if config.has_confidence else [])])
     numbers = size * network.draft_size * (getattr(law, "rank", 1) + 1 + teacher.reads_all)
@@ -96,11 +99,6 @@ def block_loss(
         head_losses=torch.where(counts > 0, means, torch.nan),
         acceptances=None if accepted is None else accepted / divisor,
     )
-
-
-def _starts(batch: BlockBatch, columns: Tensor) -> Tensor:
-    """Return what makes columns [B, A, m] of sequences those of all sequences one after the other, [B, 1, 1]."""
-    return torch.arange(len(columns), device=columns.device)[:, None, None] * batch.ids.shape[1]
 
 
 class BlockTeacher:
@@ -138,12 +136,47 @@ class BlockTeacher:
             following = nn.functional.pad(batch.ids[:, 1:], (0, 1)).masked_fill(~before, -1)
             self.log_p = sequence_log_probs(whole, states, following).flatten()
 
-    def log_probs(self, places: Tensor) -> Tensor:
-        """Return log p [N, m, v] of the tokens at places [N, m] of all sequences."""
-        with torch.no_grad():
-            logits = self.backbone.unembed(self.states[places - 1])
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return logits.log_softmax(-1) if self.totals is None else logits - self.totals[places - 1][..., None]
+    @torch.no_grad()
+    def log_probs(self, columns: Tensor) -> Tensor:
+        """Return log p [N, m, v] of the tokens in columns [N, m] of all sequences."""
+        logits = exact(self.backbone.unembed(self.states[columns - 1]))
+        return logits.log_softmax(-1) if self.totals is None else logits - self.totals[columns - 1][..., None]
+
+
+@dataclass
+class Places:
+    """The places of some blocks.
+
+    Attributes:
+        rows: [N, m, d], the rows that draft them.
+        logits: [N, m, v], their base logits.
+        log_q: [N, m, v], what is learned, given the text before.
+        log_p: [N, m, v], the backbone's; None where no term reads it.
+        label_log_p: [N, m], log p of the text's tokens; None where no term reads it.
+        before: Ids [N, m] of the tokens before them.
+        codes: Columns [N, m] of the text's tokens.
+        drafted: [N, m] bool, places that count and whose token has a column.
+    """
+
+    rows: Tensor
+    logits: Tensor
+    log_q: Tensor
+    log_p: Tensor | None
+    label_log_p: Tensor | None
+    before: Tensor
+    codes: Tensor
+    drafted: Tensor
+
+    @property
+    def taught(self) -> Tensor:
+        """Return `log_p`, which a term reads."""
+        assert self.log_p is not None
+        return self.log_p
+
+    @cached_property
+    def of_labels(self) -> Tensor:
+        """Return log q of the text's tokens, [N, m]; any where they have no column."""
+        return at_tokens(self.log_q, self.codes)
 
 
 class BlockTerms:
@@ -154,70 +187,59 @@ class BlockTerms:
     ) -> None:
         self.network, self.teacher, self.options, self.names = network, teacher, options, names
 
-    def __call__(self, flat: Tensor, tokens: Tensor, counted: Tensor, places: Tensor) -> Tensor:
-        network, config = self.network, self.network.config
+    def __call__(self, flat: Tensor, tokens: Tensor, counted: Tensor, columns: Tensor) -> Tensor:
+        network, config, teacher = self.network, self.network.config, self.teacher
         hidden = flat.unflatten(-1, (config.block_size, -1))  # [N, S, d]
         rows = hidden[:, config.first_row :]  # [N, m, d]
         anchor = hidden[:, 0] if config.first_row else None
         logits, vocabulary = network.draft_logits(rows), network.draft_vocabulary
         before, text = tokens[:, :-1], tokens[:, 1:]
         codes = text if vocabulary is None else vocabulary.codes(text)
-        if isinstance(network.joint_law, SelectorLaw):
+        law = network.joint_law.distribution(rows, logits, tokens[:, 0], anchor, vocabulary)
+        if isinstance(network.joint_law, SelectorLaw):  # whose base logits learn, and then its choice
             log_q = logits.log_softmax(-1)
         else:
-            law = network.joint_law.distribution(rows, logits, tokens[:, 0], anchor, vocabulary)
             log_q = law.conditional_log_probs(codes)  # [N, m, v]
-        log_p = self.teacher.log_probs(places).to(log_q.dtype) if self.teacher.reads_all else None
+        log_p = teacher.log_probs(columns).to(log_q.dtype) if teacher.reads_all else None
+        labels = None if teacher.log_p is None else teacher.log_p[columns - 1].to(log_q.dtype)
         drafted = counted & (codes < network.draft_size)
-        found = {
-            name: self._term(name, log_q, log_p, codes, drafted, places, rows, logits, before) for name in self.names
-        }
-        is_dpace, ones = self.options.weights == "dpace", counted.to(log_q.dtype)
-        factor = ones * _dpace(at_tokens(log_q, codes), drafted, counted) if is_dpace else ones
-        values = [torch.where(counted, value, 0.0) * factor for value in found.values()]
+        places = Places(rows, logits, log_q, log_p, labels, before, codes, drafted)
+        factor = counted.to(log_q.dtype)
+        if self.options.weights == "dpace":
+            factor = factor * _dpace(places.of_labels, drafted, counted)
+        values = [torch.where(counted, self._term(name, places), 0.0) * factor for name in self.names]
         if log_p is not None:
-            values.append(acceptance(log_p, log_q.detach()) * ones)
+            with torch.no_grad():
+                drawn = law.conditional_log_probs(codes) if "selector" in self.names else log_q
+                values.append(torch.where(counted, acceptance(log_p, drawn), 0.0))
         return torch.cat(values, -1)
 
-    def _term(
-        self,
-        name: str,
-        log_q: Tensor,
-        log_p: Tensor | None,
-        codes: Tensor,
-        drafted: Tensor,
-        places: Tensor,
-        rows: Tensor,
-        logits: Tensor,
-        before: Tensor,
-    ) -> Tensor:
+    def _term(self, name: str, places: Places) -> Tensor:
         """Return a term of all places, [N, m]."""
-        law, network = self.network.joint_law, self.network
+        network, log_q = self.network, places.log_q
+        law = network.joint_law
         if name == "labels":
-            return torch.where(drafted, -at_tokens(log_q, codes), 0.0)
+            return torch.where(places.drafted, -places.of_labels, 0.0)
         if name == "block":
-            assert self.teacher.log_p is not None
-            return -accepted_along(at_tokens(log_q, codes), self.teacher.log_p[places - 1].to(log_q.dtype), drafted)
+            assert places.label_log_p is not None
+            return -accepted_along(places.of_labels, places.label_log_p, places.drafted)
         if name == "selector":
             assert isinstance(law, SelectorLaw)
-            wanted = codes if log_p is None else log_p.argmax(-1)
-            is_drafted = drafted if log_p is None else torch.ones_like(drafted)
-            return torch.where(
-                is_drafted, law.choice_terms(rows, logits, before, wanted.clamp(max=logits.shape[-1] - 1)), 0.0
-            )
-        assert log_p is not None
+            wanted = places.codes if places.log_p is None else places.log_p.argmax(-1)
+            has_column = wanted < log_q.shape[-1]
+            terms = law.choice_terms(places.rows, places.logits, places.before, torch.where(has_column, wanted, 0))
+            return torch.where(has_column, terms, 0.0)
         if name == "argmax":
-            return -at_tokens(log_q, log_p.argmax(-1))
+            return -at_tokens(log_q, places.taught.argmax(-1))
         if name == "l1":
-            return (log_p.exp() - log_q.exp()).abs().sum(-1)
+            return (places.taught.exp() - log_q.exp()).abs().sum(-1)
         if name == "confidence":
-            embedded = law.embed(before) if network.config.confidence_reads_token else None
-            wanted = acceptance(log_p, log_q.detach())
+            embedded = law.embed(places.before) if network.config.confidence_reads_token else None
+            found, wanted = network.confidence_head(places.rows, embedded), acceptance(places.taught, log_q.detach())
             return nn.functional.binary_cross_entropy_with_logits(
-                network.confidence_head(rows, embedded).to(wanted.dtype), wanted.clamp(0, 1), reduction="none"
+                found.to(wanted), wanted.clamp(0, 1), reduction="none"
             )
-        assert name in DIVERGENCES
-        return divergence(name, log_p if name in ACCEPTANCES else log_p.log_softmax(-1), log_q)
+        return divergence(name, places.taught if name in ACCEPTANCES else places.taught.log_softmax(-1), log_q)
 
 
 def _dpace(log_q: Tensor, drafted: Tensor, counted: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -112,7 +114,9 @@ def taken(values: Tensor, columns: Tensor) -> Tensor:
     return values.gather(1, columns.flatten(1)).view_as(columns)
 
 
-def block_rows(network: BlockNetwork, context: Tensor, batch: BlockBatch, from_anchor: bool = False) -> Tensor:
+def block_rows(
+    network: BlockNetwork, context: Tensor, batch: BlockBatch, from_anchor: bool = False, recomputes: bool = False
+) -> Tensor:
     """Return the rows of all blocks of a batch, [B, A, S, d].
 
     Args:
@@ -120,26 +124,34 @@ def block_rows(network: BlockNetwork, context: Tensor, batch: BlockBatch, from_a
         context: [B, L, d].
         batch: The batch.
         from_anchor: Windows of the context are measured from the anchor, not from each row.
+        recomputes: Rows are computed again in backward, and hold no memory until then.
     """
     source, size = DynamicCache(), network.config.block_size
     network.extend(context, batch.positions, source, network.joint_projection())
-    layers = [(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in _layers(source)]
+    layers = cast(list[CacheLayerMixin], source.layers)
+    columns = [cast(Tensor, part) for layer in layers for part in (layer.keys, layer.values)]
     together = max(context.shape[1] // 2, _LEAST_ROWS) // size
     found = list[Tensor]()
     for anchors, keep in zip(batch.anchors.split(together, 1), batch.keep.split(together, 1)):
-        part, cache = batch.at(anchors, keep), DynamicCache()
-        for index, columns in enumerate(layers):
-            cache.update(*columns, index)
+        part = batch.at(anchors, keep)
         embedded = network.embed_rows(taken(part.ids, anchors)).flatten(1, 2)  # [B, a S, d]
         ahead = torch.arange(size, device=anchors.device)
         positions = (taken(part.positions, anchors)[..., None] + ahead).flatten(1)  # [B, a S]
         masks = _masks(network.config, part, positions, embedded.dtype, from_anchor)
-        found.append(network.rows(embedded, positions, masks, cache).unflatten(1, (-1, size)))
+        run = partial(_run, network, positions, masks)
+        rows = checkpoint(run, embedded, *columns, use_reentrant=False) if recomputes else run(embedded, *columns)
+        found.append(cast(Tensor, rows).unflatten(1, (-1, size)))
     return torch.cat(found, 1)
 
 
-def _layers(cache: DynamicCache) -> list[CacheLayerMixin]:
-    return cast(list[CacheLayerMixin], cache.layers)
+def _run(
+    network: BlockNetwork, positions: Tensor, masks: dict[str, Tensor | None], embedded: Tensor, *columns: Tensor
+) -> Tensor:
+    """Run rows behind the keys and values of a context, layer by layer."""
+    cache = DynamicCache()
+    for index in range(len(columns) // 2):
+        cache.update(columns[2 * index], columns[2 * index + 1], index)
+    return network.rows(embedded, positions, masks, cache)
 
 
 def _masks(

@@ -20,13 +20,22 @@ from .network import BlockNetwork
 
 
 class BlockLearner(BlockNetwork):
-    """A block drafter with a loss."""
+    """A block drafter with a loss.
+
+    Attributes:
+        recomputes: Whether training computes rows of blocks again in backward (activation checkpointing).
+    """
 
     loss_unit = "place"
+    recomputes = False
 
     def __init__(self, config: BlockDrafterConfig) -> None:
         super().__init__(config)
         config.loss_options = BlockLossOptions.of(config.loss_options)  # a dict where `from_pretrained` sets it
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args: object, **kwargs: object) -> None:
+        """Compute rows again in backward; layers alone would do it without the context in their cache."""
+        self.recomputes = enable
 
     @property
     def loss_options(self) -> BlockLossOptions:
@@ -125,7 +134,8 @@ class BlockLearner(BlockNetwork):
             batch = batch.drawn(self._recipe, self.config.block_size, options.anchors, not self.training)
         else:
             batch = batch.at(anchors, keep)
-        hidden = block_rows(self, context, batch, options.layout == "speculators")
+        recomputes = self.recomputes and self.training
+        hidden = block_rows(self, context, batch, options.layout == "speculators", recomputes)
         output = block_loss(self, hidden, batch, last, options, counts, summaries)
         output.logits = logits
         return output

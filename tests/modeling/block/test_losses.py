@@ -120,6 +120,18 @@ def test_stored_states_have_the_same_loss():
     assert got.acceptances.shape == (drafter.num_drafts,) and got.head_losses.isfinite().all()
 
 
+def test_rows_that_are_computed_again_have_the_same_gradients():
+    drafter, anchors, found = drafter_of("markov").train(), torch.tensor([[1, 6], [2, 8]]), []
+    for enable in (drafter.gradient_checkpointing_disable, drafter.gradient_checkpointing_enable):
+        enable()
+        drafter.zero_grad()
+        drafter(IDS, labels=IDS, anchors=anchors).loss.backward()
+        found.append([each.grad for each in drafter.parameters() if each.grad is not None])
+    assert drafter.recomputes and not any(getattr(layer, "gradient_checkpointing", False) for layer in drafter.layers)
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(first, second)
+
+
 def test_what_block_verification_accepts_is_a_loss():
     drafter = drafter_of("markov").train()
     drafter.loss_options.update(divergence="block", decay=1.0)

@@ -110,14 +110,14 @@ class LeafContext(nn.Module):
 
         None where that is much, where weights are offloaded, or where gradients are wanted.
         """
-        own = [*self.parameters()]
-        entries = len(own[0]) * sum(rows[..., 0].numel() for rows in own[1:])
-        if torch.is_grad_enabled() or own[0].is_meta or entries > _TABLE:
+        embedding, weight, transition = self.embedding, self.weight, self.transition
+        if torch.is_grad_enabled() or embedding.is_meta or embedding.shape[0] * self.count * weight.shape[1] > _TABLE:
             return None
-        marks = ((p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in own)
+        own = (embedding, weight) if transition is None else (embedding, weight, transition)
+        marks = [(p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in own]
         key = (*marks, torch.is_inference_mode_enabled())
         if self._table is None or self._table_of != key:
-            self._table, self._table_of = self.embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T, key
+            self._table, self._table_of = embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T, key
         return self._table
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -24,19 +24,17 @@ from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import check_attention
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import (
-    HUB_OPTIONS,
     Fields,
     naming,
     read_tensors,
-    refuse_unknown,
     weight_files,
     write_json,
 )
-from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, input_embeddings, untyped, unwrap
+from ...generation.tensors.wrapped_models import has_own_cache, input_embeddings, untyped, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
-from ..common.draft_vocabulary import DraftVocabulary, check_offsets, drafted_tokens
+from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.drafter_configs import check_kind, warn_of_kind
-from ..common.loading import check_is_there
+from ..common.foreign import ForeignLayoutsMixin, Stored
 from .conversion import backbone_config
 from .layouts import OVERRIDES, check_overrides, foreign_drafter, written
 from .learning import BlockLearner
@@ -45,7 +43,7 @@ from .session import BlockSession
 _MASK_FILE = "mask_embedding.pt"
 
 
-class BlockDrafter(BlockLearner):
+class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
     """A block drafter, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -245,64 +243,25 @@ class BlockDrafter(BlockLearner):
         Raises:
             ValueError: No block drafter, missing or unknown tensors, wrong shapes, ambiguous rows or states.
         """
-        name, wants_info = pretrained_model_name_or_path, kwargs.pop("output_loading_info", False)
         fields: Fields = dict(zip(OVERRIDES, (feature_layers, sample_from_anchor, block_size)))
-        config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs)
-        if state is not None:
-            kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS} | {"state_dict": state}
-        kwargs["config"] = config
-        source = None if "state_dict" in kwargs else name
-        drafter, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
-        refuse_unknown(name, info["unexpected_keys"])
-        if drafter.offsets is not None and not drafter.offsets.is_meta:
-            check_offsets(name, {"d2t": drafter.offsets.cpu()}, drafter.draft_size, drafter.config.vocab_size)
-        drafter.config.name_or_path = str(name)
-        return (drafter, info) if wants_info else drafter
+        return cls.load_stored(pretrained_model_name_or_path, fields, kwargs)
 
     @classmethod
-    @reads_whole
-    def stored_config(cls, name: str | PathLike) -> BlockDrafterConfig:
-        """Return the configuration of the drafter in a directory or a Hub repository, in any layout."""
-        return cls._read(name, None, {}, {})[0]
-
-    @staticmethod
-    def _read(
-        name: str | PathLike, passed: Any, fields: Fields, options: Kwargs
-    ) -> tuple[BlockDrafterConfig, dict[str, Tensor] | None]:
-        """Return the configuration of a stored drafter and, of another layout than ours, its tensors."""
-        hub = {key: options[key] for key in HUB_OPTIONS if key in options}
-        if isinstance(passed, PreTrainedConfig):
-            raw = passed.to_dict()
-        else:
-            check_is_there(name)
-            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
-        if not raw:
-            raise ValueError(f"{name}: no config.json")
-        if raw.get("model_type") == BlockDrafterConfig.model_type:
-            changed = {key: value for key, value in fields.items() if value is not None}
-            check_overrides(name, raw, changed)
-            return BlockDrafterConfig.from_dict(raw | changed), None
+    def read_foreign(cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields) -> Stored:
         state = read_tensors(weight_files(name, pickles=True, **hub))
         return foreign_drafter(name, raw, state, _mask_embedding(name, hub), **fields)
+
+    @classmethod
+    def check_fields(cls, name: str | PathLike, raw: Fields, changed: Fields) -> None:
+        check_overrides(name, raw, changed)
 
     def _write_directory(
         self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
     ) -> None:
-        """Write a checkpoint in the layout that the drafter was loaded from; a new one's is ours."""
-        if self.config.layout == "tokenahead":
-            if self.config.base_model_type is None and self.is_attached:
-                self.config.base_model_type = self.backbone.config.get_text_config().model_type
-            if state_dict is None and self.config.own_embeddings:  # tables may share memory with a tied backbone
-                state_dict = {name: tensor.clone() for name, tensor in self.state_dict().items()}
-            super()._write_directory(directory, is_main_process, state_dict, **kwargs)
-        elif is_main_process:
-            self._write_layout(directory, self.config.layout, state_dict)
-
-    def without_code(self) -> str | None:
-        """Return why no code can be saved in layouts of other libraries."""
-        layout = self.config.layout
-        reason = f"layout={layout!r} is for other tools, and config.layout decides"
-        return super().without_code() if layout == "tokenahead" else reason
+        """See `ForeignLayoutsMixin`; tables of the checkpoint may share memory with a tied backbone."""
+        if state_dict is None and self.config.own_embeddings:
+            state_dict = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        super()._write_directory(directory, is_main_process, state_dict, **kwargs)
 
     def export(self, folder: str | PathLike, layout: str = "speculators") -> None:
         """Write a checkpoint for other libraries and engines.
@@ -315,7 +274,7 @@ class BlockDrafter(BlockLearner):
             ValueError: An option of this drafter that the layout cannot hold.
         """
         with whole_directory(folder) as directory:
-            self._write_layout(directory, layout)
+            self.write_layout(directory, layout)
 
     def export_to(self, engine: str, folder: Path) -> Fields:
         if engine != "vllm":
@@ -324,7 +283,7 @@ class BlockDrafter(BlockLearner):
         method = {"independent": "dflash", "selector": "dflash2"}.get(self.law, "dspark")
         return {"method": method, "num_speculative_tokens": self.num_drafts}
 
-    def _write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
+    def write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
         tables: list[Tensor | None] = [None, None]
         if self.is_attached:
             unembedding = weight_of(output_embeddings(self.backbone), self.fc.weight)

@@ -75,7 +75,7 @@ def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -
     hub = {key: options[key] for key in HUB_OPTIONS if key in options}
     kind = drafter_class(name, **hub)
     if kind is None:
-        raise ValueError(f"{name}: neither heads nor an EAGLE head, block drafter or student in a layout that is known")
+        raise ValueError(f"{name}: no drafter (heads, an EAGLE head, a block drafter, a student) in a known layout")
     if kind is not MTPHeads or _fields(name, **hub).get("model_type") in stored_kinds():
         return kind.from_pretrained(name, dtype="auto" if dtype is None else dtype, **options)
     directory = name if Path(name).is_dir() else snapshot_download(str(name), allow_patterns=_FILES, **hub)

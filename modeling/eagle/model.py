@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.loss_options import EagleLossOptions, ResolvedEagleOptions
@@ -20,13 +20,13 @@ from ...generation.attach import adopt_special_ids
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.saving import reads_whole, whole_directory
-from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, read_tensors, refuse_unknown, weight_files
-from ...generation.tensors.wrapped_models import Kwargs, has_own_cache, untyped, unwrap
+from ...generation.tensors.tensor_files import Fields, read_tensors, weight_files
+from ...generation.tensors.wrapped_models import has_own_cache, untyped, unwrap
 from ..common.backbone_parts import output_embeddings, weight_of
-from ..common.draft_vocabulary import DraftVocabulary, check_offsets, drafted_tokens
+from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.drafter_configs import check_kind
+from ..common.foreign import ForeignLayoutsMixin, Stored
 from ..common.learning import States, counted_positions, run_backbone
-from ..common.loading import check_is_there
 from ..common.outputs import DraftDistributions, EagleOutput, stacked_steps
 from ..heads.losses import IGNORE, check_targets
 from .batch import TrainingBatch
@@ -46,7 +46,7 @@ _CHAIN = 5
 """Default length of a chain, as in the published ones."""
 
 
-class EagleHead(EagleNetwork):
+class EagleHead(ForeignLayoutsMixin, EagleNetwork):
     """An EAGLE head, apart from its backbone, which is unchanged.
 
     `hidden_states` below are those of transformers: a tuple over layers of [B, L, D], the last after the final norm.
@@ -190,61 +190,15 @@ class EagleHead(EagleNetwork):
             ValueError: No EAGLE head, missing or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft
                 vocabulary out of range, a pickle of more than tensors.
         """
-        name = pretrained_model_name_or_path
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
-        wants_info = kwargs.pop("output_loading_info", False)
-        config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs)
-        if state is not None:
-            kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS} | {"state_dict": state}
-        kwargs["config"] = config
-        source = None if "state_dict" in kwargs else name
-        head, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
-        refuse_unknown(name, info["unexpected_keys"])
-        if head.offsets is not None and not head.offsets.is_meta:
-            check_offsets(name, {"d2t": head.offsets.cpu()}, head.draft_size, head.config.vocab_size)
-        head.config.name_or_path = str(name)
-        return (head, info) if wants_info else head
+        return cls.load_stored(pretrained_model_name_or_path, fields, kwargs)
 
     @classmethod
-    @reads_whole
-    def stored_config(cls, name: str | PathLike) -> EagleHeadConfig:
-        """Return the configuration of the head in a directory or a Hub repository, in any layout."""
-        return cls._read(name, None, {}, {})[0]
-
-    @staticmethod
-    def _read(
-        name: str | PathLike, passed: Any, fields: Fields, options: Kwargs
-    ) -> tuple[EagleHeadConfig, dict[str, Tensor] | None]:
-        """Return the configuration of a stored head and, of another layout than ours, its tensors."""
-        hub = {key: options[key] for key in HUB_OPTIONS if key in options}
-        if isinstance(passed, PreTrainedConfig):
-            raw = passed.to_dict()
-        else:
-            check_is_there(name)
-            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
-        if not raw:
-            raise ValueError(f"{name}: no config.json")
-        if raw.get("model_type") == EagleHeadConfig.model_type:
-            changed = {key: value for key, value in fields.items() if value is not None}
-            return EagleHeadConfig.from_dict(raw | changed), None
+    def read_foreign(cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields) -> Stored:
         return foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), **fields)
 
-    def _write_directory(
-        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
-    ) -> None:
-        """Write a checkpoint in the layout that the head was loaded from; a new head's is ours."""
-        if self.config.layout == "tokenahead":
-            if self.config.base_model_type is None and self.is_attached:
-                self.config.base_model_type = self.backbone.config.get_text_config().model_type
-            super()._write_directory(directory, is_main_process, state_dict, **kwargs)
-        elif is_main_process:
-            write_layout(self, directory, self.config.layout, state_dict)
-
-    def without_code(self) -> str | None:
-        """Return why no code can be saved in layouts of other libraries."""
-        layout = self.config.layout
-        reason = f"layout={layout!r} is for other tools, and config.layout decides"
-        return super().without_code() if layout == "tokenahead" else reason
+    def write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
+        write_layout(self, directory, layout, state)
 
     def export(self, folder: str | PathLike, layout: str = "vllm") -> None:
         """Write a checkpoint for another library or engine.

@@ -1,0 +1,110 @@
+"""Drafters whose checkpoints are also those of other libraries: they are read in any layout, and saved in their own."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ...generation.tensors.saving import reads_whole
+from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, refuse_unknown
+from ...generation.tensors.wrapped_models import Kwargs
+from .draft_vocabulary import check_offsets
+from .learning import DraftModel
+from .loading import check_is_there
+
+Stored = tuple[PreTrainedConfig, dict[str, Tensor] | None]
+"""The configuration of a stored drafter, and its tensors where they are not in this library's layout."""
+
+
+class ForeignLayoutsMixin(DraftModel):
+    """Adds loading of other layouts, and saving in the one that `config.layout` names; `"tokenahead"` is ours.
+
+    A class that uses it loads by `load_stored`, and offers `read_foreign` and `write_layout`.
+    """
+
+    config_class: ClassVar[type[PreTrainedConfig]]
+
+    @classmethod
+    def read_foreign(cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields) -> Stored:
+        """Return what a directory or repository in another layout holds.
+
+        Args:
+            name: Of the directory or repository.
+            raw: Its config.json.
+            hub: `revision`, `token`, ...
+            fields: Fields of the configuration that replace the checkpoint's, where they are not None.
+        """
+        raise NotImplementedError
+
+    def write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
+        """Write a checkpoint in another layout; `state` holds the tensors, where they had to be gathered."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_fields(cls, name: str | PathLike, raw: Fields, changed: Fields) -> None:
+        """Refuse fields in the place of those of a checkpoint in this library's layout."""
+
+    @classmethod
+    def load_stored(cls, name: str | PathLike, fields: Fields, kwargs: Kwargs) -> Any:
+        """Return the drafter in a directory or repository.
+
+        Args:
+            name: Of the directory or repository.
+            fields: See `read_foreign`.
+            kwargs: Of `from_pretrained`.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs)
+        if state is not None:
+            kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS} | {"state_dict": state}
+        kwargs["config"] = config
+        source = None if "state_dict" in kwargs else name
+        drafter, info = super().from_pretrained(source, output_loading_info=True, **kwargs)
+        refuse_unknown(name, info["unexpected_keys"])
+        if drafter.offsets is not None and not drafter.offsets.is_meta:
+            check_offsets(name, {"d2t": drafter.offsets.cpu()}, drafter.draft_size, drafter.config.vocab_size)
+        drafter.config.name_or_path = str(name)
+        return (drafter, info) if wants_info else drafter
+
+    @classmethod
+    @reads_whole
+    def stored_config(cls, name: str | PathLike) -> Any:
+        """Return the configuration of the drafter in a directory or a Hub repository, in any layout."""
+        return cls._read(name, None, {}, {})[0]
+
+    @classmethod
+    def _read(cls, name: str | PathLike, passed: object, fields: Fields, options: Kwargs) -> Stored:
+        hub = {key: options[key] for key in HUB_OPTIONS if key in options}
+        if isinstance(passed, PreTrainedConfig):
+            raw = passed.to_dict()
+        else:
+            check_is_there(name)
+            raw, _ = PreTrainedConfig.get_config_dict(name, **hub)
+        if not raw:
+            raise ValueError(f"{name}: no config.json")
+        if raw.get("model_type") != cls.config_class.model_type:
+            return cls.read_foreign(name, raw, hub, fields)
+        changed = {key: value for key, value in fields.items() if value is not None}
+        cls.check_fields(name, raw, changed)
+        return cls.config_class.from_dict(raw | changed), None
+
+    def _write_directory(
+        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
+    ) -> None:
+        """Write a checkpoint in the layout that the drafter was loaded from; a new one's is ours."""
+        if self.config.layout == "tokenahead":
+            if self.config.base_model_type is None and self.is_attached:
+                self.config.base_model_type = self.backbone.config.get_text_config().model_type
+            super()._write_directory(directory, is_main_process, state_dict, **kwargs)
+        elif is_main_process:
+            self.write_layout(directory, self.config.layout, state_dict)
+
+    def without_code(self) -> str | None:
+        """Return why no code can be saved in layouts of other libraries."""
+        layout = self.config.layout
+        reason = f"layout={layout!r} is for other tools, and config.layout decides"
+        return super().without_code() if layout == "tokenahead" else reason

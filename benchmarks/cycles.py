@@ -30,6 +30,7 @@ from transformers import logging as transformers_logging
 
 from tokenahead import (
     AssistantDrafter,
+    BlockDrafter,
     DeepSeekMTP,
     EagleHead,
     EvaByteConfig,
@@ -139,6 +140,14 @@ def trees() -> Ways:
     yield "EAGLE-3, tree", model, {"assistant_model": head, "draft_tree": TREE}
 
 
+def blocks() -> Ways:
+    """A block drafter, as chains and as trees."""
+    model = backbone()
+    drafter = BlockDrafter.from_backbone(model, law="markov", layers=1, block_size=3)
+    yield "block, chain", model, {"assistant_model": drafter, "num_assistant_tokens": 3}
+    yield "block, tree", model, {"assistant_model": drafter, "draft_tree": TREE | {"depth": 2}}
+
+
 def ngrams() -> Ways:
     """Look-ups in the text, as chains and as trees."""
     for branches in (1, 3):
@@ -169,8 +178,8 @@ def slots() -> Ways:
 
 
 WAYS: dict[str, Callable[[], Ways]] = {
-    "evabyte": evabyte, "heads": heads, "trees": trees, "n-gram": ngrams, "assistant": assistants, "modules": modules,
-    "ptp": slots,
+    "evabyte": evabyte, "heads": heads, "trees": trees, "blocks": blocks, "n-gram": ngrams, "assistant": assistants,
+    "modules": modules, "ptp": slots,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -281,12 +282,16 @@ def _pass(
 ) -> tuple[Tensor | None, Tensor]:
     """Return the gradient of a part's hidden states, where `wanted`, and its sums [n]; add to the totals."""
     shares = part.weights / scale.clamp(min=torch.finfo(scale.dtype).tiny)
-    totals, sums, into_states = totals if part.trains_module else {}, [], []
-    for chunk in part.chunks(task.size):
+    totals, sums = totals if part.trains_module else {}, list[Tensor]()
+    # written in place: small results that outlive a chunk would keep malloc from using its memory again
+    into_states = torch.empty_like(part.hidden_states.flatten(0, -2)) if wanted else None
+    pieces = () if into_states is None else into_states.split(task.size)
+    for chunk, piece in zip_longest(part.chunks(task.size), pieces):
         summed, gradient = _chunk(part.terms or task.terms, chunk, shares, wanted, totals)
         sums.append(summed)
-        into_states.append(gradient)
-    return torch.cat(into_states).view_as(part.hidden_states) if wanted else None, torch.stack(sums).sum(0)
+        if piece is not None:
+            piece.copy_(gradient)
+    return None if into_states is None else into_states.view_as(part.hidden_states), torch.stack(sums).sum(0)
 
 
 def _chunk(

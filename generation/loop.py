@@ -84,7 +84,7 @@ class SpeculativeLoop(Results):
         may_drop_finished = len(prompt) > 1 and plan.keywords is None and not (is_read or session.lookahead)
         self.may_drop_finished = may_drop_finished and not has_foreign_hooks(plan.verifier_model)
         self.hidden_layers = requested_states(bool(config.output_hidden_states) or session.hidden_layers)
-        self.span = most_nodes(options) if options.draft_tree else 1 + options.num_tokens
+        self.span = max(most_nodes(options) if options.draft_tree else 1 + options.num_tokens, 1 + session.num_tokens)
 
     def run(self, synced_gpus: bool = False) -> GenerateSpeculativeOutput | Tensor:
         """Decode until every sequence has ended.

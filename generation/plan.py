@@ -43,6 +43,7 @@ from .call.processing import counts_calls
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, SpeculativeCache
 from .drafter import BaseDrafter
+from .forced import with_forced
 from .graphs import obstacle_to_fixed, obstacle_to_graphs
 from .tensors.wrapped_models import Kwargs, is_base, peft_arguments, untyped
 from .verification.verifiers import Verifier
@@ -197,10 +198,11 @@ class SpeculationPlan:
         """Make what the loop needs, once the tree of drafts is chosen."""
         options, drafter, backbone = self.options, self.call.drafter, self.call.backbone
         made = DraftOptions.of_call(options, backbone, self.config, self.processors, self.prompt)
-        self.draft_options, self.session = made, drafter.session(made)
-        made.warn_of_threshold(self.session, type(drafter).__name__)
-        self.verifier_model, self.verifier = drafter.verifier_model(backbone), drafter.make_verifier(made, self.session)
-        self.schedule = drafter.schedule_of(self.session, made) if made.schedule == "adaptive" else None
+        self.draft_options, session = made, drafter.session(made)
+        self.session = with_forced(session, made, drafter.longest_draft()) if drafter.recorder is None else session
+        made.warn_of_threshold(session, type(drafter).__name__)
+        self.verifier_model, self.verifier = drafter.verifier_model(backbone), drafter.make_verifier(made, session)
+        self.schedule = drafter.schedule_of(session, made) if made.schedule == "adaptive" else None
         if self._takes_static_cache():
             self._plan_cache()
 

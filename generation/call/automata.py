@@ -197,6 +197,13 @@ class HostAutomatonState:
         ]
         return to_device(torch.stack(masks), paths.device).view(*paths.shape[:2], self.size)  # [B, P, v]
 
+    def likely(self, tokens: Sequences, paths: Tensor) -> list[int | None]:
+        """Return, for the first path of every sequence, the token that an automaton says is likely next, if any."""
+        self._follow(tokens)
+        guess = getattr(self.automaton.automaton, "likely", None)
+        after = [self._after(state, path[0]) for state, path in zip(self.states, paths.tolist())]
+        return [None if guess is None or state is _Free else guess(state) for state in after]
+
     def _follow(self, tokens: Sequences) -> None:
         """Read the new tokens of every sequence."""
         counts, new = [now - old for old, now in zip(self.lengths, tokens.lengths)], tokens.newest_on_host

@@ -111,6 +111,13 @@ class Constraints:
             return None
         return DraftMasks(self, acting, tokens)
 
+    def may_force(self, device: torch.device) -> bool:
+        """Return whether they may leave one token alone, and the host knows it without waiting for the device."""
+        tables = [processor for processor in self.all if isinstance(processor, TableAutomaton)]
+        if not tables:
+            return self.may_exclude_all
+        return device.type == "cpu" and any(bool((table.masks.sum(1) == 1).any()) for table in tables)
+
     def by_length(self, lengths: list[int], size: int, device: torch.device) -> Tensor | None:
         """Return the mask [B or 1, 1, v] after so many ids where it depends on nothing else, or None.
 
@@ -192,6 +199,19 @@ class DraftMasks:
         mask = (flat > -torch.inf).view(len(self.paths), positions.size, size)  # [B, P, v]
         return _or_all(mask) if self.alive is None else _or_all(mask) | ~self.alive[..., None]
 
+    def forced(self, size: int) -> list[int | None]:
+        """Return the token that must follow each sequence and its path, or that a grammar's forced text begins with."""
+        mask = self.allowed((len(self.paths), size), self.paths.device)  # [B, v]
+        found = [int(row) if single else None for row, single in zip(*_single(mask))]
+        for walk in self.constraints.walks.values():
+            if isinstance(walk, HostAutomatonState) and None in found:
+                guesses = walk.likely(self.tokens, self.paths)
+                found = [
+                    guess if token is None and guess is not None and guess < size and bool(mask[row, guess]) else token
+                    for row, (token, guess) in enumerate(zip(found, guesses))
+                ]
+        return found
+
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> None:
         """Extend the paths by drafted tokens.
 
@@ -214,6 +234,11 @@ def _excludes(processor: object) -> bool:
     """Return whether a processor is a constraint: it excludes tokens, and tells which without scores."""
     is_known = type(processor) in _MASKING or isinstance(processor, library.PrefixConstrainedLogitsProcessor)
     return is_known or offers_automaton(processor) or offers_mask(processor)
+
+
+def _single(mask: Tensor) -> tuple[list[int], list[bool]]:
+    """Return the first token of masks [B, v], and whether it is the only one."""
+    return mask.to(torch.uint8).argmax(-1).tolist(), (mask.sum(-1) == 1).tolist()
 
 
 def _or_all(mask: Tensor) -> Tensor:

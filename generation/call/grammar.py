@@ -83,7 +83,8 @@ class GrammarConstraint(AutomatonProcessor):
         else:
             compiled = LLMatcher.grammar_from_lark(grammar or "")
         self.size = len(tokenizer)
-        self.matcher, self.read, self.lock = LLMatcher(_tokenizer(tokenizer), compiled), (), Lock()
+        self.tokenizer, self.read, self.lock = _tokenizer(tokenizer), (), Lock()
+        self.matcher = LLMatcher(self.tokenizer, compiled)
         if self.matcher.is_error():
             raise ValueError(f"{names[0]}={given[names[0]]!r} cannot be read: {self.matcher.get_error()}")
 
@@ -94,14 +95,24 @@ class GrammarConstraint(AutomatonProcessor):
     def allowed(self, state: tuple[int, ...], /) -> Tensor:
         """See `OffersAutomaton`; the matcher goes back to what the last text and this one begin with."""
         with self.lock:
-            common = min(len(state), len(self.read))
-            while state[:common] != self.read[:common]:
-                common -= 1
-            self.matcher.rollback(len(self.read) - common)
-            self.matcher.consume_tokens(list(state[common:]))
-            self.read = state
+            self._read(state)
             bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
         return (bits[:, None] >> cached_arange(8, bits.device) & 1).bool().flatten()[: self.size]
+
+    def likely(self, state: tuple[int, ...]) -> int | None:
+        """Return the usual first token of the text that must follow, where its bytes are known, and tokens are not."""
+        with self.lock:
+            self._read(state)
+            tokens = self.tokenizer.tokenize_bytes(self.matcher.compute_ff_bytes())
+        return tokens[0] if tokens else None
+
+    def _read(self, state: tuple[int, ...]) -> None:
+        common = min(len(state), len(self.read))
+        while state[:common] != self.read[:common]:
+            common -= 1
+        self.matcher.rollback(len(self.read) - common)
+        self.matcher.consume_tokens(list(state[common:]))
+        self.read = state
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -5,9 +5,10 @@
     neither      the drafter or the call needs the host in between
 
 The first cycle of a call is never replayed, for it may read the prompt. Of new sizes the second one runs beside the
-main stream, too, as recording demands, and the third is recorded. What was recorded stays with the buffers that it
-reads and writes (`Buffers.graphs`), by all that shapes it (`fingerprint`): a later call alike replays from its second
-cycle on. On processors nothing is launched, and nothing recorded; tests put `FakeGraph` in the place of `CudaGraph`.
+main stream, as recording demands, where torch tells of waits, and the third is recorded. What was recorded stays with
+the buffers that it reads and writes (`Buffers.graphs`), by all that shapes it (`fingerprint`): a later call alike
+replays from its second cycle on. On processors nothing is launched, and nothing recorded; tests put `FakeGraph` in the
+place of `CudaGraph`.
 """
 
 from __future__ import annotations

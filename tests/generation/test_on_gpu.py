@@ -108,6 +108,29 @@ def test_sampled_texts_have_the_distribution_of_the_model(mode):
     assert chi_square(cells.cpu(), (first[:, None] * second).flatten().cpu()) > 1e-4
 
 
+class Reading(torch.nn.Module):
+    """A layer that reads from the device."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states):
+        return self.inner(states) if float(states.abs().amax()) >= 0 else states
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 8}], ids=["greedy", "sampled"])
+def test_a_forward_that_reads_from_the_device_is_not_recorded(options):
+    model, drafter = prepared("hmm", torch.float32)
+    layer = model.get_decoder().layers[0]
+    layer.mlp = Reading(layer.mlp)
+    told = decoded(model, drafter, batch_of(3), **options, **MODES["recorded"]).speculation.graphs
+    assert "test_on_gpu.py" in told.reasons["cycle"] and not told.recorded
+    torch.rand(4, device="cuda")  # nothing is left of a recording
+    other, heads = prepared("hmm", torch.float32)
+    assert decoded(other, heads, batch_of(3), **options, **MODES["recorded"]).speculation.graphs.replayed["cycle"]
+
+
 def test_calls_of_two_threads_are_right():
     model, drafter = prepared("hmm", torch.float64)
     batches = [batch_of(4, seed) for seed in (5, 6)]

@@ -147,14 +147,14 @@ class Endpoint:
                 f"{self.url} read another prompt than was sent, {read} tokens for {len(body['prompt'])}"
             )
         if ids is not None:
-            if self.tokenizer is not None and not _alike(choice["text"], self.tokenizer.decode(ids, True)):
+            if self.tokenizer is not None and not _alike(choice["text"], str(self.tokenizer.decode(ids, True))):
                 raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
             return list(ids)
         if self.tokenizer is None:
             raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
-        ids = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
-        ends = choice["finish_reason"] == "stop" and self.tokenizer.eos_token_id is not None
-        return [*ids, *([self.tokenizer.eos_token_id] if ends else [])]
+        found: list[int] = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        return [*found, end] if isinstance(end, int) and choice["finish_reason"] == "stop" else found
 
     def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the answer to a request, which is repeated while it fails."""
@@ -163,7 +163,7 @@ class Endpoint:
                 return self._asked(method, path, body)
             except (_Passing, httpx.TransportError) as error:
                 reason = one_line(error)
-                self.failures[reason] += 1
+                self.failures[reason if isinstance(error, _Passing) else type(error).__name__] += 1
                 longest = min(_LONGEST_PAUSE, self.pause * 2**number)
                 asked = error.pause if isinstance(error, _Passing) else 0.0
                 if number + 1 < self.tries:

@@ -78,11 +78,19 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = bool(cut)
 
 
+class Server(ThreadingHTTPServer):
+    """Says nothing of connections that a killed client leaves."""
+
+    request_queue_size, daemon_threads = 128, True
+
+    def handle_error(self, request, client_address):
+        pass
+
+
 @contextmanager
 def serving(models=("tiny",), changed=None, status=200):
     """A server on the loopback, and its address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.request_queue_size, server.daemon_threads = 128, True
+    server = Server(("127.0.0.1", 0), Handler)
     server.models, server.changed, server.status = models, changed, status
     server.lock, server.asked = threading.Lock(), []
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -13,6 +13,7 @@ once, so that peaks are those of tensors; the peak of the resident memory is res
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -54,6 +55,12 @@ def mebibytes(name: str) -> float:
     """A field of the process's memory: VmRSS (now) or VmHWM (the peak since it was reset)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
+
+
+def resident() -> float:
+    """Resident memory in MiB, without what malloc holds for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return mebibytes("VmRSS")
 
 
 def peak_above(kept: float, run: Callable[[], Any]) -> float:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from gpu import SHAPES, made_on
 from measuring import by_turns, now
-from memory import mebibytes, peak_above
+from memory import peak_above, resident
 from training_peer import speculators_step
 from training_tables import costs, measured
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -172,7 +172,7 @@ class Bench:
     def peak(self, run: Callable[[], Any]) -> float:
         """MiB that a call adds at its peak."""
         if self.device.type != "cuda":
-            return peak_above(mebibytes("VmRSS"), run)
+            return peak_above(resident(), run)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         run()

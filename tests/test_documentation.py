@@ -144,6 +144,11 @@ def test_what_a_drafter_costs_is_what_the_counts_say():
     assert training_tables.costs() in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_trainers_is_that_of_the_last_run():
+    results = json.loads((ROOT / "docs" / "results" / "training_cpu.json").read_text(encoding="utf-8"))
+    assert training_tables.measured(results) in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+
+
 def test_the_table_of_engines_is_that_of_the_last_run():
     results = json.loads(serving_table.RESULTS.read_text())
     assert serving_table.table_of(results) in (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

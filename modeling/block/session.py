@@ -46,7 +46,7 @@ class BlockSession(HeadSession):
         self.drafter, self.num_tokens, self.vocabulary = drafter, options.num_tokens, drafter.draft_vocabulary
         self.hidden_layers: HiddenLayers = list(drafter.config.feature_layers or ())
         self.column = 0 if self.vocabulary is None else int(self.vocabulary.ids[0])
-        self.cache = DynamicCache()
+        self.cache = DynamicCache(config=drafter.config)  # layers with a window keep no more than that
 
     def begin(self, outputs: PrefillOutput, view: CacheView) -> None:
         """Take the context of the prompt; columns of an earlier call in the backbone's cache are ignored."""

@@ -96,6 +96,26 @@ def test_sampled_text_follows_the_backbone(name, rule, sampling):
         assert continuation_p_value(out.sequences[row::2, 7:9], expected) > 0.001
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["zlab_llama", "zlab_dflash2"])
+def test_layers_with_a_window_keep_what_they_see_of_long_texts(name, cache):
+    """Every draft of a ragged batch is that of its block behind the whole context."""
+    base, drafter = pair(name)
+    batch, new = [torch.tensor([5, 9, 33, 17, 46, 9, 19]), torch.tensor([17, 31])], 150
+    out = base.generate(
+        **left_padded(batch), max_new_tokens=new, do_sample=False, pad_token_id=0, assistant_model=drafter,
+        cache_implementation=cache, return_dict_in_generate=True,
+    )  # fmt: skip
+    for row, prompt in enumerate(batch):
+        text, place = torch.cat([prompt, out.sequences[row, -new:]]), len(prompt)
+        with torch.no_grad():
+            context = drafter.fuse(base(text[None], output_hidden_states=True).hidden_states)
+            for draft, accepted in zip(out.speculation.rows_drafts[row], out.speculation.rows_accepted[row]):
+                wanted = drafter.block(context[:, :place], text[place][None]).distribution.greedy()[0].tolist()
+                assert draft == wanted[: len(draft)]
+                place += accepted + 1
+
+
 def test_recurrent_backbones_roll_back():
     from transformers import Qwen3NextConfig
 

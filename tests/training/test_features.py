@@ -49,6 +49,9 @@ DRAFTERS = {
         backbone(), law="hmm", layers=1, block_size=3, loss_options=dict(layout="deepspec", terms={"l1": 1.0})
     ),
     "eagle 3": lambda: EagleHead.from_backbone(backbone(), version=3, aux_layers=[1, 2]),
+    "p-eagle": lambda: EagleHead.from_backbone(
+        backbone(), version=3, aux_layers=[1, 2], mask_token_id=3, loss_options=dict(steps=3, kept=1.0)
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: `tokenahead demo`, `generate`, `bench`, `card`, `train` and others. Errors are one line.
+"""The command line: `tokenahead demo`, `generate`, `bench`, `doctor`, `card`, `train` and others. Errors are one line.
 
 Knows arguments and messages; the commands themselves are defined elsewhere.
 """
@@ -18,7 +18,14 @@ from typing import Any, NoReturn
 from huggingface_hub.errors import StrictDataclassError
 
 from . import __version__, _leave
-from .training.requests import BenchRequest, CardRequest, DemoRequest, GenerateRequest, RequestParser
+from .training.requests import (
+    BenchRequest,
+    CardRequest,
+    DemoRequest,
+    DoctorRequest,
+    GenerateRequest,
+    RequestParser,
+)
 from .training.utils import MissingExtraError, needs_extra, one_line
 
 INTERRUPTED = 130
@@ -145,6 +152,13 @@ def _bench(request: BenchRequest) -> int:
     return 0 if all(row.is_lossless for row in run_bench(request).results) else 1
 
 
+def _doctor(request: DoctorRequest) -> int:
+    with needs_extra("demo", "tokenahead doctor"):
+        from .training.commands.doctor import run_doctor
+
+    return 0 if run_doctor(request).is_well else 1
+
+
 def _card(request: CardRequest) -> int:
     from .model_cards.command import make_card
 
@@ -168,6 +182,7 @@ _COMMANDS: dict[str, tuple[str, type, Callable[[Any], int]]] = {
         BenchRequest,
         _bench,
     ),
+    "doctor": ("say why a drafter accepts little: its files, its drafts along known texts", DoctorRequest, _doctor),
     "card": ("write the card of a model or drafter, with the results of `tokenahead bench`", CardRequest, _card),
 }
 """Help, request and what runs it."""

@@ -10,8 +10,8 @@ from transformers.utils import logging
 
 from ..generation.attach import MTPGenerationMixin
 from .evaluation.decoding import GREEDY, DecodingMode, Method, Run, acceptance_by_position, decode
-from .evaluation.methods import drafting_method, plain_method
-from .loading import load_drafter, load_model, unit_of
+from .evaluation.methods import drafting_method, named_method, plain_method
+from .loading import load_model, unit_of
 from .requests import GenerateRequest
 
 
@@ -81,8 +81,8 @@ def _mode(request: GenerateRequest) -> DecodingMode:
 
 
 def _method(request: GenerateRequest, model: PreTrainedModel) -> Method:
-    if request.heads is not None:
-        method = drafting_method("heads", model, load_drafter(request.heads, model, "--heads"))
+    if (spec := request.method()) is not None:
+        method = named_method(spec, model, request.named_by)
     elif request.plain or not isinstance(model, MTPGenerationMixin):
         method = plain_method(model)
     else:

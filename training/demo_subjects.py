@@ -13,7 +13,7 @@ from ..generation.drafter import BaseDrafter
 from ..modeling import EvaByteForMTPC
 from .box import Box, excerpt_prompts, load_box
 from .evaluation.decoding import MODES, DecodingMode, Method
-from .evaluation.methods import drafting_method, methods_of, plain_method
+from .evaluation.methods import drafting_method, named_method, plain_method
 from .evaluation.prompts import Prompt, PromptEncoder, read_prompts
 from .loading import load_model
 from .utils import shown_word
@@ -100,6 +100,11 @@ def _name(head: str, model: EvaByteForMTPC) -> str:
     return head if rank in (None, 1) else f"{head} {rank}"
 
 
+def requests() -> list[Prompt]:
+    """Return a short request of each of eight kinds, for models of which no prompts are given."""
+    return [Prompt(name, (text,), name) for name, text in _REQUESTS.items()]
+
+
 def named_model(
     model: str | None, drafter: str | None = None, prompts: Path | None = None, dtype: str = "auto"
 ) -> DemoModel:
@@ -116,8 +121,7 @@ def named_model(
         OSError: What the Hub cannot give.
         ValueError: No model, prompts that cannot be read, or a drafter that does not fit.
     """
-    requests = [Prompt(name, (text,), name) for name, text in _REQUESTS.items()]
-    asked = read_prompts(prompts)[0] if prompts else requests
+    asked = read_prompts(prompts)[0] if prompts else requests()
     loaded, tokenizer, plain, drafting = load_methods(model, drafter, dtype)
     writer = PromptEncoder(tokenizer, chats=bool(model))
     given = {"model": model, "drafter": drafter, "prompts": prompts, "dtype": None if dtype == "auto" else dtype}
@@ -144,11 +148,7 @@ def load_methods(
     """
     loaded, tokenizer = load_model(model, dtype) if model else load_box(dtype=_dtype_of_box(dtype))
     drafter = drafter or ("own" if isinstance(loaded, MTPGenerationMixin) else "ngram")
-    methods, refused = methods_of([drafter], loaded)
-    if refused or methods[-1].drafter is None:
-        reason = next(iter(refused.values()), "its drafts cannot be watched")
-        raise ValueError(f"--drafter {drafter}: {reason.removeprefix('--methods ')}")
-    return loaded, tokenizer, methods[0], methods[-1]
+    return loaded, tokenizer, plain_method(loaded), named_method(drafter, loaded)
 
 
 def described(model: PreTrainedModel, name: str | None, method: Method) -> str:

@@ -19,7 +19,7 @@ OF_WEIGHTS: dict[str, Any] = {"choices": _DTYPES, "help": "of the weights (auto:
 _KEEPS = "; as the card there says if left out"
 _METHODS = (
     "of plain, own, ngram, suffix[:SOURCE], assistant:SOURCE, heads:SOURCE, eagle:SOURCE, block:SOURCE, "
-    "student:SOURCE, cascade:SOURCE, transformers:prompt_lookup, transformers:assistant:SOURCE, "
+    "student:SOURCE, auto:SOURCE, cascade:SOURCE, transformers:prompt_lookup, transformers:assistant:SOURCE, "
     "transformers:use_mtp; NAME= before one names its row, and ?OPTION=VALUE&... after it are options of generate"
 )
 
@@ -86,8 +86,31 @@ class RequestParser(HfArgumentParser):
         self.exit(2, f"{self.prog}: {escaped(message)} (see {self.prog} --help)\n")
 
 
+@dataclass(frozen=True, kw_only=True)
+class NamesDrafter:
+    """Options of commands that draft in one way."""
+
+    drafter: str | None = option(
+        None, "a method of `tokenahead bench`, such as eagle:SOURCE or ngram; the model's own if left out",
+        metavar="METHOD",
+    )  # fmt: skip
+    heads: str | None = option(
+        None, "short for --drafter auto:SOURCE: heads, an EAGLE head, a block drafter or a student, in any layout",
+        aliases=["--eagle", "--student"], metavar="SOURCE",
+    )  # fmt: skip
+
+    def method(self) -> str | None:
+        """Return what drafts, as a method of `tokenahead bench`."""
+        return f"auto:{self.heads}" if self.heads else self.drafter
+
+    @property
+    def named_by(self) -> str:
+        """The option that names the drafter."""
+        return "--heads" if self.heads else "--drafter"
+
+
 @dataclass(frozen=True)
-class DemoRequest:
+class DemoRequest(NamesDrafter):
     """Options of `tokenahead demo`."""
 
     seconds: float = option(40.0, "time for measuring (%(default)g)", read=SECONDS)
@@ -105,11 +128,6 @@ class DemoRequest:
     web: str | None = option(None, "serve a page instead (at 127.0.0.1)", nargs="?", const="", metavar="HOST:PORT")
     model: str | None = option(None, f"{NAME}; the model in the box if left out")
     dtype: str = option("auto", **OF_WEIGHTS)
-    drafter: str | None = option(
-        None, "a method of `tokenahead bench`; the model's own drafts, or ngram, if left out", metavar="METHOD"
-    )
-    heads: str | None = option(None, "short for --drafter heads:SOURCE", metavar="SOURCE")
-    eagle: str | None = option(None, "short for --drafter eagle:SOURCE", metavar="SOURCE")
     prompts: Path | None = option(
         None, "file of prompts for --model, as `tokenahead bench` takes it; eight requests if left out", metavar="FILE"
     )
@@ -118,14 +136,25 @@ class DemoRequest:
         if self.prompts and (self.web is not None or not self.model):
             raise ValueError("--prompts needs a --model that answers them, in the terminal: leave out --web")
 
-    def method(self) -> str | None:
-        """Return what drafts, as a method of `tokenahead bench`."""
-        named = [f"{kind}:{source}" for kind in ("heads", "eagle") if (source := vars(self)[kind])]
-        return named[-1] if named else self.drafter
+
+@dataclass(frozen=True)
+class DoctorRequest(NamesDrafter):
+    """Options of `tokenahead doctor`."""
+
+    model: str = option(help=NAME)
+    prompts: Path | None = option(
+        None, "file of prompts, as `tokenahead bench` takes it; eight requests if left out", metavar="FILE"
+    )
+    raw: bool = option(False, "prompts as they are, without the chat template")
+    per_category: int | None = option(None, "prompts of each category; all if left out", read=whole(1))
+    new_tokens: int = option(64, "per answer, at most (%(default)s)", read=whole(2))
+    dtype: str = option("auto", **OF_WEIGHTS)
+    device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
+    json: bool = option(False, "write one JSON object in place of the tables")
 
 
 @dataclass(frozen=True)
-class GenerateRequest:
+class GenerateRequest(NamesDrafter):
     """Options of `tokenahead generate`. Greedy, unless `temperature`, `top_k` or `top_p` asks for samples."""
 
     model: str = option(help=NAME)
@@ -134,13 +163,6 @@ class GenerateRequest:
         "the text to complete; '-', or none: the standard input; write '--' before a prompt that begins with '-'",
         positional=True,
         nargs="?",
-    )
-    heads: str | None = option(
-        None,
-        "directory, or name on the Hub, of a drafter that was trained for this model: heads, an EAGLE head, a block "
-        "drafter, a student",
-        aliases=["--eagle", "--student"],
-        metavar="SOURCE",
     )
     plain: bool = option(False, "one token at a time, without drafts")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
@@ -159,8 +181,8 @@ class GenerateRequest:
     json: bool = option(False, "write one JSON object: the text and statistics")
 
     def __post_init__(self) -> None:
-        if self.plain and self.heads:
-            raise ValueError("argument --plain: not allowed with argument --heads")
+        if self.plain and self.method():
+            raise ValueError(f"argument --plain: not allowed with argument {self.named_by}")
 
 
 @dataclass(frozen=True)

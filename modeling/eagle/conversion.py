@@ -101,11 +101,12 @@ _NOT_TAKEN = {"version", "layout", "tie_word_embeddings", "num_hidden_layers", "
 
 def own_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors of any layout to the names of `EagleHead`."""
-    state = {_own_name(name): tensor for name, tensor in state.items()}
+    state = {own_name(name): tensor for name, tensor in state.items()}
     return state | {key: state[key].reshape(1, 1, -1) for key in ("mask_hidden",) if key in state}
 
 
-def _own_name(name: str) -> str:
+def own_name(name: str) -> str:
+    """Return the name in `EagleHead` of a tensor of any layout."""
     for pattern, replacement in _RENAMES:
         name = pattern.sub(replacement, name)
     if match := _ADDITIONAL.match(name):  # SGLang's name of a further layer's first norm
@@ -115,7 +116,7 @@ def _own_name(name: str) -> str:
 
 def is_foreign_head(raw: Fields, names: Iterable[str]) -> bool:
     """Return whether a checkpoint of another library is an EAGLE head, by its config.json and its tensors' names."""
-    own, last_norm = set(map(_own_name, names)), "norm.weight"
+    own, last_norm = set(map(own_name, names)), "norm.weight"
     is_first = {"layers.0.self_attn.q_proj.weight", "fc.weight"} <= own and last_norm not in own
     return "speculators_model_type" in raw or "layers.0.hidden_norm.weight" in own or is_first
 

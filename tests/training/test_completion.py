@@ -177,13 +177,13 @@ def test_heads_are_attached_to_a_plain_model(llama, tmp_path, capsys, monkeypatc
     assert captured.out == text_of(llama, "--x", max_new_tokens=20) + "\n" and drafting
     assert "one byte per backbone call" not in captured.err
     drafting.clear()
-    done = complete(GenerateRequest(str(llama), "x", str(tmp_path), dtype="bfloat16", max_new_tokens=9))
+    done = complete(GenerateRequest(str(llama), "x", heads=str(tmp_path), dtype="bfloat16", max_new_tokens=9))
     assert done.run.new_tokens == 9 and drafting
 
 
 def test_an_eagle_head_that_was_trained_drafts(llama, tmp_path):
     EagleHead.from_backbone(LlamaForCausalLM.from_pretrained(llama), version=1).save_pretrained(tmp_path)
-    done = complete(GenerateRequest(str(llama), "x", str(tmp_path), max_new_tokens=9))
+    done = complete(GenerateRequest(str(llama), "x", heads=str(tmp_path), max_new_tokens=9))
     assert done.text == text_of(llama, "x", max_new_tokens=9) and done.accepted_by_position
     with pytest.raises(ValueError, match="--heads"):
         complete(GenerateRequest(str(tmp_path), "x"))

@@ -46,8 +46,9 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
     Args:
         specs: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
             that drafts for itself), `ngram`, `suffix[:SOURCE]`, `assistant:SOURCE`, `heads:SOURCE`, `eagle:SOURCE`,
-            `block:SOURCE`, `student:SOURCE`, `cascade:SOURCE` (suffixes, and such heads where these are not sure),
-            `transformers:prompt_lookup`, `transformers:assistant:SOURCE`, `transformers:use_mtp`.
+            `block:SOURCE`, `student:SOURCE`, `auto:SOURCE` (any of these four, in any layout that is read),
+            `cascade:SOURCE` (suffixes, and such heads where these are not sure), `transformers:prompt_lookup`,
+            `transformers:assistant:SOURCE`, `transformers:use_mtp`.
         model: The backbone; drafters are attached to it.
 
     Raises:
@@ -70,6 +71,32 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
         except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
             refused[name] = one_line(error)
     return methods, refused
+
+
+def named_method(spec: str, model: PreTrainedModel, option: str = "--drafter") -> Method:
+    """Return one requested method, of those that draft with this library; see `methods_of`.
+
+    Args:
+        spec: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`.
+        model: The backbone; the drafter is attached to it.
+        option: The argument that names the drafter, for messages.
+
+    Raises:
+        ValueError: No kind of drafter, or one that does not fit.
+        OSError: What neither a directory nor the Hub gives.
+    """
+    try:
+        name, kind, source, options = (PLAIN, PLAIN, "", {}) if spec == PLAIN else _parsed(spec)
+        if kind in _ALONE:  # nobody else uses the backbone
+            options["shared"] = False
+        method = plain_method(model) if kind == PLAIN else _method(name, kind, model, source, options)
+    except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+        words = one_line(error).replace("--methods", option)
+        words = words if words.startswith("--") else f"{option} {spec}: {words}"
+        raise (OSError if isinstance(error, OSError) else ValueError)(words) from error
+    if method.drafter is None:
+        raise ValueError(f"{option} {spec}: its drafts cannot be watched")
+    return method
 
 
 def _parsed(spec: str) -> tuple[str, str, str, Kwargs]:
@@ -113,12 +140,12 @@ def _method(name: str, kind: str, model: Any, source: str, options: Kwargs) -> M
     return Method(name, model, options, is_foreign=True)
 
 
-def _trained(kind: str, *own: str) -> Callable[..., AttachableDrafter]:
-    """Return a maker of drafters of a kind; `own` are options of its loading, and not of `generate`."""
+def _trained(kind: str | None, *own: str) -> Callable[..., AttachableDrafter]:
+    """Return a maker of drafters of a kind; None: any. `own` are options of its loading, and not of `generate`."""
 
     def load(model: PreTrainedModel, source: str, options: Kwargs) -> AttachableDrafter:
         taken = {name: options.pop(name) for name in own if name in options}
-        return load_drafter(source, model, "--methods", kind, shared=True, **taken)
+        return load_drafter(source, model, "--methods", kind, options.pop("shared", True), **taken)
 
     return load
 
@@ -141,6 +168,7 @@ _DRAFTERS: dict[str, Callable[..., Any]] = {
     "ngram": lambda model, source, options: NgramDrafter(branches=options.pop("branches", 1)).attach(model),
     "suffix": _suffix,
     "assistant": _assistant,
+    "auto": _trained(None),
     "heads": _trained("heads"),
     "eagle": _trained("eagle", "aux_layers"),
     "block": _trained("block", "feature_layers", "sample_from_anchor", "block_size"),
@@ -155,6 +183,6 @@ _FOREIGN = {
 }
 """Options with which transformers itself drafts."""
 _KINDS = ("own", *_DRAFTERS, *_FOREIGN)
-_ALONE = ("heads", "eagle", "block", "student")
+_ALONE = ("auto", "heads", "eagle", "block", "student")
 """Kinds whose figures are those of the drafter in their source."""
-_WITH_SOURCE = ("assistant", "heads", "eagle", "block", "student", "cascade", "transformers:assistant")
+_WITH_SOURCE = ("assistant", "auto", "heads", "eagle", "block", "student", "cascade", "transformers:assistant")

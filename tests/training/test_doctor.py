@@ -1,0 +1,214 @@
+"""The doctor: every planted fault of a small trained head is found by its name, and right heads raise no alarm."""
+
+import json
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.backbones import backbone, code, coder
+from tests.matrix.models import character_tokenizer
+from tokenahead import EagleHead
+from tokenahead.training.doctor import diagnose_source
+from tokenahead.training.doctor.files import is_new
+from tokenahead.training.doctor.trials import shifted_rows
+from tokenahead.training.evaluation.prompts import Prompt
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def tokenizer_of(template: str | None = None, by: int = 0):
+    """One character per id, or the ids of another tokenizer."""
+    tokenizer = character_tokenizer(48)
+    if by:
+        names = {token: (index + by) % 48 for token, index in tokenizer.get_vocab().items()}
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["model"]["vocab"] = names
+        tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
+    tokenizer.chat_template, tokenizer.pad_token = template, "a"
+    return tokenizer
+
+
+@cache
+def texts() -> tuple[torch.Tensor, list[Prompt]]:
+    """Text that the backbone writes, and the prompts of the doctor."""
+    starts = torch.stack([code()[start : start + 20] for start in range(0, 480, 20)])
+    written = coder("llama").generate(
+        starts[::2], attention_mask=torch.ones_like(starts[::2]), max_new_tokens=40, do_sample=False
+    )
+    decode = character_tokenizer(48).decode
+    return written, [Prompt(str(index), (decode(ids),)) for index, ids in enumerate(starts.tolist())]
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory):
+    """The directory of a head that learned by a convention of rows (`shifted_rows`), made once."""
+
+    @cache
+    def made(kind: str = "", **options):
+        torch.manual_seed(0)
+        model = coder("llama")
+        options = {"aux_layers": [0, 1, 2]} | {name: eval(value) for name, value in options.items()}
+        head = EagleHead.from_backbone(model, loss_options={"steps": 3}, **options)
+        optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+        with shifted_rows(head, **{kind: 1 if kind == "positions" else -1}) if kind else nullcontext():
+            for _ in range(60):
+                optimizer.zero_grad()
+                head(texts()[0], labels=texts()[0]).loss.backward()
+                optimizer.step()
+        folder = tmp_path_factory.mktemp("head")
+        head.save_pretrained(folder)
+        head.detach()
+        return folder
+
+    return made
+
+
+@pytest.fixture
+def copied(learned, tmp_path):
+    """A copy of the right head, and what changes its config and its tensors."""
+
+    def change(fields=None, tensors=None, kind: str = ""):
+        source = learned(kind)
+        config, weights = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(config | (fields or {})))
+        save_file((tensors or dict)(weights), tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return tmp_path
+
+    return change
+
+
+def seen(folder, model=None, tokenizer=None, count: int = 8, new_tokens: int = 24, **options):
+    """The diagnosis of an EAGLE head in a directory."""
+    model = model or coder("llama")
+    found = diagnose_source(
+        model, tokenizer or tokenizer_of(), f"eagle:{folder}", texts()[1][:count], new_tokens=new_tokens, **options
+    )
+    for drafter in list(model.generate.drafters) if hasattr(model.generate, "drafters") else []:
+        drafter.detach()
+    return found
+
+
+def faults(diagnosis) -> list[str]:
+    return [finding.check for finding in diagnosis.faults]
+
+
+def test_a_right_head(learned):
+    found = seen(learned())
+    assert found.is_well and "nothing is at fault" in found.verdict
+    assert found.accepted.decoded == pytest.approx(found.accepted.expected, abs=0.15)
+    assert found.accepted.decoded[0] > 0.6 and len(found.accepted.fresh) == len(found.accepted.decoded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "words"),
+    [
+        ("features", "feature shift", "features of the place before"),
+        ("tokens", "token shift", "tokens of the place before"),
+        ("positions", "positions", "positions of drafted rows one more"),
+    ],
+)
+def test_a_shift_is_found_and_named(learned, kind, check, words):
+    found = seen(learned(kind), count=24)
+    assert faults(found) == [check]
+    assert words in found.faults[0].words and "fits better" in found.verdict
+
+
+def test_another_backbone(learned):
+    """The fingerprint tells it, whatever is accepted."""
+    torch.manual_seed(0)
+    twin = backbone("llama")
+    twin.load_state_dict(coder("llama").state_dict())
+    with torch.no_grad():
+        twin.model.norm.weight[0] += 0.25
+    assert faults(seen(learned(), twin))[0] == "fingerprint"
+
+
+def test_another_tokenizer(learned):
+    folder = learned()
+    tokenizer_of(by=1).save_pretrained(folder)
+    try:
+        assert faults(seen(folder)) == ["tokenizer"]
+        tokenizer_of().save_pretrained(folder)
+        assert seen(folder).is_well
+    finally:
+        for file in folder.glob("*token*"):
+            file.unlink()
+
+
+def test_another_chat_template(learned, tmp_path):
+    folder = learned()
+    tokenizer_of("<" + TEMPLATE).save_pretrained(folder)
+    try:
+        assert "chat template" in faults(seen(folder, tokenizer=tokenizer_of(TEMPLATE)))
+    finally:
+        for file in [*folder.glob("*token*"), *folder.glob("*.jinja")]:
+            file.unlink()
+
+
+def test_layers_that_were_guessed(copied):
+    """Those of the config are not the ones that the head learned from; the doctor names the right ones."""
+    found = seen(copied({"aux_layers": [2, 1, 0]}))
+    assert faults(found) == ["layer ids"] and "aux_layers=[0, 1, 2]" in found.verdict
+
+
+def scaled(by: float):
+    """Change scales that cancel where the last norm is applied to what the unembedding reads, and nowhere else."""
+    factors = {"norm.weight": by, "lm_head.weight": 1 / by}
+    return lambda state: state | {name: state[name] * factor for name, factor in factors.items()}
+
+
+@pytest.mark.parametrize(("name", "by"), [("norm_output", 4.0), ("norm_before_residual", 1.0)])
+def test_norms_that_no_tensor_shows(copied, name, by):
+    found = seen(copied({name: True}, scaled(by)), count=24, new_tokens=40)
+    assert faults(found) == ["norms"] and f"{name}=False" in found.verdict
+
+
+@pytest.mark.parametrize(("name", "check"), [("qk_norm", "norms"), ("attention_bias", "biases"), ("fc_bias", "biases")])
+def test_what_the_config_invents(copied, name, check):
+    """The head cannot be loaded, and the doctor says which field is wrong."""
+    found = seen(copied({name: True}))
+    assert faults(found) == [check, "loading"] and f"{name}=True" in found.verdict
+
+
+def test_a_bias_that_the_config_denies(copied):
+    found = seen(copied(tensors=lambda state: state | {"fc.bias": torch.zeros(32)}))
+    assert faults(found) == ["biases", "loading"] and "fc_bias=False" in found.verdict
+
+
+def test_a_draft_vocabulary_without_the_texts_tokens(learned):
+    assert faults(seen(learned("", draft_ids="torch.arange(6)"))) == ["vocabulary"]
+
+
+def test_a_dtype_that_cannot_hold_the_weights(copied):
+    """Scales that cancel in float32, and overflow in float16."""
+
+    folder = copied(tensors=scaled(2.0**20))
+    assert seen(folder).is_well
+    half = backbone("llama")
+    half.load_state_dict(coder("llama").state_dict())
+    found = seen(folder, half.half())
+    assert faults(found)[-1] == "dtype" and "norm.weight" in found.verdict
+
+
+@pytest.mark.parametrize(
+    "new",
+    [torch.zeros_like, lambda weight: torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * 0.02],
+)
+def test_tensors_that_never_learned(copied, new):
+    found = seen(copied(tensors=lambda state: state | {"fc.weight": new(state["fc.weight"])}))
+    assert "untrained tensors" in faults(found) and "fc.weight" in found.verdict
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (32, 96), (700, 40), (4, 64, 64)])
+def test_noise_is_new_and_a_direction_is_not(shape):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(shape, generator=generator)
+        assert is_new(noise) and is_new(torch.rand(shape, generator=generator) - 0.5)
+        rows, columns = noise.flatten(0, -2).shape
+        step = torch.outer(torch.randn(rows, generator=generator), torch.randn(columns, generator=generator))
+        learned = noise.flatten(0, -2) + step * 6 * (rows**0.5 + columns**0.5) / (rows * columns) ** 0.5
+        assert not is_new(learned)

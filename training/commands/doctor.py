@@ -1,0 +1,68 @@
+"""`tokenahead doctor`: why a drafter accepts little, as a table of checks, one of accepted drafts, and a verdict."""
+
+from __future__ import annotations
+
+import json
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers.utils import logging
+
+from ...generation.attach import MTPGenerationMixin
+from ..demo_subjects import requests
+from ..doctor import Diagnosis, diagnose_source
+from ..doctor.findings import FAULT, NOTE, OK, SKIPPED
+from ..evaluation.prompts import groups_of, read_prompts
+from ..loading import load_model
+from ..requests import DoctorRequest
+from ..utils import escaped
+
+_STYLES = {OK: "green", NOTE: "yellow", FAULT: "bold red", SKIPPED: "dim"}
+
+
+def run_doctor(request: DoctorRequest, console: Console | None = None) -> Diagnosis:
+    """Look a drafter over, and show what was seen.
+
+    Raises:
+        FileNotFoundError: No such model, drafter or prompts.
+        ValueError: No drafter to look at, or prompts that cannot be read.
+        OSError: What the Hub cannot give.
+    """
+    console = console or Console(highlight=False)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    prompts = read_prompts(request.prompts)[0] if request.prompts else requests()
+    prompts = [prompt for group in groups_of(prompts, 1, request.per_category) for prompt in group]
+    model, tokenizer = load_model(request.model, request.dtype, request.device)
+    spec = request.method() or ("own" if isinstance(model, MTPGenerationMixin) else None)
+    if spec is None:
+        raise ValueError(f"--drafter: {request.model} does not draft for itself; name one, such as eagle:SOURCE")
+    diagnosis = diagnose_source(model, tokenizer, spec, prompts, not request.raw, request.new_tokens)
+    if request.json:
+        console.print(json.dumps(diagnosis.as_dict()), markup=False, soft_wrap=True)
+    else:
+        show(console, diagnosis)
+    return diagnosis
+
+
+def show(console: Console, diagnosis: Diagnosis) -> None:
+    """Print the tables, and the verdict."""
+    checks = _table("check", "", "what was seen")
+    for finding in diagnosis.findings:
+        checks.add_row(finding.check, Text(finding.state, _STYLES[finding.state]), Text(escaped(finding.words)))
+    console.print(checks)
+    accepted = diagnosis.accepted
+    if accepted.decoded:
+        depths = _table("draft", "accepted", "along the texts", "from true features")
+        for depth, _ in enumerate(accepted.decoded):
+            columns = accepted.decoded, accepted.expected, accepted.fresh
+            shown = (f"{column[depth]:.0%}" if depth < len(column) else "" for column in columns)
+            depths.add_row(str(depth + 1), *shown)
+        console.print(depths)
+    console.print(Text(escaped(diagnosis.verdict), "green" if diagnosis.is_well else "bold red"))
+
+
+def _table(*heads: str) -> Table:
+    return Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

@@ -61,9 +61,13 @@ def options_of(name: str) -> dict[str, Any]:
 
 def drafter_of(model: PreTrainedModel, name: str, draft_ids: torch.Tensor, arguments: argparse.Namespace) -> Any:
     """Return a new drafter, the same but for its law."""
-    torch.manual_seed(arguments.init)
     options = {"layers": 3, "block_size": arguments.block, "sample_from_anchor": False}
-    drafter = BlockDrafter.from_backbone(model, draft_ids=draft_ids, **options | options_of(name))
+    made = list[BlockDrafter]()
+    for law in ("independent", name):
+        torch.manual_seed(arguments.init)
+        made.append(BlockDrafter.from_backbone(model, draft_ids=draft_ids, **options | options_of(law)))
+    first, drafter = made
+    drafter.load_state_dict(first.detach().state_dict(), strict=False)
     drafter.loss_options.update(anchors=arguments.blocks, divergence=arguments.divergence)
     return drafter
 

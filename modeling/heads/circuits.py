@@ -304,8 +304,7 @@ class LatentDistribution(WindowDistribution):
         else:
             leaves, known = ReadLeaves(self._all_leaves[..., :stop, :, :].unbind(-3), reader), []
             for token in () if self._known is None else self._known.unbind(-1):
-                leaf = leaves[len(known)][..., None, :, :]  # [..., 1, r, v]
-                known.append(self._seen(token[..., None], leaf)[..., 0, :])
+                known.append(self._seen(token[..., None], leaves[len(known)][..., None, :, :])[..., 0, :])
                 reader.read(token)
         walk = self._walk(leaves, known, unit)
         shown = next(walk)

@@ -76,16 +76,17 @@ class _SFTBehaviour(BatchingMixin):
         dataset_name: str,
     ) -> Dataset | IterableDataset:
         """Prepare data as TRL does; `drop_longer` of `TrainConfig` drops long rows before they are cut or packed."""
-        prepare: Any = super()._prepare_dataset
-        if getattr(args, "drop_longer", False):
+        parent: Any = super()
+        prepare, longest = parent._prepare_dataset, args.max_length
+        if longest is not None and getattr(args, "drop_longer", False):
             whole = copy.copy(args)
             whole.max_length, whole.shuffle_dataset = None, False
             rows = prepare(dataset, processing_class, whole, False, formatting_func, dataset_name)
-            dataset, formatting_func = rows.filter(lambda row: len(row["input_ids"]) <= args.max_length), None
+            dataset, formatting_func = rows.filter(lambda row: len(row["input_ids"]) <= longest), None
             if next(iter(dataset), None) is None:
                 raise ValueError(
                     f"drop_longer=True: all rows of the {dataset_name} data are longer than max_length="
-                    f"{args.max_length}; raise it, or leave drop_longer out"
+                    f"{longest}; raise it, or leave drop_longer out"
                 )
         return prepare(dataset, processing_class, args, packing, formatting_func, dataset_name)
 

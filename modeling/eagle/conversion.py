@@ -146,7 +146,8 @@ def foreign_head(
     elif values.get("aux_layers") is not None:
         raise ValueError(f"{name}: aux_layers={values['aux_layers']}: this head reads the last hidden state only")
     layout = "vllm" if "mask_hidden" in shapes else _layout(raw)
-    config = EagleHeadConfig(version=version, layout=layout, name_or_path=str(name), **values)
+    config = EagleHeadConfig(version=version, layout=layout, **values)
+    config.name_or_path = str(name)
     if "t2d" in state and "d2t" not in state and version == 3:
         ids = state["t2d"].nonzero()[:, 0]  # [Vd]
         state["d2t"] = ids - torch.arange(len(ids))

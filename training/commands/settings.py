@@ -158,7 +158,7 @@ class Settings:
         hint = "leave use_peft out, and set strategy: {train: lora}"
         instead = hint if drafter.drafter == "heads" else "leave it out: this drafter learns on a frozen backbone"
         name, alone = self.data.dataset_name, f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides"
-        is_apart = drafter.drafter in APART and (drafter.strategy or {}).get("train", "drafter") == "drafter"
+        is_apart = drafter.drafter in APART and drafter.options("strategy").get("train", "drafter") == "drafter"
         frozen = "a quantised backbone does not learn; choose drafter: heads, eagle or block, or leave it out"
         refuse(
             [

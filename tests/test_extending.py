@@ -5,8 +5,8 @@ import torch
 
 import tokenahead.extending
 from tests.backbones import backbone
-from tests.distributions import continuation_distribution, continuation_p_value
 from tokenahead.extending import AttachableDrafter, DraftOptions, DraftSession, DraftTree, Sequences, grow
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 BATCH = torch.tensor([[5, 6, 7, 8, 5, 6], [9, 10, 11, 9, 10, 11], [3, 3, 4, 3, 3, 4]])
 TREE = {"depth": 2, "top_k": 2, "total_tokens": 6}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.backbones import backbone
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.test_extending import BigramDrafter, table_of
 from tokenahead import NgramDrafter
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 LOOP = runpy.run_path(str(Path(__file__).resolve().parents[1] / "docs" / "minimal_loop.py"))
 PROMPT = torch.tensor([5, 6, 7, 8, 5, 6])

@@ -25,6 +25,7 @@ from .training.requests import (
     DoctorRequest,
     GenerateRequest,
     RequestParser,
+    VerifyRequest,
 )
 from .training.utils import MissingExtraError, needs_extra, one_line
 
@@ -159,6 +160,14 @@ def _doctor(request: DoctorRequest) -> int:
     return 0 if run_doctor(request).is_well else 1
 
 
+def _verify(request: VerifyRequest) -> int:
+    with needs_extra("demo", "tokenahead verify"):
+        from .training.commands.verify import run_verify
+
+    found = run_verify(request)
+    return 1 if any(each.result == "BROKEN" for checks in found.values() for each in checks) else 0
+
+
 def _card(request: CardRequest) -> int:
     from .model_cards.command import make_card
 
@@ -183,6 +192,7 @@ _COMMANDS: dict[str, tuple[str, type, Callable[[Any], int]]] = {
         _bench,
     ),
     "doctor": ("say why a drafter accepts little: its files, its drafts along known texts", DoctorRequest, _doctor),
+    "verify": ("say whether decoding functions keep the text of their model", VerifyRequest, _verify),
     "card": ("write the card of a model or drafter, with the results of `tokenahead bench`", CardRequest, _card),
 }
 """Help, request and what runs it."""

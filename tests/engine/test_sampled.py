@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributions import continuation_distribution, continuation_p_value
 from tokenahead import DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.model_cards.export import export
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 VOCABULARY, WINDOW, TEXTS, NEW = 8, 4, 2000, 5
 PROMPT = [1, 5, 2, 7]

@@ -5,12 +5,12 @@ import torch
 from transformers import TrainingArguments
 
 from tests.backbones import backbone
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.example_method.model import GRUDrafter
 from tokenahead.extending import TrainableDrafter
 from tokenahead.generation.drafter import DRAFTERS
 from tokenahead.modeling.common.loading import StrictLoadingMixin
 from tokenahead.modeling.common.stored_drafters import drafter_class, read_drafter
+from tokenahead.testing import continuation_distribution, continuation_p_value
 from tokenahead.training import MTPTrainer
 
 BATCH = torch.tensor([[0, 0, 7, 8, 5, 6], [9, 10, 11, 9, 10, 11], [3, 3, 4, 3, 3, 4]])

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.every_model import llama
 from tests.modeling.heads.backbones import KINDS, shaken
 from tests.models import left_padded, tiny_model
@@ -12,6 +11,7 @@ from tokenahead import MTPHeads, NgramDrafter
 from tokenahead.generation.call import options as protocol
 from tokenahead.generation.call.options import DraftOptions
 from tokenahead.modeling.heads.session import HeadSession
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 PROMPT = torch.tensor([[1, 3, 2, 4, 3]])
 GREEDY = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)

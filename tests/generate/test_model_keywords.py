@@ -17,11 +17,11 @@ from transformers import (
 )
 
 from tests.backbones import backbone, blurred, prompts, train_eagle, train_heads
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.matrix.decoding import warnings_of
 from tests.models import left_padded, trained_model
 from tokenahead import AssistantDrafter, DeepSeekMTP, EvaByteForMTPC, NgramDrafter, PTPStudent
 from tokenahead.configuration.cache_names import CACHE
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 V, NEW = 48, 20
 GREEDY = dict(do_sample=False, max_new_tokens=NEW)

@@ -12,7 +12,6 @@ from transformers.generation import logits_process as library
 
 from tests import ptp_models
 from tests.backbones import backbone, code, prompts, train_heads
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.no_sync import NoSync
 from tokenahead import GrammarConstraint, NgramDrafter, SuffixDrafter
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
@@ -21,6 +20,7 @@ from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import NewTokens, Sequences
 from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 V = 48
 TREE = {"draft_tree": {"top_k": 3, "total_tokens": 12}}

@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 
 from tests import backbones, models
 from tests.assisted import assisted_generate
-from tests.distributions import chi_square, continuation_distribution
 from tests.generation.test_replay import recurrent_model
 from tokenahead import (
     AssistantDrafter,
@@ -22,6 +21,7 @@ from tokenahead import (
     PTPStudent,
     SuffixDrafter,
 )
+from tokenahead.testing import chi_square, continuation_distribution
 
 VOCABULARY, NEW = 24, 10
 PROMPT = torch.tensor([[5, 6, 7, 8], [9, 5, 6, 7], [3, 2, 9, 4]])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.backbones import backbone, prompts, train_eagle, train_heads
-from tests.distributions import chi_square
 from tests.models import left_padded
 from tokenahead import MTPHeads, NgramDrafter, SuffixDrafter, free_buffers
+from tokenahead.testing import chi_square
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NEW = 40

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests import tree_worlds
-from tests.distributions import chi_square
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length
 from tokenahead.generation.contract import DraftTree
@@ -23,6 +22,7 @@ from tokenahead.generation.verification.rules import (
     verify_tree,
 )
 from tokenahead.generation.verification.tree_rules import follow, tree_acceptance
+from tokenahead.testing import chi_square
 
 SHAPES = {
     "chain": [-1, 0, 1],

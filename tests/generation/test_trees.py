@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.distributions import chi_square
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution
 from tokenahead.generation.contract import DraftTree
@@ -24,6 +23,7 @@ from tokenahead.generation.trees.building import (
     ranked_tree,
     static_tree,
 )
+from tokenahead.testing import chi_square
 
 DATA = Path(__file__).parent.parent / "data" / "trees"
 GROWTH, CHOICES = load_file(DATA / "growth.safetensors"), load_file(DATA / "choices.safetensors")

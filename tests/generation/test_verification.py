@@ -9,10 +9,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.distributions import chi_square, golden
+from tests.distributions import golden
 from tokenahead.generation.verification import rules as verification
 from tokenahead.generation.verification.rules import block_acceptance, token_acceptance, verify
 from tokenahead.generation.verification.verifiers import race_block
+from tokenahead.testing import chi_square
 
 RULES = {"token": token_acceptance, "block": block_acceptance}
 WAYS = RULES | {"race": block_acceptance}

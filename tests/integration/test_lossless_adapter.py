@@ -5,8 +5,8 @@ import torch
 
 from tests.assisted import assisted_generate
 from tests.backbones import backbone, blurred
-from tests.distributions import continuation_distribution, continuation_p_value
 from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 MAKE = {
     "heads": lambda model: MTPHeads.from_backbone(model, window=4, unembedding="own").eval(),

@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from tests.backbones import backbone, blurred, code_prompts
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.models import left_padded
 from tests.no_sync import NoSync
 from tokenahead import AssistantDrafter, EvaByteConfig, EvaByteForMTPC, NgramDrafter
 from tokenahead.generation.assistant.session import AssistantSession
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 NAMES = ["llama", "mistral", "gpt2"]
 NEW, DRAFT = 30, 4

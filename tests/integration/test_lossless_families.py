@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributions import chi_square
 from tests.families import NAMES, RECURRENT, family_model
 from tests.integration.test_lossless_modules import enumerate_outcomes
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
+from tokenahead.testing import chi_square
 
 VOCABULARY, NEW_TOKENS, DRAFTS = 3, 20, 2  # so few tokens that modules with random weights guess right now and then
 SEEDS = {"ernie4_5_moe": 1, "exaone_moe": 6, "glm4_moe": 7, "hy_v3": 2, "longcat_flash": 2, "qwen2": 1, "qwen3": 1}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.distributions import chi_square
 from tests.models import left_padded
 from tokenahead import DeepSeekMTP
+from tokenahead.testing import chi_square
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 NEW_TOKENS = 24

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.distributions import chi_square
 from tests.models import left_padded
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.tensors.sampling import pick
 from tokenahead.modeling.ptp import generation as parallel_drafter
+from tokenahead.testing import chi_square
 
 DATA = Path(__file__).parents[1] / "data" / "ptp"
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 8, "top_p": 0.95}

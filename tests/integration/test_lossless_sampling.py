@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import GenerationMixin
 
-from tests.distributions import continuation_distribution
-from tests.distributions import continuation_p_value as p_value
 from tests.every_model import llama
 from tests.models import tiny_model
 from tokenahead import MTPHeads
+from tokenahead.testing import continuation_distribution
+from tokenahead.testing import continuation_p_value as p_value
 
 VOCAB, LENGTH, DRAWS = 5, 3, 6_000
 PROMPT = torch.tensor([[1, 3, 2, 4, 3]])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.families import THIS_YEAR, family_model, most_modules
 from tests.models import left_padded
 from tests.towers import TOWERS, image_batch, tower_model
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 VOCABULARY, NEW_TOKENS, DRAFTS = 4, 24, 2
 GREEDY = {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}

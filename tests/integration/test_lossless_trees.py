@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.backbones import ATTENTION_WINDOW, backbone, plain_continuations, prompts
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.models import left_padded
 from tests.tree_drafters import DEPTH, DrawnTrees, KnowingTrees
 from tokenahead.generation.contract import DraftTree
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 NAMES = ["llama", "mistral", "gemma3", "gpt2", "evabyte"]
 NEW = 20

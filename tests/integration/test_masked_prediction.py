@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.distributions import chi_square
 from tests.models import left_padded
 from tests.ptp_models import backbone, ids, student
+from tokenahead.testing import chi_square
 
 BUDGETS = ["quadratic", "linear", 2, None]
 

@@ -7,7 +7,6 @@ import torch
 from transformers import LogitsProcessorList
 
 from tests.backbones import backbone, prompts, word_tokenizer
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.integration.test_enumeration import DRAFTS, WARPS, WINDOW, emitted, target_rows
 from tests.models import left_padded
 from tests.ptp_models import backbone as ptp_backbone
@@ -18,6 +17,7 @@ from tokenahead.generation.call.options import DraftOptions
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 GREEDY = dict(max_new_tokens=20, do_sample=False)
 SIZES = [(42, 48), (48, 44)]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from tests.distributions import chi_square
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, backbone, ids, student
 from tokenahead import PTPStudent
 from tokenahead.generation.tensors.sampling import pick
+from tokenahead.testing import chi_square
 
 
 def pair(variant="one_hot", noise=0.02, base=None):

@@ -10,10 +10,10 @@ from transformers import GenerationMixin
 
 from tests.assisted import assisted_generate
 from tests.backbones import plain_continuations
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.matrix.decoding import DICT, as_plain
 from tests.matrix.models import Entry
 from tests.models import left_padded
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 WARP = {"temperature": 1.5, "top_k": 3, "top_p": 1.0, "repetition_penalty": 1.2}
 

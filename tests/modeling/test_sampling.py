@@ -4,8 +4,8 @@ distribution."""
 import pytest
 import torch
 
-from tests.distributions import chi_square
 from tokenahead.generation.tensors.sampling import draw, picked, raced
+from tokenahead.testing import chi_square
 
 WAYS = pytest.mark.parametrize("way", [picked, raced])
 

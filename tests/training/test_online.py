@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.families import family_model
 from tests.training.conftest import small_model
 from tests.training.test_evaluation_loss import llama
 from tokenahead import EagleHead, MTPHeads
 from tokenahead.modeling.common import online as online_module
+from tokenahead.testing import continuation_distribution, continuation_p_value
 from tokenahead.training import OnlineDrafterTraining
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 from tests.backbones import train_heads
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.training.test_evaluation_loss import llama
 from tokenahead import DrafterCascade, EagleHead, NgramDrafter, SuffixDrafter
+from tokenahead.testing import continuation_distribution, continuation_p_value
 from tokenahead.training import OnlineDrafterTraining
 
 TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}

@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, PreTrainedTokenizerFast
 
 from tests.backbones import backbone, blurred, prompts, train_eagle, train_heads
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.models import left_padded
 from tokenahead import AssistantDrafter, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, SuffixDrafter
 from tokenahead.extending import AttachableDrafter, DraftSession, DraftTree
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 LAST = {
     "heads": lambda model: train_heads(model, steps=10),

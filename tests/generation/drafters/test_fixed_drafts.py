@@ -9,13 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.backbones import backbone, prompts, train_eagle
-from tests.distributions import chi_square
 from tests.fake_graphs import BlindGraph, FakeGraph
 from tests.modeling.heads.backbones import shaken
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, SuffixDrafter
 from tokenahead.generation import graphs as graphs_module
+from tokenahead.testing import chi_square
 
 CONTEXT = dict(unembedding="own", context=2, context_rank=8)
 WITHIN = (DeepSeekMTP, PTPForCausalLM)

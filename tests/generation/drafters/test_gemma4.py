@@ -17,7 +17,6 @@ from transformers import (
 
 from tests.assisted import assisted_generate
 from tests.backbones import backbone, check_greedy, plain_continuations, prompts
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.gemma4_models import WINDOW, assistant, gemma4, read, trained_pair
 from tests.models import left_padded
 from tests.no_sync import NoSync
@@ -25,6 +24,7 @@ from tokenahead import AssistantDrafter
 from tokenahead.generation.backbone.backbones import target_of
 from tokenahead.generation.call.options import CallOptions, DraftOptions
 from tokenahead.generation.call.sequences import Sequences
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 DRAFT = 3
 TRANSFORMERS_BUILDS = parse(transformers.__version__) >= parse("5.24")

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessorList
 
 from tests.backbones import backbone, check_greedy, prompts, train_heads
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.modeling.heads.backbones import shaken
 from tests.no_sync import NoSync
 from tests.tree_worlds import WARPS, V, World, emitted_distribution, first_of_length
@@ -20,6 +19,7 @@ from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.tensors.sampling import NumberCheck
 from tokenahead.generation.trees import building as growth
 from tokenahead.modeling.heads.session import WindowGrowth
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 KINDS = {
     "ff": dict(unembedding="own"),

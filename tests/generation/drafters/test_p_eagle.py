@@ -9,9 +9,9 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
 from tests.backbones import backbone, check_greedy, code, code_prompts, learn
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.models import left_padded
 from tokenahead import EagleHead
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 DRAFT = 4
 

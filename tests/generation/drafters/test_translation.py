@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, models
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 from tests.backbones import backbone, check_greedy
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.gemma4_models import assistant as gemma4_assistant
 from tests.gemma4_models import gemma4
 from tests.integration.test_enumeration import DRAFTS, WARPS, WINDOW, emitted, target_rows
@@ -20,6 +19,7 @@ from tokenahead.generation.assistant.translation import CommonVocabulary, Transl
 from tokenahead.generation.call.options import DraftOptions
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.tensors.sampling import NumberCheck
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 SIZE, DRAFT = 64, 4
 ASSISTANTS = [("llama", 46, "bytes"), ("mistral", 56, "words"), ("gpt2", 58, "bytes")]

@@ -11,7 +11,6 @@ from transformers.generation import candidate_generator
 from tests.assisted import assisted_generate
 from tests.backbones import backbone, check_greedy, code_prompts, plain_continuations, prompts
 from tests.dflash_models import BLOCK, WINDOW, assistant, drafter_of, fill, random_pair, trained_pair
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.integration.test_enumeration import DRAFTS, WARPS, emitted, target_rows
 from tests.integration.test_enumeration import WINDOW as LONGEST
 from tests.models import left_padded, tiny_model
@@ -22,6 +21,7 @@ from tokenahead.generation.call.options import CallOptions, DraftOptions
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.call.sequences import Sequences
 from tokenahead.generation.tensors.sampling import NumberCheck
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 NAMES = ["llama", "mistral", "glimmer", "spark"]
 

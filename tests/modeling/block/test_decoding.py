@@ -7,13 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.backbones import backbone, check_greedy, code, coder, prompts
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.fake_graphs import FakeGraph
 from tests.generation.test_fixed_shapes import WAYS, batch_of, generated, same
 from tests.modeling.block.test_golden import CASES, pair
 from tests.models import left_padded
 from tokenahead import BlockDrafter, DrafterCascade, SuffixDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 LAWS = {
     "independent": {},

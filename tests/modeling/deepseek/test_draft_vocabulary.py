@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributions import chi_square
 from tests.families import family_model, random_ids
 from tests.integration.test_lossless_modules import enumerate_outcomes
 from tests.models import left_padded
@@ -15,6 +14,7 @@ from tokenahead import DeepSeekMTP
 from tokenahead.configuration.loss_options import ModuleLossOptions
 from tokenahead.modeling.common.backbone_parts import part_logits
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary, frequent_tokens
+from tokenahead.testing import chi_square
 
 TRAINED = Path(__file__).parents[2] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "return_dict_in_generate": True, "pad_token_id": 0}

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.models import left_padded, tiny_model, trained_model
 from tokenahead import EvaByteCache, NgramDrafter
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.contract import DraftTree
+from tokenahead.testing import continuation_distribution, continuation_p_value
 
 MODEL = tiny_model(window_size=16, initializer_range=0.3).double()
 TEXT = torch.randint(64, 320, (4, 120), generator=torch.Generator().manual_seed(1))

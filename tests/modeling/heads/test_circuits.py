@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.distributions import chi_square, golden
+from tests.distributions import golden
 from tokenahead import MTPHeadConfig
 from tokenahead.modeling.heads.circuit_head import circuit_from_logits
 from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.registry import window_distribution
 from tokenahead.modeling.heads.window_distribution import FactorisedDistribution
+from tokenahead.testing import chi_square
 
 DENSITIES = ("ff_n2_r1_v5", "ff_n5_r1_v5", "ff_n8_r1_v5", "r1_ff")
 CLOSE = {torch.float64: {"rtol": 0, "atol": 1e-12}, torch.float32: {"rtol": 2e-5, "atol": 2e-5}}

@@ -6,7 +6,6 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 
-from tests.distributions import continuation_distribution, continuation_p_value
 from tests.modeling.heads.backbones import backbone
 from tests.models import left_padded
 from tokenahead import MTPHeads
@@ -14,6 +13,7 @@ from tokenahead.model_cards.export import export
 from tokenahead.model_cards.facts import describe
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
 from tokenahead.modeling.heads.joint import JointMTPModel
+from tokenahead.testing import continuation_distribution, continuation_p_value
 from tokenahead.training.evaluation.drafts import drafted_probs
 
 TYPES = {

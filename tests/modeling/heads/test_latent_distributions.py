@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 
-from tests.distributions import CIRCUITS, chi_square, golden
+from tests.distributions import CIRCUITS, golden
 from tokenahead.generation.tensors.sampling import draw
 from tokenahead.modeling.heads.balanced_trees import TreeDistribution, balanced
 from tokenahead.modeling.heads.circuit_head import circuit_from_logits
 from tokenahead.modeling.heads.window_distribution import logsumexp
+from tokenahead.testing import chi_square
 
 CASES = {case["name"]: case for case in json.loads((CIRCUITS / "index.json").read_text())["cases"]}
 DENSITY = [name for name, case in CASES.items() if case["type"] == "density"]

@@ -1,0 +1,127 @@
+"""The conformance kit: planted faults of decoding loops are found, and right loops raise no alarm."""
+
+import pytest
+import torch
+
+from tests.test_cli import run
+from tokenahead.testing import ALARM, DECODERS, chi_square, disturbed, verify
+from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED
+
+DRAFTS = 2
+
+
+def loop(fault: str | None = None):
+    """A speculative loop over a batch, for calls without processors; right, or with a fault of sampled decoding."""
+
+    @torch.no_grad()
+    def decode(
+        model, input_ids, attention_mask=None, max_new_tokens=3, do_sample=False, temperature=1.0, top_k=0, **rest
+    ):
+        rest = {name: value for name, value in rest.items() if name not in ("pad_token_id", "top_p")}
+        if rest or not bool(attention_mask.all()):
+            raise NotImplementedError(f"{sorted(rest) or 'padding'}")
+
+        def probs_of(source, ids, heat=temperature):
+            logits = source(ids).logits / heat if do_sample else source(ids).logits * 1e4
+            if top_k and do_sample:
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+            return logits.softmax(-1)
+
+        small, count, start = disturbed(model, 0.4), len(input_ids), input_ids.shape[1]
+        every = torch.arange(count)
+        ids = torch.nn.functional.pad(input_ids, (0, max_new_tokens + 2 * DRAFTS + 1))
+        ends = torch.full((count,), start)
+        while bool((ends < start + max_new_tokens).any()):
+            drafts, q = ids.clone(), []
+            for step in range(DRAFTS):
+                q.append(probs_of(small, drafts)[every, ends + step - 1])
+                drawn_from = q[-1]
+                if fault == "q of another temperature":
+                    drawn_from = probs_of(small, drafts, 2 * temperature)[every, ends + step - 1]
+                token = drawn_from.multinomial(1)[:, 0]
+                if fault == "argmax drafts called samples":
+                    token = drawn_from.argmax(-1)
+                drafts[every, ends + step] = token
+            p = probs_of(model, drafts)
+            going = torch.ones(count, dtype=torch.bool)
+            for step in range(DRAFTS + 1):
+                target = p[every, ends - 1].clone()
+                if step < DRAFTS:
+                    token = drafts[every, ends]
+                    ratio = target[every, token] / q[step][every, token]
+                    kept = going & (torch.rand(count, dtype=p.dtype) < ratio)
+                    rest_of = (target - q[step]).clamp(min=0)
+                    if fault == "residual not renormalised":
+                        rest_of = target
+                    rest_of = torch.where(rest_of.sum(-1, keepdim=True) > 0, rest_of, target)
+                    added = torch.where(kept, token, rest_of.multinomial(1)[:, 0])
+                    is_written = kept if fault == "bonus token dropped" and do_sample else going
+                else:
+                    kept, added, is_written = going, target.multinomial(1)[:, 0], going
+                ids[every, ends] = torch.where(is_written, added, ids[every, ends])
+                ends = (ends + is_written).clamp(max=start + max_new_tokens + DRAFTS)
+                going = kept
+        return ids[:, : start + max_new_tokens]
+
+    return decode
+
+
+def results(found, *names):
+    return {each.check: each.result for each in found if not names or each.check in names}
+
+
+def test_a_right_loop():
+    """What it does not support is refused, and named; the rest is kept."""
+    found = results(verify(loop(), samples=1000))
+    assert found["greedy"] == found["sampled"] == found["sampled, warped"] == KEPT
+    assert found["ragged batch"] == found["stop strings"] == found["sampled, processors"] == REFUSED
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["q of another temperature", "residual not renormalised", "bonus token dropped", "argmax drafts called samples"],
+)
+def test_a_fault_is_found(fault):
+    found = {each.check: each for each in verify(loop(fault), samples=3000)}
+    assert found["sampled"].result == BROKEN and found["sampled"].p_value < ALARM
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if not name.startswith("transformers")])
+def test_this_librarys_loops_keep_everything(name):
+    assert set(results(verify(DECODERS[name], samples=2000)).values()) == {KEPT}
+
+
+@pytest.mark.parametrize("name", ["transformers: plain", "transformers: assistant", "transformers: prompt lookup"])
+def test_other_loops_keep_what_they_do_not_refuse(name):
+    found = results(verify(DECODERS[name], samples=1000))
+    assert BROKEN not in found.values() and found["greedy"] == KEPT
+
+
+def test_a_loop_that_forgets_what_is_asked():
+    """Options that are ignored are seen, each by its check."""
+
+    def forgetful(model, input_ids, **options):
+        left = {name: value for name, value in options.items() if name not in ("eos_token_id", "stop_strings")}
+        return DECODERS["transformers: plain"](model, input_ids, **left)
+
+    found = results(verify(forgetful, samples=500))
+    assert [check for check, result in found.items() if result == BROKEN] == [
+        "eos", "eos, ragged batch", "stop strings",
+    ]  # fmt: skip
+
+
+def test_the_chi_square_test_agrees_with_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    draws = torch.Generator().manual_seed(0)
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    cells = torch.multinomial(probs, 500, replacement=True, generator=draws)
+    for distribution in (probs, torch.tensor([0.3, 0.4, 0.2, 0.1], dtype=torch.float64)):
+        want = stats.chisquare(torch.bincount(cells, minlength=4).numpy(), (distribution * 500).numpy()).pvalue
+        assert chi_square(cells, distribution) == pytest.approx(want, rel=1e-9)
+    assert chi_square(cells, torch.tensor([0.5, 0.5, 0.0, 0.0])) == 0.0
+
+
+def test_the_command_shows_a_table_and_its_exit_status(capsys):
+    assert run("verify", "--decoders", "ngram", "--samples", "500") == 0
+    shown = capsys.readouterr().out
+    assert "ngram" in shown and "stop strings" in shown and max(map(len, shown.splitlines())) <= 80

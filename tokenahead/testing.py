@@ -1,0 +1,19 @@
+"""A conformance kit for decoding functions: whether a loop with drafts keeps the text of its model.
+
+>>> from tokenahead.testing import verify
+>>> for found in verify(my_decoding_function):  # (model, input_ids, **options of generate) -> sequences
+...     print(found.check, found.result, found.words)
+"""
+
+from .training.conformance.decoders import DECODERS as DECODERS
+from .training.conformance.decoders import Decoder as Decoder
+from .training.conformance.decoders import disturbed as disturbed
+from .training.conformance.decoders import drafted_by as drafted_by
+from .training.conformance.decoders import small_model as small_model
+from .training.conformance.distributions import chi_square as chi_square
+from .training.conformance.distributions import continuation_distribution as continuation_distribution
+from .training.conformance.distributions import continuation_p_value as continuation_p_value
+from .training.conformance.kit import ALARM as ALARM
+from .training.conformance.kit import Verified as Verified
+from .training.conformance.kit import verify as verify
+from .training.conformance.kit import verify_all as verify_all

@@ -1,0 +1,59 @@
+"""`tokenahead verify`: what decoding functions keep of the text of their model, as a table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib import import_module
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers.utils import logging
+
+from ..conformance.decoders import DECODERS, Decoder
+from ..conformance.kit import BROKEN, KEPT, REFUSED, Verified, verify_all
+from ..requests import VerifyRequest
+from ..utils import escaped
+
+_STYLES = {KEPT: "green", REFUSED: "dim", BROKEN: "bold red"}
+
+
+def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[str, list[Verified]]:
+    """Look decoding functions over, and show what each keeps.
+
+    Raises:
+        ValueError: No such function.
+    """
+    console = console or Console(highlight=False)
+    logging.set_verbosity_error()
+    wanted = request.decoders or ([] if request.function else [*DECODERS])
+    if unknown := [name for name in wanted if name not in DECODERS]:
+        raise ValueError(f"--decoders {unknown[0]}: choose of {', '.join(map(repr, DECODERS))}")
+    decoders = {name: DECODERS[name] for name in wanted} | {name: _found(name) for name in request.function or []}
+    found = verify_all(decoders, request.samples)
+    if request.json:
+        shown = {name: [asdict(each) for each in checks] for name, checks in found.items()}
+        console.print(json.dumps(shown), markup=False, soft_wrap=True)
+    else:
+        show(console, found)
+    return found
+
+
+def _found(name: str) -> Decoder:
+    """Return the function `MODULE:NAME`."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--function {name}: no such function as MODULE:NAME ({error})") from error
+
+
+def show(console: Console, found: dict[str, list[Verified]]) -> None:
+    """Print a table for each function."""
+    for name, checks in found.items():
+        table = Table("check", "", "", title=name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for each in checks:
+            table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
+        console.print(table)

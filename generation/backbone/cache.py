@@ -31,10 +31,8 @@ from ..tensors.wrapped_models import untyped
 
 _STEP, _ALIGNED, _ROOM = 64, 16, 4096
 """Widths that are allocated, and that attention reads, are multiples; a cache begins with room for so many tokens."""
-_STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)
-"""States of single tokens, and the dimension of their columns; dynamic sparse attention alone has the last one."""
-_WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}
-"""Kinds of layers whose tokens are real, all of them."""
+_STATES = ("keys", 2), ("values", 2), ("indexer_keys", 1)  # by token, and their dimension of columns; the last is rare
+_WITHOUT_COLUMNS = {"linear_attention", "conv", "moe", "mlp"}  # kinds of layers whose tokens are real, all of them
 _NEAR = "sliding", "chunked", "compressed"  # parts of the names of kinds whose masks are local
 Slots = tuple[Tensor, Tensor] | tuple[slice, slice]
 
@@ -52,8 +50,7 @@ class CacheLayout:
     Attributes:
         ends: [B] int64; `lengths` are the same on the host.
         is_even: Whether all sequences end in the same column.
-        block_offset: Where the next block begins, relative to `ends`: blocks between two rollbacks follow each other.
-            It is negative where columns are read again.
+        block_offset: Where the next block begins, relative to `ends`; negative where columns are read again.
         is_maskless: Whether attention gets no mask, and the columns up to the block's end.
     """
 

@@ -149,3 +149,29 @@ def test_the_first_table_of_the_readme():
         greedy, sampled = (bench_cells(rows[mode]) for mode in ("greedy", "sampled, T=1"))
         medians = [cells[2].split()[0] for cells in (greedy, sampled)]
         assert shown[name] == [sampled[0], *medians, greedy[1], sampled[1]], name
+
+
+def test_contexts_on_the_box():
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in read(ROOT / "docs" / "results" / "box_contexts.json"):
+        found.setdefault(json.dumps(row["cell"]), []).append(row)
+    shown = {(row[0], row[1]): row[2:] for row in table("docs/circuits.md", "head", "context", "seeds")}
+    assert len(shown) == len(found)
+    names = {"ff": "FF", "cp": "CP", "hmm": "HMM", "btree": "BTree"}
+    for cell, rows in found.items():
+        fields = json.loads(cell)
+        context, small = fields.pop("context"), "leaf_size" in fields
+        fields.pop("transition_context", None)
+        name = names[fields["head_type"]] + f", r = {fields['rank']}, small leaves" * small
+        figures = [str(len(rows)), f"{statistics.fmean(row['nll'] for row in rows):.2f}"]
+        plain = found.get(json.dumps(fields | {"context": 0}))
+        for key in ("token", "block"):
+            values = [row[key] for row in rows]
+            words = f"{statistics.fmean(values):.3f}"
+            words += f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+            if context and plain:
+                gain = statistics.fmean(values) / statistics.fmean(row[key] for row in plain) - 1
+                words += f" (+{gain:.1%})".replace("%", " %")
+            figures.append(words)
+        figures.append(f"{statistics.fmean(row['seconds'] for row in rows):.0f}")
+        assert shown[name, str(context)] == figures, cell

@@ -23,11 +23,13 @@ TESTED_VERSIONS = ("5.21", "5.22", "5.23", "5.24")
 CORE = {
     "transformers.generation.utils:GenerationMixin": {
         "_get_candidate_generator": "replaced on a model to which a drafter's candidates were given",
+        "_get_logits_processor": "the processors of a call, whose texts `tokenahead.testing` enumerates",
         "_has_unfinished_sequences": "asks all processes whether a sequence is unfinished (synced_gpus)",
         "_pad_token_tensor": "pads finished sequences",
         "_prefill": "runs the prompt, in chunks where the generation config says so",
         "_prepare_generation_config": "reads the options of a call",
         "_prepare_position_ids_for_generation": "overridden: the main model's, which may be three beside images",
+        "_prepare_special_tokens": "ids that the processors of a call read",
         "_sample": "decodes plainly where nothing is drafted",
         "_supports_default_dynamic_cache": "whether the cache is a DynamicCache",
         "_valid_auto_compile_criteria": "whether forwards of a call are compiled",

@@ -94,7 +94,7 @@ def test_a_flag_leaves_the_word_after_it_alone():
         (["generate", "--model", "m", "x", "--top-p", "0"], "--top-p: '0' must be a number above 0 and at most 1"),
         (["generate", "--model", "m", "x", "--top-p", "1.1"], "--top-p: '1.1' must be"),
         (["dance"], "'dance'"),
-        ([], "{demo,generate,bench,doctor,verify,card,train,lm-eval}"),
+        ([], "{demo,generate,bench,doctor,verify,card,train,regenerate,features,lm-eval}"),
     ],
 )
 def test_wrong_arguments_are_named_in_one_line(capsys, arguments, named):

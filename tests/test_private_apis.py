@@ -30,6 +30,7 @@ from tokenahead.configuration.transformers_names import (
 PARAMETERS = {
     "_has_unfinished_sequences": "this_peer_finished synced_gpus device",
     "_prefill": "input_ids generation_config model_kwargs",
+    "_get_logits_processor": "generation_config input_ids_seq_length encoder_input_ids prefix_allowed_tokens_fn",
     "_prepare_generation_config": "generation_config kwargs",
     "_sample": "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
     "_supports_default_dynamic_cache": "",
@@ -63,6 +64,7 @@ OTHERS = [
     (torch, "_dynamo"),
     (torch, "_standard_gamma"),
     (peft.LoraConfig, "_register_custom_module"),
+    (trl.SFTTrainer, "_prepare_dataset"),
     (trl.SFTTrainer, "_tag_names"),
 ]
 """Names of other libraries that exist on a class or a module."""
@@ -76,8 +78,8 @@ WRITTEN_IN_SOURCE = [
 """Names of other libraries that objects get at run time."""
 
 OWNERS = {name: owner for table in (CORE, TRAINER) for owner, names in table.items() for name in names}
-IN_FILES = {"_name_or_path", "_exp_gamma_weights", "_proj"}
-"""Fields of config.json and names of published tensors, which look like private names."""
+IN_FILES = {"_name_or_path", "_exp_gamma_weights", "_proj", "_draft_"}
+"""Fields of config.json, and parts of names of published tensors and metrics, which look like private names."""
 LISTED = {*OWNERS, *IN_FILES, *(name for _, name in (*OTHERS, *WRITTEN_IN_SOURCE))}
 
 

@@ -46,7 +46,7 @@ def test_no_file_needs_a_large_model_or_the_splits_of_one_data_set():
 
 def test_there_is_a_file_for_every_drafter():
     assert {yaml.safe_load(file.read_text())["drafter"] for file in FILES} == {
-        "own", "heads", "eagle", "modules", "parallel"
+        "own", "heads", "eagle", "block", "modules", "parallel"
     }  # fmt: skip
 
 

@@ -164,12 +164,15 @@ class BlockLearner(BlockNetwork):
         return DraftDistributions(draft, BackboneParts(self.backbone).unembed, states[-1])
 
     def _run_backbone(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *_: int | Tensor
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor = 1,
     ) -> Any:
-        """Return the backbone's outputs, with the logits of the last position alone."""
         if position_ids is None and attention_mask is not None:
             position_ids = counted_positions(input_ids[..., None], attention_mask)
-        return super()._run_backbone(input_ids, attention_mask, position_ids)
+        return super()._run_backbone(input_ids, attention_mask, position_ids, logits_to_keep)
 
 
 def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Gemma3TextConfig
 
 from tests.every_model import llama
 from tests.families import family_model
@@ -125,6 +125,8 @@ def test_attention_takes_documents_one_by_one_and_short_ones_together(window, mo
     model, documents = model.double().eval(), [torch.randint(5, 64, (1, length)) for length in lengths]
     expected = torch.cat([model(each, use_cache=False).logits for each in documents], 1)
     monkeypatch.setattr(masks_module, "sdpa_attention_forward", counted)
+    AttentionInterface.register("sdpa", masks_module.grouped_attention)  # bundled code may have registered its own
+    AttentionMaskInterface.register("sdpa", masks_module.mask_by_documents)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     found = model(torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -202,7 +202,8 @@ class DraftMasks:
     def forced(self, size: int) -> list[int | None]:
         """Return the token that must follow each sequence and its path, or that a grammar's forced text begins with."""
         mask = self.allowed((len(self.paths), size), self.paths.device)  # [B, v]
-        found = [int(row) if single else None for row, single in zip(*_single(mask))]
+        first, counts = torch.stack([mask.to(torch.uint8).argmax(-1), mask.sum(-1)]).tolist()  # one copy to the host
+        found = [token if count == 1 else None for token, count in zip(first, counts)]
         for walk in self.constraints.walks.values():
             if isinstance(walk, HostAutomatonState) and None in found:
                 guesses = walk.likely(self.tokens, self.paths)
@@ -234,11 +235,6 @@ def _excludes(processor: object) -> bool:
     """Return whether a processor is a constraint: it excludes tokens, and tells which without scores."""
     is_known = type(processor) in _MASKING or isinstance(processor, library.PrefixConstrainedLogitsProcessor)
     return is_known or offers_automaton(processor) or offers_mask(processor)
-
-
-def _single(mask: Tensor) -> tuple[list[int], list[bool]]:
-    """Return the first token of masks [B, v], and whether it is the only one."""
-    return mask.to(torch.uint8).argmax(-1).tolist(), (mask.sum(-1) == 1).tolist()
 
 
 def _or_all(mask: Tensor) -> Tensor:

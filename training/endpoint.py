@@ -15,11 +15,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .utils import one_line
+from .utils import needs_extra, one_line
 
 logger = logging.get_logger(__name__)
 _FOR_NOW = (408, 409, 425, 429)
@@ -72,6 +71,10 @@ class Endpoint:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         self.url = self.url.rstrip("/")
+        with needs_extra("train", "answers of a server"):
+            import httpx
+
+        self._lost = httpx.TransportError
         self._client = httpx.Client(
             headers={} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"},
             timeout=self.timeout,
@@ -161,7 +164,7 @@ class Endpoint:
         for number in range(self.tries):
             try:
                 return self._asked(method, path, body)
-            except (_Passing, httpx.TransportError) as error:
+            except (_Passing, self._lost) as error:
                 reason = one_line(error)
                 self.failures[reason if isinstance(error, _Passing) else type(error).__name__] += 1
                 longest = min(_LONGEST_PAUSE, self.pause * 2**number)

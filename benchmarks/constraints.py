@@ -100,9 +100,10 @@ def run(model: PreTrainedModel, prompts: list[dict[str, Any]], ways: list[dict[s
 def chat(tokenizer: PreTrainedTokenizerBase, question: str) -> dict[str, Any]:
     """Return the inputs of a question."""
     messages = [{"role": "user", "content": question}]
-    return dict(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
+    return dict(inputs)
 
 
 def main() -> None:

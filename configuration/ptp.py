@@ -58,7 +58,7 @@ class PTPConfig(PreTrainedConfig):
         feature_dim: int | None = None
     else:  # `__post_init__` fills in what is None; only a config without a model has no `backbone_config`
         backbone_config: PreTrainedConfig = PreTrainedConfig()
-        sampling: dict[str, float] = {}
+        sampling: dict[str, Any] = {}
         feature_dim: int = 0
     variant: str = "one_hot"
     features: str = "bits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -100,7 +101,7 @@ def _method(request: GenerateRequest, model: PreTrainedModel) -> Method:
 def _prompt_ids(request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     prompt = request.prompt or ""
     if not request.chat:
-        ids = tokenizer(prompt)["input_ids"]
+        ids: Any = tokenizer(prompt)["input_ids"]
     elif tokenizer.chat_template is None:
         raise ValueError(f"--chat: the tokenizer of {request.model} has no chat template; leave --chat out")
     else:

@@ -53,7 +53,7 @@ def disturbed(model: PreTrainedModel, by: float = 0.15) -> PreTrainedModel:
 
 def plain(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
     """Decode one token at a time, in transformers' own loop."""
-    return untyped(GenerationMixin.generate)(model, input_ids, **options)
+    return untyped(GenerationMixin).generate(model, input_ids, **options)
 
 
 def assisted(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
@@ -92,7 +92,10 @@ def _shaken(drafter: Any) -> Any:
     return drafter.eval()
 
 
-_LAYERS = {"aux_layers": [0, 1, 2]}
+def _eagle(model: PreTrainedModel) -> Any:
+    return _shaken(EagleHead.from_backbone(model, aux_layers=[0, 1, 2]))
+
+
 DECODERS: dict[str, Decoder] = {
     "transformers: plain": plain,
     "transformers: assistant": assisted,
@@ -106,10 +109,7 @@ DECODERS: dict[str, Decoder] = {
     "hmm heads": drafted_by(
         lambda model: _shaken(MTPHeads.from_backbone(model, head_type="hmm", rank=2, unembedding="own"))
     ),
-    "EAGLE": drafted_by(lambda model: _shaken(EagleHead.from_backbone(model, **_LAYERS))),
-    "EAGLE, as a tree": drafted_by(
-        lambda model: _shaken(EagleHead.from_backbone(model, **_LAYERS)),
-        draft_tree={"depth": 3, "top_k": 2, "total_tokens": 6},
-    ),
+    "EAGLE": drafted_by(_eagle),
+    "EAGLE, as a tree": drafted_by(_eagle, draft_tree={"depth": 3, "top_k": 2, "total_tokens": 6}),
 }
 """What `tokenahead verify` looks at, by name."""

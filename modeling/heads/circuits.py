@@ -30,6 +30,7 @@ from .window_distribution import (
     TokenReader,
     WindowDistribution,
     largest,
+    log_probs_at,
     logsumexp,
     normalised_logits,
 )
@@ -177,8 +178,12 @@ class LatentDistribution(WindowDistribution):
 
     def _evidence(self, tokens: Tensor) -> Tensor:
         """log leaf_i[z, x_i] of bound tokens and of tokens [..., n] after them; 0 for those without a column."""
-        tokens, bound, (leaves, norm) = self._with_bound(tokens), self.bound, self._leaves
-        found = self._at(leaves, tokens) - norm  # [..., n, r]
+        tokens, bound = self._with_bound(tokens), self.bound
+        if "_leaves" in vars(self) or not torch.is_grad_enabled():
+            leaves, norm = self._leaves
+            found = self._at(leaves, tokens) - norm  # [..., n, r]
+        else:  # no leaf is read elsewhere
+            found = log_probs_at(self._all_leaves, self._index(tokens, self._all_leaves))[..., 0]
         if self.codes is not None:
             found = found.masked_fill((tokens >= self.size)[..., None], 0)
         if not bound:
@@ -193,10 +198,14 @@ class LatentDistribution(WindowDistribution):
 
     def _at(self, leaves: Tensor, tokens: Tensor) -> Tensor:
         """Entries [..., n, r] of leaves [..., n, r, v] at tokens [..., n]; any at codes from v on."""
+        index = self._index(tokens, leaves)
+        return leaves.expand(*index.shape[:-1], -1).gather(-1, index)[..., 0]  # [..., n, r]
+
+    def _index(self, tokens: Tensor, leaves: Tensor) -> Tensor:
+        """Where leaves [..., n, r, v] hold tokens [..., n]: [..., n, r, 1]."""
         tokens, shape = tokens if self.codes is None else tokens.clamp(max=self.size - 1), leaves.shape[-3:]
         batch = torch.broadcast_shapes(tokens.shape[:-1], leaves.shape[:-3])
-        index = tokens.expand(*batch, -1)[..., None, None].expand(*batch, *shape[:-1], 1)  # [..., n, r, 1]
-        return leaves.expand(*batch, *shape).gather(-1, index)[..., 0]  # [..., n, r]
+        return tokens.expand(*batch, -1)[..., None, None].expand(*batch, *shape[:-1], 1)
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""

@@ -10,9 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...generation.tensors.sampling import draw
 from ..common.draft_vocabulary import DraftVocabulary
@@ -140,8 +142,12 @@ class _ConditionalsDistribution(WindowDistribution):
 
     def token_log_probs(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return the conditionals at the tokens."""
-        chosen = at_tokens(self.conditional_log_probs(tokens), tokens)  # [..., n]
+        chosen = self._token_log_probs(tokens)
         return chosen if unknown is None else chosen.masked_fill(unknown, 0)
+
+    def _token_log_probs(self, tokens: Tensor) -> Tensor:
+        """Return the conditionals [..., n] at tokens [..., n], from logits where they are known."""
+        return at_tokens(self.conditional_log_probs(tokens), tokens)
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """Return cumulated conditionals."""
@@ -162,6 +168,9 @@ class FactorisedDistribution(_ConditionalsDistribution):
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return log leaf_i, which no token changes."""
         return normalised_logits(self.leaf_logits[..., 0, :]).expand(*tokens.shape, -1)  # [..., n, v]
+
+    def _token_log_probs(self, tokens: Tensor) -> Tensor:
+        return log_probs_at(self.leaf_logits[..., 0, :], tokens[..., None])[..., 0]
 
     def given(self, given: Given) -> FactorisedDistribution:
         """Return the distribution with biased leaves."""
@@ -220,12 +229,19 @@ class SequentialDistribution(_ConditionalsDistribution):
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return teacher-forced conditionals: each reads the tokens before it."""
+        return normalised_logits(self._all_logits(tokens))  # [..., n, V]
+
+    def _token_log_probs(self, tokens: Tensor) -> Tensor:
+        return log_probs_at(self._all_logits(tokens), tokens[..., None])[..., 0]
+
+    def _all_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [..., n, V] of teacher-forced conditionals."""
         prefix = self._extended(tokens[..., :-1])  # [..., j + n - 1, d]
         bound = self.known.shape[-2]
         if self.together is not None:
-            return normalised_logits(exact(self.together(prefix, bound)))  # [..., n, V]
+            return exact(self.together(prefix, bound))
         steps = [self._logits(prefix[..., : bound + i, :]) for i in range(self.window)]  # n of [..., V]
-        return normalised_logits(torch.stack(torch.broadcast_tensors(*steps), -2))  # [..., n, V]
+        return torch.stack(torch.broadcast_tensors(*steps), -2)
 
     def next_log_probs(self, prefix: Tensor) -> Tensor:
         """Return the logits of the next conditional."""
@@ -353,6 +369,32 @@ def largest(note: Note | None, weights: Tensor) -> tuple[Tensor, Tensor]:
 def at_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
     """Return the entries [...] of log-probabilities [..., v] at tokens [...]; any at codes from v on."""
     return log_probs.gather(-1, tokens[..., None].clamp(max=log_probs.shape[-1] - 1))[..., 0]
+
+
+def log_probs_at(logits: Tensor, index: Tensor) -> Tensor:
+    """Return the entries [..., 1] of log_softmax(logits [..., v]) at an index [..., 1]; any at codes from v on."""
+    index = index.clamp(max=logits.shape[-1] - 1)
+    if torch.is_grad_enabled() and logits.requires_grad and logits.shape[:-1] == index.shape[:-1]:
+        return cast(Tensor, _LogProbsAt.apply(logits, index))
+    batch = torch.broadcast_shapes(logits.shape[:-1], index.shape[:-1])
+    return normalised_logits(logits).expand(*batch, -1).gather(-1, index.expand(*batch, -1))
+
+
+class _LogProbsAt(torch.autograd.Function):
+    """Its gradient is made in one tensor as large as the logits, where autograd's own takes two and more passes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, index: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(-1)
+        ctx.save_for_backward(log_probs, index)
+        return log_probs.gather(-1, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return g (1[v = index] - softmax(logits)_v) for a gradient g [..., 1]."""
+        log_probs, index = ctx.saved_tensors
+        return log_probs.exp().mul_(-gradient).scatter_add_(-1, index, gradient), None
 
 
 def normalised_logits(logits: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ from tokenahead.testing import ALARM, DECODERS, chi_square, disturbed, verify
 from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED
 
 DRAFTS = 2
+FAULTS = [
+    "q of another temperature", "residual not renormalised", "bonus token dropped", "argmax drafts called samples",
+]  # fmt: skip
 
 
 def loop(fault: str | None = None):
@@ -27,11 +30,12 @@ def loop(fault: str | None = None):
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
             return logits.softmax(-1)
 
-        small, count, start = disturbed(model, 0.4), len(input_ids), input_ids.shape[1]
-        every = torch.arange(count)
-        ids = torch.nn.functional.pad(input_ids, (0, max_new_tokens + 2 * DRAFTS + 1))
+        small, count, start = disturbed(model), len(input_ids), input_ids.shape[1]
+        every, last = torch.arange(count), start + max_new_tokens * (2 if fault == "bonus token dropped" else 1)
+        ids = torch.nn.functional.pad(input_ids, (0, last - start + 2 * DRAFTS + 1))
+        is_text = torch.ones_like(ids, dtype=torch.bool)
         ends = torch.full((count,), start)
-        while bool((ends < start + max_new_tokens).any()):
+        while bool((ends < last).any()):
             drafts, q = ids.clone(), []
             for step in range(DRAFTS):
                 q.append(probs_of(small, drafts)[every, ends + step - 1])
@@ -58,10 +62,12 @@ def loop(fault: str | None = None):
                     is_written = going
                 else:
                     kept, added, is_written = going, target.multinomial(1)[:, 0], going
+                    if fault == "bonus token dropped":  # it is read on from, and returned to nobody
+                        is_text[every, ends] = ~going
                 ids[every, ends] = torch.where(is_written, added, ids[every, ends])
-                ends = (ends + is_written).clamp(max=start + max_new_tokens + DRAFTS)
+                ends = (ends + is_written).clamp(max=last + DRAFTS)
                 going = kept
-        return ids[:, : start + max_new_tokens]
+        return torch.stack([row[shown][: start + max_new_tokens] for row, shown in zip(ids, is_text)])
 
     return decode
 
@@ -77,24 +83,18 @@ def test_a_right_loop():
     assert found["ragged batch"] == found["stop strings"] == found["sampled, processors"] == REFUSED
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["q of another temperature", "residual not renormalised", "argmax drafts called samples"],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault):
-    found = {each.check: each for each in verify(loop(fault), samples=3000)}
+    found = {each.check: each for each in verify(loop(fault), samples=1200)}
     assert found["sampled"].result == BROKEN and found["sampled"].p_value < ALARM
 
 
-@pytest.mark.parametrize("name", [name for name in DECODERS if not name.startswith("transformers")])
-def test_this_librarys_loops_keep_everything(name):
-    assert set(results(verify(DECODERS[name], samples=2000)).values()) == {KEPT}
-
-
-@pytest.mark.parametrize("name", ["transformers: plain", "transformers: assistant", "transformers: prompt lookup"])
-def test_other_loops_keep_what_they_do_not_refuse(name):
-    found = results(verify(DECODERS[name], samples=1000))
-    assert BROKEN not in found.values() and found["greedy"] == KEPT
+@pytest.mark.parametrize("name", DECODERS)
+def test_right_loops_raise_no_alarm(name):
+    """What transformers' loops do not support is refused; ours keep everything."""
+    found = results(verify(DECODERS[name], samples=200 if "transformers" in name else 1000))
+    assert BROKEN not in found.values()
+    assert name.startswith("transformers") or set(found.values()) == {KEPT}
 
 
 def test_a_loop_that_forgets_what_is_asked():

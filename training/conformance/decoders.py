@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,10 @@ class Decoder(Protocol):
         ...
 
 
+MakesModel = Callable[[int, int], PreTrainedModel]
+"""Makes a small model in float64 from a seed and the size of its vocabulary."""
+
+
 def small_model(seed: int = 0, vocab_size: int = 6) -> PreTrainedModel:
     """Return a random Llama in float64 whose distributions are neither flat nor sharp."""
     torch.manual_seed(seed)
@@ -51,6 +56,11 @@ def disturbed(model: PreTrainedModel, by: float = 0.15) -> PreTrainedModel:
     return twin
 
 
+@cache
+def _assistant(model: PreTrainedModel) -> PreTrainedModel:
+    return disturbed(model)
+
+
 def plain(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
     """Decode one token at a time, in transformers' own loop."""
     return untyped(GenerationMixin).generate(model, input_ids, **options)
@@ -58,7 +68,7 @@ def plain(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tenso
 
 def assisted(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
     """Decode in transformers' own loop, with a disturbed copy as the assistant."""
-    return plain(model, input_ids, assistant_model=disturbed(model), **options)
+    return plain(model, input_ids, assistant_model=_assistant(model), **options)
 
 
 def prompt_lookup(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
@@ -103,8 +113,8 @@ DECODERS: dict[str, Decoder] = {
     "transformers: use_mtp": own_modules,
     "ngram": drafted_by(lambda model: NgramDrafter()),
     "suffix": drafted_by(lambda model: SuffixDrafter()),
-    "assistant": drafted_by(lambda model: AssistantDrafter(disturbed(model))),
-    "assistant, by token": drafted_by(lambda model: AssistantDrafter(disturbed(model)), verification="token"),
+    "assistant": drafted_by(lambda model: AssistantDrafter(_assistant(model))),
+    "assistant, by token": drafted_by(lambda model: AssistantDrafter(_assistant(model)), verification="token"),
     "heads": drafted_by(lambda model: _shaken(MTPHeads.from_backbone(model, unembedding="own"))),
     "hmm heads": drafted_by(
         lambda model: _shaken(MTPHeads.from_backbone(model, head_type="hmm", rank=2, unembedding="own"))

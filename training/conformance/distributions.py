@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ...generation.tensors.wrapped_models import untyped
 
+Distribution = dict[tuple[int, ...], float]
+"""Texts and their probabilities."""
 _LEAST = 5
 """Expected number of draws of a cell; cells with fewer count as one."""
 
@@ -33,7 +35,7 @@ def chi_square(cells: Tensor, distribution: Tensor) -> float:
 
 
 @torch.no_grad()
-def continuation_distribution(model: Any, prompt: Tensor, length: int, **options: Any) -> dict[tuple[int, ...], float]:
+def continuation_distribution(model: Any, prompt: Tensor, length: int, **options: Any) -> Distribution:
     """Return the probability of every continuation of `length` tokens, one by one, with transformers' own processors.
 
     Args:
@@ -45,7 +47,7 @@ def continuation_distribution(model: Any, prompt: Tensor, length: int, **options
     config, _ = untyped(model)._prepare_generation_config(None, do_sample=True, **options)
     untyped(model)._prepare_special_tokens(config, device=prompt.device)
     processors = untyped(model)._get_logits_processor(config, prompt.shape[1], prompt, None, [], device="cpu")
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: Distribution = {(): 1.0}
     for _ in range(length):
         distribution = {text: p for text, p in distribution.items() if p > 0}
         texts = torch.tensor(list(distribution)).long().view(len(distribution), -1)
@@ -57,7 +59,7 @@ def continuation_distribution(model: Any, prompt: Tensor, length: int, **options
     return distribution
 
 
-def continuation_p_value(samples: Tensor, distribution: dict[tuple[int, ...], float]) -> float:
+def continuation_p_value(samples: Tensor, distribution: Distribution) -> float:
     """Return the chi-square p-value of drawn continuations [N, length]; see `chi_square`."""
     number = {text: cell for cell, text in enumerate(distribution)}
     texts = [tuple(text) for text in samples.tolist()]

@@ -6,8 +6,9 @@ compared with their exact distribution, which is enumerated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,15 +16,18 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from ..utils import one_line
-from .decoders import DECODERS, Decoder, plain, small_model
-from .distributions import continuation_distribution, continuation_p_value
+from .decoders import DECODERS, Decoder, MakesModel, plain, small_model
+from .distributions import Distribution, continuation_distribution, continuation_p_value
 from .letters import letters
 
 KEPT, BROKEN, REFUSED = "kept", "BROKEN", "refused"
 """Results of a check; a refused one raised an error."""
 ALARM = 1e-6
 """p-values below it are faults: a right loop meets one in a million."""
-_NEW, _DRAWN, _BATCH = 24, 3, 500
+_Options = Mapping[str, Any]
+_Seen = tuple[str, str, float | None]
+"""Of a check: result, words, p-value."""
+_NEW, _DRAWN = 16, 3
 _SAMPLED: Mapping[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0, "top_k": 0},
     "sampled, warped": {"temperature": 0.6, "top_k": 4},
@@ -58,12 +62,21 @@ class Favouring(LogitsProcessor):
         return scores + (torch.arange(scores.shape[1], device=scores.device) % 3 == liked) * 1.5
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A greedy call: prompts, options of `generate`, and the text of plain decoding."""
+
+    ids: Tensor
+    options: _Options
+    want: Tensor
+
+
 def verify(decode: Decoder, samples: int = 4000, seed: int = 0) -> list[Verified]:
     """Return what a decoding function keeps.
 
     Args:
         decode: See `Decoder`.
-        samples: Texts that are drawn for each distribution.
+        samples: Texts that are drawn for each distribution; a quarter of them where batches are refused.
         seed: Of the samples.
 
     Example:
@@ -80,75 +93,104 @@ def verify_all(decoders: Mapping[str, Decoder] = DECODERS, samples: int = 4000) 
 
 def _greedy(decode: Decoder) -> Iterator[Verified]:
     """Yield the checks of greedy texts."""
-    model = small_model(1, 24)
+    model, checks = _greedy_checks(getattr(decode, "small_model", small_model))
+    for check, calls in checks.items():
+        yield _checked(check, partial(_differing, decode, model, calls))
+
+
+@cache
+def _greedy_checks(make_model: MakesModel) -> tuple[PreTrainedModel, dict[str, list[_Call]]]:
+    """Return a model and the calls of every check, with their plain texts; made once."""
+    model = make_model(1, 24)
     tokenizer, rows = letters(24), [_prompt(length, 24) for length in (7, 3, 12, 5)]
+    batch = _padded(rows)
     text = plain(model, rows[0], max_new_tokens=_NEW, do_sample=False)[0, rows[0].shape[1] :].tolist()
-    calls: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
-        "greedy": (rows, {}),
-        "ragged batch": ([_padded(rows)], {}),
-        "eos": (rows, {"eos_token_id": text[5]}),
-        "eos, ragged batch": ([_padded(rows)], {"eos_token_id": [text[5], text[9]]}),
-        "stop strings": (rows[:1], {"stop_strings": [tokenizer.decode(text[4:6])], "tokenizer": tokenizer}),
-        "processors": (rows, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}),
-        "user's processor": (rows, {"logits_processor": [Favouring()]}),
+    stops = [tokenizer.decode(text[at : at + 2]) for at in (3, 7, 12)]
+    asked: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {
+        "greedy": [(row, {}) for row in rows],
+        "padded prompt": [(batch[1:2], {})],
+        "ragged batch": [(batch, {})],
+        "eos": [(row, {"eos_token_id": text[5]}) for row in rows],
+        "eos, ragged batch": [(batch, {"eos_token_id": [text[5], text[9]]})],
+        "stop strings": [(rows[0], {"stop_strings": [stop], "tokenizer": tokenizer}) for stop in stops],
+        "processors": [(row, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}) for row in rows[:2]],
+        "user's processor": [(row, {"logits_processor": [Favouring()]}) for row in rows[:2]],
     }
-    for check, (prompts, options) in calls.items():
-        yield _checked(check, lambda prompts=prompts, options=options: _differing(decode, model, prompts, options))
+    fixed = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0}
+    return model, {
+        check: [
+            _Call(ids, fixed | options, plain(model, ids, attention_mask=(ids > 0).long(), **fixed | options))
+            for ids, options in calls
+        ]
+        for check, calls in asked.items()
+    }
 
 
-def _differing(decode: Decoder, model: PreTrainedModel, prompts: list[Tensor], options: dict[str, Any]) -> str:
-    """Return how greedy texts differ from plain ones; an empty string where they do not."""
-    options = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0} | options
-    for ids in prompts:
-        mask = (ids > 0).long()
-        want = plain(model, ids, attention_mask=mask, **options)
-        got = decode(model, ids, attention_mask=mask, **options)
+def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) -> _Seen:
+    """Return how greedy texts differ from plain ones, if they do."""
+    for call in calls:
+        got, want, start = _decoded(decode, model, call.ids, call.options), call.want, call.ids.shape[1]
         if not got.equal(want):
             width = min(got.shape[1], want.shape[1])
             odd = (got[:, :width] != want[:, :width]).any(0).nonzero()[:, 0].tolist()
-            return f"differs from new token {(odd or [width])[0] - ids.shape[1] + 1} on"
-    return ""
+            return BROKEN, f"differs from new token {(odd or [width])[0] - start + 1} on", None
+    return KEPT, "", None
 
 
 def _drawn(decode: Decoder, samples: int, seed: int) -> Iterator[Verified]:
     """Yield the checks of sampled texts."""
-    model, prompt = small_model(3), torch.tensor([[1, 4, 2, 5, 1, 4]])
-    for check, warps in _SAMPLED.items():
+    model, prompt, checks = _sampled_checks(getattr(decode, "small_model", small_model))
+    for check, (options, want) in checks.items():
         torch.manual_seed(seed)
-        want = continuation_distribution(model, prompt, _DRAWN, **warps)
-        options = {"max_new_tokens": _DRAWN, "do_sample": True, "top_p": 1.0, "pad_token_id": 0} | warps
-        try:
-            drawn = _samples(decode, model, prompt, samples, options)
-        except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError) as error:
-            yield Verified(check, REFUSED, one_line(error))
-            continue
-        if drawn.shape[1] != _DRAWN:
-            yield Verified(check, BROKEN, f"texts have {drawn.shape[1]} new tokens, not {_DRAWN}")
-            continue
-        p_value = continuation_p_value(drawn, want)
-        words = f"p = {p_value:.1g}, of {len(drawn)} texts"
-        yield Verified(check, KEPT if p_value >= ALARM else BROKEN, words, p_value)
+        yield _checked(check, partial(_deviating, decode, model, prompt, options, want, samples))
 
 
-def _samples(decode: Decoder, model: PreTrainedModel, prompt: Tensor, samples: int, options: dict[str, Any]) -> Tensor:
-    """Return drawn texts [N, T]: by batches, or one by one, and fewer, where batches are refused."""
+@cache
+def _sampled_checks(make_model: MakesModel) -> tuple[PreTrainedModel, Tensor, dict[str, tuple[_Options, Distribution]]]:
+    """Return a model, a prompt, and the options and the exact distribution of texts of every check; made once."""
+    model, prompt = make_model(3, 6), torch.tensor([[1, 4, 2, 5, 1, 4]])
+    fixed = {"max_new_tokens": _DRAWN, "do_sample": True, "top_p": 1.0, "pad_token_id": 0}
+    checks = {
+        check: (fixed | warps, continuation_distribution(model, prompt, _DRAWN, **warps))
+        for check, warps in _SAMPLED.items()
+    }
+    return model, prompt, checks
+
+
+def _deviating(
+    decode: Decoder, model: PreTrainedModel, prompt: Tensor, options: _Options, want: Distribution, samples: int
+) -> _Seen:
+    """Return how likely drawn texts are: in one batch, or one by one, and fewer, where batches are refused."""
     try:
-        parts = [_call(decode, model, prompt.expand(_BATCH, -1), options) for _ in range(max(1, samples // _BATCH))]
+        drawn = _decoded(decode, model, prompt.expand(samples, -1), options)
     except (ValueError, NotImplementedError):
-        parts = [_call(decode, model, prompt, options) for _ in range(samples // 4)]
-    return torch.cat(parts)[:, prompt.shape[1] :]
+        drawn = torch.cat([_decoded(decode, model, prompt, options) for _ in range(samples // 4)])
+    drawn = drawn[:, prompt.shape[1] :]
+    if drawn.shape[1] != _DRAWN:
+        return BROKEN, f"texts have {drawn.shape[1]} new tokens, not {_DRAWN}", None
+    p_value = continuation_p_value(drawn, want)
+    return KEPT if p_value >= ALARM else BROKEN, f"p = {p_value:.1g}, of {len(drawn)} texts", p_value
 
 
-def _call(decode: Decoder, model: PreTrainedModel, ids: Tensor, options: dict[str, Any]) -> Tensor:
-    return decode(model, ids, attention_mask=torch.ones_like(ids), **options)
+def _decoded(decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Options) -> Tensor:
+    """Return what a function writes.
+
+    Raises:
+        TypeError: It returns something else than prompts and texts.
+    """
+    found = decode(model, ids, attention_mask=(ids > 0).long(), **options)
+    found = getattr(found, "sequences", found)
+    if not isinstance(found, Tensor) or found.dim() != 2 or not found[:, : ids.shape[1]].equal(ids):
+        raise TypeError("it must return the prompts and what follows them, ids [B, L + T]")
+    return found
 
 
-def _checked(check: str, differing: Callable[[], str]) -> Verified:
+def _checked(check: str, look: Callable[[], _Seen]) -> Verified:
     try:
-        words = differing()
-    except (ValueError, TypeError, NotImplementedError, AttributeError, RuntimeError) as error:
-        return Verified(check, REFUSED, one_line(error))
-    return Verified(check, BROKEN if words else KEPT, words)
+        result, words, p_value = look()
+    except Exception as error:  # of a stranger's function
+        return Verified(check, REFUSED, f"{type(error).__name__}: {one_line(error)}")
+    return Verified(check, result, words, p_value)
 
 
 def _prompt(length: int, size: int) -> Tensor:

@@ -1,7 +1,13 @@
 """The conformance kit: planted faults of decoding loops are found, and right loops raise no alarm."""
 
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
+from transformers import AutoTokenizer
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.test_cli import run
 from tokenahead.testing import ALARM, DECODERS, chi_square, disturbed, verify
@@ -89,12 +95,48 @@ def test_a_fault_is_found(fault):
     assert found["sampled"].result == BROKEN and found["sampled"].p_value < ALARM
 
 
-@pytest.mark.parametrize("name", DECODERS)
+BROKEN_THERE = {"transformers: prompt lookup": ["stop strings"]}
+"""What other loops break (docs/upstream.md)."""
+
+
+@pytest.mark.parametrize("name", [name for name in DECODERS if "vLLM" not in name])
 def test_right_loops_raise_no_alarm(name):
-    """What transformers' loops do not support is refused; ours keep everything."""
-    found = results(verify(DECODERS[name], samples=200 if "transformers" in name else 1000))
-    assert BROKEN not in found.values()
-    assert name.startswith("transformers") or set(found.values()) == {KEPT}
+    """What loops of others do not support is refused; ours keep everything."""
+    is_foreign = ":" in name
+    found = results(verify(DECODERS[name], samples=120 if is_foreign else 1000))
+    assert [check for check, result in found.items() if result == BROKEN] == BROKEN_THERE.get(name, [])
+    assert is_foreign or set(found.values()) == {KEPT}
+    assert found["greedy"] == KEPT or "dflash" in name and find_spec("dflash") is None
+
+
+class StandIn:
+    """vLLM's `LLM` and `SamplingParams`, as far as the kit asks for them, over transformers."""
+
+    def __init__(self, model, dtype, max_model_len, enforce_eager, speculative_config):
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def generate(self, prompts, params, use_tqdm):
+        return [self.completed(torch.tensor([prompt["prompt_token_ids"]]), **params) for prompt in prompts]
+
+    def completed(self, ids, max_tokens, stop_token_ids, stop=None, temperature=1.0, **rest):
+        assert rest.pop("ignore_eos") and rest.pop("include_stop_str_in_output")
+        options = {"eos_token_id": stop_token_ids or None, "do_sample": temperature > 0} | rest
+        options |= {"temperature": temperature} if temperature else {}
+        options |= {"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}
+        out = self.model.generate(ids, max_new_tokens=max_tokens, pad_token_id=0, **options)
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=out[0, ids.shape[1] :].tolist())])
+
+
+def test_vllms_engine(monkeypatch):
+    """It is refused by name where it is missing; options become vLLM's, and rows come back as one tensor."""
+    assert all("pip install vllm" in each.words for each in verify(DECODERS["vLLM: ngram"], samples=4))
+    stand_in = ModuleType("vllm")
+    stand_in.LLM, stand_in.SamplingParams = StandIn, dict
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    found = results(verify(DECODERS["vLLM: ngram"], samples=40))
+    refused = [check for check, result in found.items() if result == REFUSED]
+    assert refused == ["processors", "user's processor"] and BROKEN not in found.values()
 
 
 def test_a_loop_that_forgets_what_is_asked():
@@ -125,3 +167,18 @@ def test_the_command_shows_a_table_and_its_exit_status(capsys):
     assert run("verify", "--decoders", "ngram", "--samples", "500") == 0
     shown = capsys.readouterr().out
     assert "ngram" in shown and "stop strings" in shown and max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_command_verifies_strangers_functions(tmp_path, monkeypatch, capsys):
+    """Of a module in the working directory; what raises is refused, and what is no function an error of one line."""
+    (tmp_path / "strange.py").write_text(
+        "class Loops:\n    broken = lambda model, ids, **options: ids\nraises = lambda *_, **__: {}[0]\nnothing = 1\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    assert run("verify", "--function", "strange:Loops.broken", "--samples", "500") == 1
+    assert "BROKEN" in capsys.readouterr().out
+    assert run("verify", "--function", "strange:raises", "--samples", "500") == 0
+    assert "KeyError" in capsys.readouterr().out
+    for name in ("strange:nothing", "strange:gone", "gone:gone"):
+        assert run("verify", "--function", name) == 1 and f"--function {name}" in capsys.readouterr().err

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,7 +18,7 @@ from transformers.utils import logging
 from ..conformance.decoders import DECODERS, Decoder
 from ..conformance.kit import BROKEN, KEPT, REFUSED, Verified, verify_all
 from ..requests import VerifyRequest
-from ..utils import escaped
+from ..utils import escaped, one_line
 
 _STYLES = {KEPT: "green", REFUSED: "dim", BROKEN: "bold red"}
 
@@ -28,6 +31,7 @@ def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[s
     """
     console = console or Console(highlight=False)
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     wanted = request.decoders or ([] if request.function else [*DECODERS])
     if unknown := [name for name in wanted if name not in DECODERS]:
         raise ValueError(f"--decoders {unknown[0]}: choose of {', '.join(map(repr, DECODERS))}")
@@ -42,12 +46,18 @@ def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[s
 
 
 def _found(name: str) -> Decoder:
-    """Return the function `MODULE:NAME`."""
+    """Return the function `MODULE:NAME`, of a module in the working directory, too."""
     module, _, function = name.partition(":")
+    sys.path.append(here := str(Path.cwd()))
     try:
-        return getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--function {name}: no such function as MODULE:NAME ({error})") from error
+        found: Decoder = attrgetter(function)(import_module(module))
+    except Exception as error:  # whatever a stranger's module raises
+        raise ValueError(f"--function {name}: no such function as MODULE:NAME ({one_line(error)})") from error
+    finally:
+        sys.path.remove(here)
+    if not callable(found):
+        raise ValueError(f"--function {name}: it is no function, but a {type(found).__name__}")
+    return found
 
 
 def show(console: Console, found: dict[str, list[Verified]]) -> None:

@@ -16,7 +16,9 @@ from ...generation.attach import AttachableDrafter
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.wrapped_models import untyped
-from ...modeling import EagleHead, MTPHeads
+from ...modeling import BlockDrafter, EagleHead, MTPHeads
+from .checkpoints import block_folder, model_with_modules, zlab
+from .engine import vllm
 
 
 class Decoder(Protocol):
@@ -76,9 +78,18 @@ def prompt_lookup(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) 
     return plain(model, input_ids, prompt_lookup_num_tokens=3, **options)
 
 
-def own_modules(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
-    """Decode with the model's own modules in transformers' own loop (`use_mtp`)."""
-    return plain(model, input_ids, use_mtp=True, **options)
+class OwnModules:
+    """Decoding with a model's own modules in transformers' own loop (`use_mtp`).
+
+    Attributes:
+        small_model: Makes models that have modules, which the kit takes in place of its own.
+    """
+
+    small_model = staticmethod(model_with_modules)
+
+    def __call__(self, model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
+        """Decode."""
+        return plain(model, input_ids, use_mtp=True, **options)
 
 
 def drafted_by(made: Callable[[PreTrainedModel], AttachableDrafter], **own: Any) -> Decoder:
@@ -110,7 +121,9 @@ DECODERS: dict[str, Decoder] = {
     "transformers: plain": plain,
     "transformers: assistant": assisted,
     "transformers: prompt lookup": prompt_lookup,
-    "transformers: use_mtp": own_modules,
+    "transformers: use_mtp": OwnModules(),
+    "z-lab: dflash": zlab,
+    "vLLM: ngram": vllm,
     "ngram": drafted_by(lambda model: NgramDrafter()),
     "suffix": drafted_by(lambda model: SuffixDrafter()),
     "assistant": drafted_by(lambda model: AssistantDrafter(_assistant(model))),
@@ -120,6 +133,7 @@ DECODERS: dict[str, Decoder] = {
         lambda model: _shaken(MTPHeads.from_backbone(model, head_type="hmm", rank=2, unembedding="own"))
     ),
     "EAGLE": drafted_by(_eagle),
+    "dflash": drafted_by(lambda model: BlockDrafter.from_pretrained(block_folder(model)).to(model.dtype).eval()),
     "EAGLE, as a tree": drafted_by(_eagle, draft_tree={"depth": 3, "top_k": 2, "total_tokens": 6}),
 }
 """What `tokenahead verify` looks at, by name."""

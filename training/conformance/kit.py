@@ -101,18 +101,23 @@ def _greedy(decode: Decoder) -> Iterator[Verified]:
 @cache
 def _greedy_checks(make_model: MakesModel) -> tuple[PreTrainedModel, dict[str, list[_Call]]]:
     """Return a model and the calls of every check, with their plain texts; made once."""
-    model = make_model(1, 24)
-    tokenizer, rows = letters(24), [_prompt(length, 24) for length in (7, 3, 12, 5)]
+    model = make_model(1, 8)
+    tokenizer, rows = letters(8), [_prompt(length, 8) for length in (7, 3, 12, 5)]
     batch = _padded(rows)
-    text = plain(model, rows[0], max_new_tokens=_NEW, do_sample=False)[0, rows[0].shape[1] :].tolist()
-    stops = [tokenizer.decode(text[at : at + 2]) for at in (3, 7, 12)]
+    text, looping = (
+        plain(model, row, max_new_tokens=_NEW, do_sample=False)[0, row.shape[1] :].tolist() for row in rows[:2]
+    )
+    stops = [(rows[0], text[at : at + 2]) for at in (3, 9)]
+    stops += [(rows[1], looping[-8 : count - 8]) for count in (4, 5, 6)]  # they end within accepted drafts
     asked: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {
         "greedy": [(row, {}) for row in rows],
         "padded prompt": [(batch[1:2], {})],
         "ragged batch": [(batch, {})],
         "eos": [(row, {"eos_token_id": text[5]}) for row in rows],
         "eos, ragged batch": [(batch, {"eos_token_id": [text[5], text[9]]})],
-        "stop strings": [(rows[0], {"stop_strings": [stop], "tokenizer": tokenizer}) for stop in stops],
+        "stop strings": [
+            (row, {"stop_strings": [tokenizer.decode(stop)], "tokenizer": tokenizer}) for row, stop in stops
+        ],
         "processors": [(row, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}) for row in rows[:2]],
         "user's processor": [(row, {"logits_processor": [Favouring()]}) for row in rows[:2]],
     }
@@ -146,7 +151,9 @@ def _drawn(decode: Decoder, samples: int, seed: int) -> Iterator[Verified]:
 
 
 @cache
-def _sampled_checks(make_model: MakesModel) -> tuple[PreTrainedModel, Tensor, dict[str, tuple[_Options, Distribution]]]:
+def _sampled_checks(
+    make_model: MakesModel,
+) -> tuple[PreTrainedModel, Tensor, Mapping[str, tuple[_Options, Distribution]]]:
     """Return a model, a prompt, and the options and the exact distribution of texts of every check; made once."""
     model, prompt = make_model(3, 6), torch.tensor([[1, 4, 2, 5, 1, 4]])
     fixed = {"max_new_tokens": _DRAWN, "do_sample": True, "top_p": 1.0, "pad_token_id": 0}

@@ -129,20 +129,20 @@ def train_heads(
     model: PreTrainedModel, window: int = 4, steps: int = 60, unembedding: str | None = "own", **options
 ) -> MTPHeads:
     """Attached heads that learned text which the model wrote greedily."""
-    return _taught(MTPHeads.from_backbone(model, window=window, unembedding=unembedding, **options), steps)
+    return taught(MTPHeads.from_backbone(model, window=window, unembedding=unembedding, **options), steps)
 
 
 def train_eagle(model: PreTrainedModel, version: int, steps: int = 40) -> EagleHead:
     """An attached EAGLE head that learned such text, in three steps of drafting where it is EAGLE-3."""
     options = dict(aux_layers=[0, 1, 2], loss_options={"steps": 3}) if version == 3 else {}
-    return _taught(EagleHead.from_backbone(model, version=version, **options), steps)
+    return taught(EagleHead.from_backbone(model, version=version, **options), steps)
 
 
 _LEARNED: dict[str, tuple[dict[str, torch.Tensor], torch.Tensor]] = {}
 """The weights of drafters that learned in this run, and the random state afterwards, by what they follow from."""
 
 
-def _taught(drafter, steps: int):
+def taught(drafter, steps: int):
     """The drafter, trained; where all that this follows from was there before, by copying what was learned then."""
     modules = (drafter.backbone, drafter)
     parts = [f"{steps} {[module.config for module in modules]}".encode(), torch.get_rng_state().numpy().tobytes()]

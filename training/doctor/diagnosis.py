@@ -33,6 +33,8 @@ _CLOSE = 0.03
 """Shares of accepted drafts that differ by less are one: near-ties round differently in blocks."""
 _ENDS = 3
 """And so many verifications, for those at the end of a text are cut short."""
+_READ_OFF = 0.9
+"""Share of first drafts that are right where the answer is read off."""
 _BATCH = 8
 """Prompts that are answered at once."""
 
@@ -100,7 +102,7 @@ def diagnose(
     examination = _Examination(model, tokenizer, drafter, prompts, new_tokens, options)
     texts, runs = examination.answers(chats)
     findings += [layers] if (layers := of_layers(getattr(drafter, "config", None))) is not None else []
-    findings += [untrained(drafter), _of_vocabulary(drafter, texts)]
+    findings += [untrained(drafter, model), _of_vocabulary(drafter, texts)]
     accepted = _accepted(runs)
     if not has_probs(drafter):
         findings.append(Finding("conventions", SKIPPED, f"a {type(drafter).__name__} has no distributions to compare"))
@@ -206,12 +208,15 @@ def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Sourc
 
 def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[Finding]:
     """Yield a finding for each kind of convention: that it fits, or, of all trials, the one that fits better."""
-    length, tried = len(base.by_position), list[tuple[str, str, Drafted]]()
-    tried += [("token shift", f"drafts of {by:+d} places", along(drafter, texts, length, by)) for by in (-1, 1)]
+    length = len(base.by_position)
+    tried = [("token shift", f"drafts of {by:+d} places", along(drafter, texts, length, by)) for by in (-1, 1)]
+    better = [each for each in tried if is_better(each[2], base)]
     for trial in trials_of(drafter):
         with trial.holds():
-            tried.append((trial.check, trial.words, along(drafter, texts, length)))
-    better = [each for each in tried if is_better(each[2], base)]
+            found = along(drafter, texts, length)
+        tried.append((trial.check, trial.words, found))
+        if is_better(found, base) and not (trial.shows_answer and found.by_position[0] < _READ_OFF):
+            better.append(tried[-1])
     best = max(better, key=lambda each: each[2].tokens_per_call, default=None)
     for check in dict.fromkeys(check for check, *_ in tried):
         of_check = [each for each in tried if each[0] == check]

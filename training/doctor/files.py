@@ -29,6 +29,9 @@ _SHOWN_BY = {
 """By check: fields of an EAGLE head's config, and the tensor that is there where the field is true."""
 _SMALLEST = 16
 """Rows and columns of a matrix that is told from noise."""
+_LARGE = 128
+"""From here on the singular values alone tell a trained matrix from noise."""
+_DEVIATION, _ERRORS = 0.02, 4.0
 _ROWS, _ROUNDS = 2048, 40
 Source = str | PathLike[str]
 
@@ -102,35 +105,68 @@ def of_layers(config: Any) -> Finding | None:
     return Finding("layer ids", OK, f"the config names {config.aux_layers}")
 
 
-def untrained(drafter: BaseDrafter) -> Finding:
-    """Return whether matrices of a drafter are as they were made: constant, or noise without any direction."""
+def untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
+    """Return whether matrices of a drafter are as they were made: constant, or noise without any direction.
+
+    Copies of the backbone's tables are left out.
+    """
+    tables = [
+        getattr(part, "weight", None) for part in (backbone.get_input_embeddings(), backbone.get_output_embeddings())
+    ]
     named = [pair for part in drafter.parts().values() for pair in part.named_parameters()]
     learned = [(name, each) for name, each in named if each.requires_grad and not each.is_meta]
     matrices = [(name, each) for name, each in learned if each.dim() > 1 and each.is_floating_point()]
+    matrices = [pair for pair in matrices if not any(_are_equal(pair[1], table) for table in tables)]
     if not matrices:
         return Finding("untrained tensors", SKIPPED, "it has no matrices")
-    found = [name for name, each in matrices if is_new(each.detach())]
+    deviation = getattr(getattr(drafter, "config", None), "initializer_range", None)
+    found = [name for name, each in matrices if is_new(each.detach(), deviation or _DEVIATION)]
     if not found:
         return Finding("untrained tensors", OK, f"none of {len(matrices)} matrices")
     names = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
     return Finding("untrained tensors", FAULT, f"as newly made ({len(found)} of {len(matrices)}): {names}")
 
 
+def _are_equal(matrix: Tensor, table: object) -> bool:
+    if not isinstance(table, Tensor) or table.is_meta or table.shape != matrix.shape:
+        return False
+    return matrix.equal(table.to(matrix))
+
+
 @torch.no_grad()
-def is_new(weight: Tensor) -> bool:
-    """Return whether a weight [.., m, n] is constant, or independent noise: its largest singular value is then that of
-    noise, s (sqrt m + sqrt n), which no trained matrix keeps."""
-    matrix = weight.flatten(0, -2)[:_ROWS, :_ROWS].float()  # [m, n]; a part of noise is noise
+def is_new(weight: Tensor, deviation: float = _DEVIATION) -> bool:
+    """Return whether a weight [.., m, n] is constant, or independent noise as it is made.
+
+    The largest singular value of noise is s (sqrt m + sqrt n), which no large matrix keeps that is trained; a small one
+    may, and so its numbers must also be normal of a usual deviation, or uniform as in `torch.nn.Linear`.
+
+    Args:
+        weight: Of a drafter.
+        deviation: Standard deviation of the drafter's new weights (`initializer_range`).
+    """
+    matrix = weight.flatten(0, -2).float()  # [m, n]
     if bool((matrix == matrix.flatten()[0]).all()):
         return True
-    rows, columns = matrix.shape
-    if min(rows, columns) < _SMALLEST or not bool(matrix.isfinite().all()):
+    if min(matrix.shape) < _SMALLEST or not bool(matrix.isfinite().all()):
         return False
+    if min(matrix.shape) < _LARGE and not _is_as_made(matrix, deviation):
+        return False
+    matrix = matrix[:_ROWS, :_ROWS]  # a part of noise is noise
+    rows, columns = matrix.shape
     direction = torch.randn(columns, generator=torch.Generator().manual_seed(0)).to(matrix.device)
     for _ in range(_ROUNDS):
         direction = torch.nn.functional.normalize(matrix.T @ (matrix @ direction), dim=0)
     largest, edge = float((matrix @ direction).norm()), float(matrix.std()) * (rows**0.5 + columns**0.5)
     return largest < edge * (1 + min(rows, columns) ** (-2 / 3))
+
+
+def _is_as_made(matrix: Tensor, deviation: float) -> bool:
+    """Return whether numbers deviate as new ones do, within four standard errors."""
+    count, found = matrix.numel(), float(matrix.square().mean().sqrt())
+    bound = matrix.shape[1] ** -0.5  # of the uniform numbers of `torch.nn.Linear`
+    fills = 1 - 20 / count < float(matrix.abs().max()) / bound < 1 + 2**-8  # bfloat16 rounds up
+    usual = [deviation, _DEVIATION, 1.0, *[bound / 3**0.5] * fills]
+    return any(abs(found / each - 1) * (2 * count) ** 0.5 < _ERRORS for each in usual)
 
 
 def too_large(tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> list[str]:

@@ -20,11 +20,17 @@ from ...modeling.eagle.conversion import default_aux_layers, resolved_aux_layers
 
 @dataclass(frozen=True)
 class Trial:
-    """A convention to try: what it is about, what fits if it is the better one, and a context in which it holds."""
+    """A convention to try: what it is about, what fits if it is the better one, and a context in which it holds.
+
+    Attributes:
+        shows_answer: Rows read what follows the next token, from which any head guesses better; only a head that reads
+            it off has learned so.
+    """
 
     check: str
     words: str
     holds: Callable[[], Any]
+    shows_answer: bool = False
 
 
 def trials_of(drafter: object) -> list[Trial]:
@@ -86,8 +92,8 @@ def replaced(owner: object, **values: Any) -> Iterator[None]:
 
 def _shifts_of_eagle(head: EagleHead) -> Iterator[Trial]:
     for by in (-1, 1):
-        yield Trial("feature shift", f"features of {_off(by)}", lambda by=by: shifted_rows(head, features=by))
-        yield Trial("token shift", f"tokens of {_off(by)}", lambda by=by: shifted_rows(head, tokens=by))
+        yield Trial("feature shift", f"features of {_off(by)}", lambda by=by: shifted_rows(head, features=by), by > 0)
+        yield Trial("token shift", f"tokens of {_off(by)}", lambda by=by: shifted_rows(head, tokens=by), by > 0)
         if head.config.mask_token_id is None:
             where = f"positions of drafted rows {'one less' if by < 0 else 'one more'}"
             yield Trial("positions", where, lambda by=by: shifted_rows(head, positions=by))
@@ -95,7 +101,7 @@ def _shifts_of_eagle(head: EagleHead) -> Iterator[Trial]:
 
 def _shifts_of_heads(heads: MTPHeads) -> Iterator[Trial]:
     for by in (-1, 1):
-        yield Trial("feature shift", f"states of {_off(by)}", lambda by=by: shifted_features(heads, by))
+        yield Trial("feature shift", f"states of {_off(by)}", lambda by=by: shifted_features(heads, by), by > 0)
 
 
 def _off(by: int) -> str:

@@ -1,7 +1,7 @@
 """What a backbone already knows of tokens further ahead, and what its drafter has learned.
 
     python benchmarks/analyze.py --depth 4 -- --model_name_or_path MODEL --dataset_name DATA --drafter heads
-    python benchmarks/analyze.py -- CONFIG.yaml --drafter_name_or_path HEADS      # the file of a training
+    python benchmarks/analyze.py -- CONFIG.yaml --drafter heads:HEADS      # the file of a training
 
 The words behind `--` are those of `tokenahead train`; `analysis.json` and `analysis.png` stand in its `output_dir`.
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration import MTPHeadConfig
 from ..generation.tensors.saving import files_of, finish
-from ..modeling import EagleHead
+from ..modeling.common.foreign import ForeignLayoutsMixin
 from ..modeling.common.stored_drafters import drafter_class
 from .utils import replace_file
 
@@ -23,7 +23,7 @@ _SUMS = "checksums.json"
 """The file of a checkpoint that is written last, with the checksums of all others."""
 _LATE_FILES = ("optimizer.pt", "scheduler.pt", _SUMS)
 _OF_BACKBONES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_nextn_predict_layers")
-_OF_DRAFTERS = ("version", "draft_vocab_size", "variant", "sampler", "features", "num_slots", "lora_rank")
+_OF_DRAFTERS = ("version", "law", "draft_vocab_size", "variant", "sampler", "features", "num_slots", "lora_rank")
 
 
 def last_whole_checkpoint(run: str | PathLike) -> str | None:
@@ -111,8 +111,8 @@ def check_checkpoint(checkpoint: str | Path, model: PreTrainedModel) -> None:
     if not file.is_file() or hasattr(model, "peft_config"):
         return
     model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    if isinstance(model, EagleHead) and drafter_class(checkpoint) is EagleHead:  # in a layout of other tools, perhaps
-        earlier: PreTrainedConfig = EagleHead.stored_config(checkpoint)
+    if isinstance(model, ForeignLayoutsMixin) and drafter_class(checkpoint) is type(model):  # in any of its layouts
+        earlier: PreTrainedConfig = type(model).stored_config(checkpoint)
     elif model_type != config.model_type:
         raise ValueError(_differs(checkpoint, "model_type", model_type, config.model_type))
     else:

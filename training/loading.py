@@ -117,7 +117,7 @@ def load_drafter(
         put_adapters(backbone, trained)
     elif trained is not None and not has_adapters(trained) and trained.resolve() != Path(name).resolve():
         raise ValueError(f"--model {name}: the backbone of {source} learned with these heads; name {trained} instead")
-    drafter: Any = read_drafter(source, backbone.dtype, **options)
+    drafter: Any = read_drafter(source, backbone.dtype, backbone, **options)
     return drafter.to(backbone.device).eval().attach(backbone)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole
@@ -21,6 +21,9 @@ from ..heads.conversion import holds_backbone, published_layout
 from .loading import StrictLoadingMixin
 
 _FILES = ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"]
+"""Of heads in a published layout, on the Hub."""
+_WITHOUT_CONFIG = ["params.json", "consolidated*.pth", "config.yaml", "model@*.pt"]
+"""Of layouts that have no config.json."""
 
 
 def stored_kinds() -> dict[str | None, Any]:
@@ -44,7 +47,8 @@ def drafter_class(name: str | PathLike[str], **hub: Any) -> type[Any] | None:
     if layout_of(fields) is not None:
         return BlockDrafter
     try:
-        if published_layout(Path(name), fields) is not None:
+        directory = Path(name) if fields else _local(name, _WITHOUT_CONFIG, **hub)
+        if published_layout(directory, fields) is not None:
             return MTPHeads
         return EagleHead if fields and is_foreign_head(fields, tensor_names(name, **hub)) else None
     except OSError:  # files that the Hub does not give
@@ -60,12 +64,15 @@ def holds_drafter_alone(name: str | PathLike[str], **hub: Any) -> bool:
 
 
 @reads_whole
-def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -> Any:
-    """Return the drafter in a directory or a Hub repository, in any layout; it is not attached.
+def read_drafter(
+    name: str | PathLike[str], dtype: Any = None, backbone: PreTrainedModel | None = None, **options: Any
+) -> Any:
+    """Return the drafter in a directory or a Hub repository, in any layout, not attached.
 
     Args:
         name: See `drafter_class`.
         dtype: Of its weights; None or `"auto"`: the stored one.
+        backbone: The model that it drafts for, which published heads with draft layers need; such heads are attached.
         **options: Of `from_pretrained` (`revision`, ...; for an EAGLE head `aux_layers`, for a block drafter
             `feature_layers`), or of `from_official`.
 
@@ -78,9 +85,17 @@ def read_drafter(name: str | PathLike[str], dtype: Any = None, **options: Any) -
         raise ValueError(f"{name}: no drafter (heads, an EAGLE head, a block drafter, a student) in a known layout")
     if kind is not MTPHeads or _fields(name, **hub).get("model_type") in stored_kinds():
         return kind.from_pretrained(name, dtype="auto" if dtype is None else dtype, **options)
-    directory = name if Path(name).is_dir() else snapshot_download(str(name), allow_patterns=_FILES, **hub)
-    heads = MTPHeads.from_official(directory, **{key: value for key, value in options.items() if key not in hub})
+    directory = _local(name, _FILES + _WITHOUT_CONFIG, **hub)
+    options = {key: value for key, value in options.items() if key not in hub}
+    heads = MTPHeads.from_official(directory, backbone, **options)
     return heads if dtype in (None, "auto") else heads.to(dtype)
+
+
+def _local(name: str | PathLike[str], patterns: list[str], **hub: Any) -> Path:
+    """Return the directory of a name, with files of such names where it is one on the Hub."""
+    if Path(name).is_dir() or str(name).count("/") != 1:
+        return Path(name)
+    return Path(snapshot_download(str(name), allow_patterns=patterns, **hub))
 
 
 def _fields(name: str | PathLike[str], **hub: Any) -> Fields:

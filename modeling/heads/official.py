@@ -277,6 +277,11 @@ def with_backbone(directory: Path, options: Fields, backbone: PreTrainedModel | 
     if backbone is None:
         raise ValueError(f"{directory}: its heads read adapted layers of their backbone: pass backbone=, the model")
     own, count = backbone.config.get_text_config().to_dict(), options["backbone_config"]["num_hidden_layers"]
+    if own["model_type"] == "evabyte":  # which runs draft layers itself
+        raise ValueError(
+            f"{directory}: its heads adapt layers of EvaByte: EvaByteForMTPC.from_official(directory, backbone) puts "
+            "them into the model, whose save_pretrained writes a model that drafts for itself"
+        )
     if own["num_hidden_layers"] != count:
         raise ValueError(f"{directory}: its backbone has {count} layers, and backbone has {own['num_hidden_layers']}")
     return options | {"backbone_config": own}

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
+from tests import mtpc_files
 from tests.eagle_models import tiny_backbone
-from tokenahead import EagleHead, MTPHeads, PTPStudent
+from tokenahead import BlockDrafter, EagleHead, MTPHeads, PTPStudent
 from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from tokenahead.training import MTPTrainer
 
@@ -29,15 +30,26 @@ CASES = {
     "vllm heads": lambda base: MTPHeads.from_backbone(base, **OWN_UNEMBEDDING),
     "hydra heads": lambda base: MTPHeads.from_backbone(base, head_type="hydra", unembedding="own"),
     "gloeckle heads": lambda base: MTPHeads.from_backbone(base, head_type="layer"),
+    "z-lab block": lambda base: BlockDrafter.from_backbone(base, law="markov", layers=1, block_size=3),
+    "speculators block": lambda base: BlockDrafter.from_backbone(base, layers=1, draft_ids=IDS[0].unique()),
+    "deepspec block": lambda base: BlockDrafter.from_backbone(base, law="independent", layers=1),
+    "mtpc heads": lambda base: MTPHeads.from_backbone(base),
+    "mtpc heads on draft layers": lambda base: MTPHeads.from_backbone(base),
 }
 
 
 def written(name, folder):
     """A directory in a layout, and the backbone that its drafter was made for."""
-    base = tiny_backbone()
-    drafter, layout = CASES[name](base), name.split()[0]
+    layout = name.split()[0]
+    base = tiny_backbone(num_key_value_heads=4 if layout == "mtpc" else 2)
+    drafter = CASES[name](base)
     if layout == "tokenahead":
         drafter.save_pretrained(folder, remote_code=None)
+    elif layout == "mtpc":
+        text, lora = base.config, int("layers" in name)
+        sizes = dict(vocab=text.vocab_size, layers=text.num_hidden_layers, lora=lora)
+        widths = dict(width=text.hidden_size, inner=text.intermediate_size)
+        mtpc_files.write(folder, mtpc_files.published("hmm", **sizes, **widths), mtpc_files.settings("hmm", **sizes))
     else:
         drafter.export(folder, layout)
     return base, type(drafter.detach())
@@ -47,7 +59,7 @@ def written(name, folder):
 def test_every_layout_is_named_and_read(name, tmp_path):
     base, kind = written(name, tmp_path)
     assert drafter_class(tmp_path) is kind and holds_drafter_alone(tmp_path)
-    drafter = read_drafter(tmp_path, torch.float32).attach(base)
+    drafter = read_drafter(tmp_path, torch.float32, base).attach(base)
     assert type(drafter) is kind
     plain = base.generate(IDS[:1], max_new_tokens=12)
     assert torch.equal(base.generate(IDS[:1], max_new_tokens=12, assistant_model=drafter), plain)
@@ -59,7 +71,7 @@ def test_training_goes_on_from_its_own_checkpoint(name, tmp_path):
     data, out = [{"input_ids": row, "labels": row} for row in IDS], tmp_path / "run"
     weights = []
     for resumed in ({}, {"resume_from_checkpoint": str(out / "checkpoint-1")}):
-        drafter = read_drafter(tmp_path / "read", torch.float32).attach(base)
+        drafter = read_drafter(tmp_path / "read", torch.float32, base).attach(base)
         options = TrainingArguments(out, max_steps=2, save_steps=1, report_to="none", use_cpu=True)
         MTPTrainer(drafter, options, train_dataset=data).train(**resumed)
         weights.append({key: tensor.clone() for key, tensor in drafter.state_dict().items()})
@@ -122,7 +134,7 @@ def test_a_merged_medusa_model_that_does_not_count_its_heads(form, prefix, tmp_p
 
 
 @pytest.mark.parametrize("wrap", ["module.", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("name", [name for name in CASES if "tokenahead" not in name and "gloeckle" not in name])
+@pytest.mark.parametrize("name", [name for name in CASES if name.split()[0] not in ("tokenahead", "gloeckle", "mtpc")])
 def test_names_of_wrapped_models_are_understood(name, wrap, tmp_path):
     written(name, tmp_path)
     expected = read_drafter(tmp_path).state_dict()

@@ -86,8 +86,8 @@ def build(settings: Settings) -> Trainee:
         options["trust_remote_code"] = True
     if quantization := get_quantization_config(model):
         options |= {"quantization_config": quantization, "device_map": {"": settings.training.device}}
-    with_modules = arguments.drafter in ("own", "modules")
-    backbone = load_backbone(source, "model_name_or_path", "drafter_name_or_path", with_modules, **options)
+    with_modules = arguments.kind in ("own", "modules")
+    backbone = load_backbone(source, "model_name_or_path", "drafter", with_modules, **options)
     tokenizer = _tokenizer(source, backbone)
     try:
         drafter = _drafter(arguments, backbone)
@@ -137,13 +137,13 @@ def _tokenizer(source: str, backbone: PreTrainedModel) -> PreTrainedTokenizerBas
 def _drafter(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
     """Return the model to train."""
     options = _drafter_options(arguments)
-    if arguments.drafter_name_or_path is not None:
-        return _stored(arguments, backbone)
-    if arguments.drafter == "own" or isinstance(backbone, DeepSeekMTP):
+    if arguments.source is not None:
+        return _stored(arguments, arguments.source, backbone)
+    if arguments.kind == "own" or isinstance(backbone, DeepSeekMTP):
         return _own(backbone, options)
     if is_parallel(backbone):
         raise ValueError(f"drafter={arguments.drafter!r}: a PTPForCausalLM is trained as it is; set drafter to 'own'")
-    return DRAFTERS[arguments.drafter].from_backbone(backbone, **options)
+    return DRAFTERS[arguments.kind].from_backbone(backbone, **options)
 
 
 def _drafter_options(arguments: DrafterArguments) -> Kwargs:
@@ -167,18 +167,20 @@ def _own(model: Any, options: Kwargs) -> Any:
     return model
 
 
-def _stored(arguments: DrafterArguments, backbone: PreTrainedModel) -> PreTrainedModel:
-    name = str(arguments.drafter_name_or_path)
+def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel) -> PreTrainedModel:
     options = _drafter_options(arguments)
     taken = {"eagle": {"aux_layers"}, "block": {"feature_layers", "sample_from_anchor", "block_size"}}
-    if options.keys() - taken.get(arguments.drafter, set()):
+    taken["auto"] = set().union(*taken.values())
+    if options.keys() - taken.get(arguments.kind, set()):
         raise ValueError(
             f"drafter_options are for a new drafter, and {name} exists already: leave one of them out (an EAGLE head "
             "takes aux_layers, and a block drafter feature_layers, where its config.json does not name them)"
         )
-    if arguments.drafter not in APART:
-        raise ValueError(f"drafter={arguments.drafter!r}: only {', '.join(APART)} have directories of their own")
-    return load_drafter(name, backbone, "drafter_name_or_path", arguments.drafter, **options)
+    drafter = load_drafter(name, backbone, "drafter", None if arguments.kind == "auto" else arguments.kind, **options)
+    if not isinstance(drafter, tuple(DRAFTERS[kind] for kind in APART)):
+        kinds = ", ".join(APART)
+        raise ValueError(f"drafter={arguments.drafter!r} holds a {type(drafter).__name__}: choose of {kinds}")
+    return drafter
 
 
 def _apply_loss_options(model: Any, arguments: DrafterArguments) -> None:
@@ -202,12 +204,12 @@ def is_parallel(model: PreTrainedModel) -> bool:
 
 
 def with_moved_backbone(settings: Settings) -> Settings:
-    """Return the settings with the backbone that learned together with the heads of `drafter_name_or_path`, if any.
+    """Return the settings with the backbone that learned together with the heads of `drafter`, if any.
 
     `model_name_or_path` may name that backbone, or the one that it was trained from, or nothing. Adapters are put on
     any backbone that is named, for a directory may have been moved.
     """
-    heads, named = settings.drafter.drafter_name_or_path, settings.model.model_name_or_path
+    heads, named = settings.drafter.source, settings.model.model_name_or_path
     trained = trained_backbone(heads) if heads else None
     if heads is None or trained is None:
         return settings
@@ -217,7 +219,7 @@ def with_moved_backbone(settings: Settings) -> Settings:
         if named is not None and not _is_same(named, before := named_base(trained)):
             warnings.warn(f"the adapters of {trained} were trained for {before}, and are put on {named}", stacklevel=2)
         backbone, adapters = named or base_of(trained), str(trained)
-    elif named is not None and not _is_same(named, load_config(heads, "drafter_name_or_path").base_model_name_or_path):
+    elif named is not None and not _is_same(named, load_config(heads, "drafter").base_model_name_or_path):
         raise ValueError(
             f"model_name_or_path={named}: the backbone of {heads} learned with these heads; name {trained}, or leave "
             "model_name_or_path out"
@@ -227,12 +229,12 @@ def with_moved_backbone(settings: Settings) -> Settings:
 
 def note_backbone(trainee: Trainee, requested: Settings, settings: Settings) -> None:
     """Record in a drafter that continues which backbone it now has, as in a new one."""
-    if not trainee.model.is_apart or settings.drafter.drafter_name_or_path is None:
+    if not trainee.model.is_apart or settings.drafter.source is None:
         return
     is_frozen = settings.drafter.training_strategy().train == "drafter"
     if is_frozen and settings.adapters is not None:
         raise ValueError(
-            f"drafter_name_or_path={settings.drafter.drafter_name_or_path}: these heads learned with the adapters of "
+            f"drafter={settings.drafter.drafter}: these heads learned with the adapters of "
             f"{settings.adapters}, which heads alone would not save; set strategy: {{train: lora}}, or merge them into "
             "the backbone, and name the merged one"
         )

@@ -124,7 +124,7 @@ def check_output(directory: Path, settings: Settings) -> None:
     """Refuse to overwrite the model, or the drafter, that the training begins with."""
     sources = {
         "model_name_or_path": settings.model.model_name_or_path,
-        "drafter_name_or_path": settings.drafter.drafter_name_or_path,
+        "drafter": settings.drafter.source,
     }
     for name, source in sources.items():
         if source and Path(source).resolve() in (directory.resolve(), (directory / BACKBONE).resolve()):

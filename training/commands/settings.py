@@ -27,7 +27,8 @@ with needs_extra("train", "tokenahead train"):
 _GROUP = "settings of tokenahead"
 """Title in `--help` of the settings that TRL does not have."""
 APART = ("heads", "eagle", "block")
-"""Drafters that are apart from their backbone, and have directories of their own."""
+"""Drafters that are apart from their backbone, in separate directories."""
+_KINDS = ("own", *APART, "modules", "parallel")
 _SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "acceptance")
 
 
@@ -41,11 +42,8 @@ class DrafterArguments:
         "own",
         help="own: the heads, modules or slots that the model brings (EvaByte, DeepSeekMTP, PTP). New ones for any "
         "other causal language model: heads (MTPHeads), eagle (EagleHead), block (BlockDrafter), modules "
-        "(DeepSeekMTP), parallel (PTP)",
-        choices=["own", *APART, "modules", "parallel"],
-    )
-    drafter_name_or_path: str | None = option(
-        None, help="Directory, or name on the Hub, of heads, an EAGLE head or a block drafter to continue from."
+        "(DeepSeekMTP), parallel (PTP). heads:SOURCE, eagle:SOURCE, block:SOURCE or auto:SOURCE: one to continue from, "
+        "in a directory or on the Hub, in any layout.",
     )
     drafter_options: dict | str | None = option(
         None,
@@ -74,6 +72,27 @@ class DrafterArguments:
     def __post_init__(self) -> None:
         for name in _SECTIONS:
             setattr(self, name, _section(name, vars(self)[name]))
+        kinds = _KINDS if self.source is None else ("auto", *APART)
+        if self.kind not in kinds or self.source == "":
+            raise ValueError(
+                f"drafter={self.drafter!r}: choose of {', '.join(_KINDS)}; to continue from a drafter, of "
+                f"{', '.join(f'{kind}:SOURCE' for kind in ('auto', *APART))}"
+            )
+
+    @property
+    def kind(self) -> str:
+        """What the drafter is; `"auto"`: what its source holds."""
+        return self.drafter.partition(":")[0]
+
+    @property
+    def source(self) -> str | None:
+        """Directory, or name on the Hub, of the drafter that the training begins with; None: a new one."""
+        return self.drafter.partition(":")[2] if ":" in self.drafter else None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the drafter is apart from its backbone."""
+        return self.kind in ("auto", *APART)
 
     def options(self, section: str) -> Kwargs:
         """Return a copy of the options of a section; empty where it is not set."""
@@ -156,16 +175,16 @@ class Settings:
             f"use_peft=True with drafter={drafter.drafter!r} would put adapters on the drafter, not on its backbone"
         )
         hint = "leave use_peft out, and set strategy: {train: lora}"
-        instead = hint if drafter.drafter == "heads" else "leave it out: this drafter learns on a frozen backbone"
+        instead = hint if drafter.kind == "heads" else "leave it out: this drafter learns on a frozen backbone"
         name, alone = self.data.dataset_name, f"strategy={drafter.strategy} beside use_peft=True: PEFT alone decides"
-        is_apart = drafter.drafter in APART and drafter.options("strategy").get("train", "drafter") == "drafter"
+        is_apart = drafter.is_apart and drafter.options("strategy").get("train", "drafter") == "drafter"
         frozen = "a quantised backbone does not learn; choose drafter: heads, eagle or block, or leave it out"
         refuse(
             [
                 (self.mixture.datasets and name, f"dataset_name={name} beside `datasets`: leave one of them out"),
                 (model.load_in_4bit and not is_apart, f"load_in_4bit=True: {frozen}"),
                 (model.load_in_8bit and not is_apart, f"load_in_8bit=True: {frozen}"),
-                (model.use_peft and drafter.drafter in APART, f"{of_drafter}; {instead}"),
+                (model.use_peft and drafter.is_apart, f"{of_drafter}; {instead}"),
                 (model.use_peft and drafter.strategy, f"{alone} then what learns; leave strategy out, or {hint}"),
             ]
         )

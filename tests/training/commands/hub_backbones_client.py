@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
     found = {}
     for kind in ("alone", "adapted", "whole"):
         name, wanted = f"me/{kind}", push(folder, kind)
-        words = ["--drafter", "heads", "--drafter_name_or_path", name, "--output_dir", str(folder / "out")]
+        words = ["--drafter", f"heads:{name}", "--output_dir", str(folder / "out")]
         settings = with_moved_backbone(read_settings(words))
         backbone = settings.model.model_name_or_path or str(folder / "llama")
         found[kind] = {

@@ -37,7 +37,7 @@ def test_what_was_trained_is_what_is_measured(learns, settings_of, folders, tmp_
     options = dict(drafter="heads", strategy={"train": learns}, eval_strategy="steps", eval_steps=4, acceptance=False)
     log = train(settings_of(**options, learning_rate=0.05)).state.log_history
     wanted = next(entry for entry in log if "eval_loss" in entry)
-    settings = settings_of(drafter="heads", drafter_name_or_path=str(tmp_path / "run"))
+    settings = settings_of(drafter=f"heads:{tmp_path / 'run'}")
     settings, _, trainer = drafter_and_data(settings)
     assert trainer.evaluate()["eval_loss_head_2"] == pytest.approx(wanted["eval_loss_head_2"], rel=1e-4)
     assert (settings.adapters is None) == (learns == "all")

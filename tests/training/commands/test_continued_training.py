@@ -30,11 +30,11 @@ def test_a_training_goes_on_with_the_backbone_that_learned(named, first, folders
     learns, run, wanted = first
     names = {"where it began": folders / "llama", "nothing": None, "where it ended": run / "backbone"}
     name = names[named] and str(names[named])
-    options = dict(drafter="heads", drafter_name_or_path=str(run), strategy={"train": learns}, model_name_or_path=name)
+    options = dict(drafter=f"heads:{run}", strategy={"train": learns}, model_name_or_path=name)
     second = train(settings_of(**options, **STILL, output_dir=str(tmp_path / "second")))
     torch.testing.assert_close(backbone_of(second)(IDS).logits, wanted)
     third = train(
-        settings_of(**options | {"drafter_name_or_path": str(tmp_path / "second")}, output_dir=str(tmp_path / "third"))
+        settings_of(**options | {"drafter": f"heads:{tmp_path / 'second'}"}, output_dir=str(tmp_path / "third"))
         if named != "where it ended"
         else settings_of(**options, output_dir=str(tmp_path / "third"))
     )
@@ -48,7 +48,7 @@ def test_another_backbone_than_that_which_learned(first, folders, settings_of, t
     learns, run, _ = first
     other = shutil.copytree(folders / "llama", tmp_path / "other")
     settings = settings_of(
-        drafter="heads", drafter_name_or_path=str(run), strategy={"train": learns}, model_name_or_path=str(other),
+        drafter=f"heads:{run}", strategy={"train": learns}, model_name_or_path=str(other),
         output_dir=str(tmp_path / "second"), **STILL,
     )  # fmt: skip
     if learns == "lora":
@@ -65,7 +65,7 @@ def test_another_backbone_than_that_which_learned(first, folders, settings_of, t
 def test_heads_alone_go_on_with_a_backbone_that_learned(first, settings_of, tmp_path, capsys):
     learns, run, wanted = first
     settings = settings_of(
-        drafter="heads", drafter_name_or_path=str(run), output_dir=str(tmp_path / "second"), eval_strategy="steps",
+        drafter=f"heads:{run}", output_dir=str(tmp_path / "second"), eval_strategy="steps",
         eval_steps=4, acceptance=False,
     )  # fmt: skip
     if learns == "lora":  # what is saved would be heads without the adapters that they learned with
@@ -76,8 +76,8 @@ def test_heads_alone_go_on_with_a_backbone_that_learned(first, settings_of, tmp_
     assert torch.equal(backbone_of(trainer)(IDS).logits, wanted)
     assert MTPHeads.from_pretrained(tmp_path / "second").config.base_model_name_or_path == str(run / "backbone")
     wanted = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
-    options = {"drafter_name_or_path": str(tmp_path / "second"), "model_name_or_path": str(run / "backbone")}
-    *_, measuring = drafter_and_data(settings_of(drafter="heads", **options))
+    options = {"drafter": f"heads:{tmp_path / 'second'}", "model_name_or_path": str(run / "backbone")}
+    *_, measuring = drafter_and_data(settings_of(**options))
     assert measuring.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-4)
 
 
@@ -85,7 +85,7 @@ def test_heads_say_which_backbone_they_went_on_with(settings_of, folders, tmp_pa
     """Frozen both times, on a copy the second time."""
     train(settings_of(drafter="heads", max_steps=1))
     other = str(shutil.copytree(folders / "llama", tmp_path / "other"))
-    options = dict(drafter="heads", drafter_name_or_path=str(tmp_path / "run"), max_steps=1)
+    options = dict(drafter=f"auto:{tmp_path / 'run'}", max_steps=1)
     train(settings_of(**options, model_name_or_path=other, output_dir=str(tmp_path / "second")))
     assert MTPHeads.from_pretrained(tmp_path / "second").config.base_model_name_or_path == other
 

@@ -177,7 +177,7 @@ def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel) -
             "takes aux_layers, and a block drafter feature_layers, where its config.json does not name them)"
         )
     drafter = load_drafter(name, backbone, "drafter", None if arguments.kind == "auto" else arguments.kind, **options)
-    if not isinstance(drafter, tuple(DRAFTERS[kind] for kind in APART)):
+    if not issubclass(type(drafter), tuple(DRAFTERS[kind] for kind in APART)):
         kinds = ", ".join(APART)
         raise ValueError(f"drafter={arguments.drafter!r} holds a {type(drafter).__name__}: choose of {kinds}")
     return drafter

@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
+import drafters_table  # noqa: E402
 import families_table  # noqa: E402
 import gpu  # noqa: E402
 import planned  # noqa: E402
@@ -18,6 +19,7 @@ __all__ = [
     "analysis_figure",
     "analyze",
     "drafter_and_data",
+    "drafters_table",
     "families_table",
     "gpu",
     "planned",

@@ -15,7 +15,7 @@ import griffe
 import pytest
 
 import tokenahead
-from tests.benchmark_modules import families_table, serving_table, training_tables
+from tests.benchmark_modules import drafters_table, families_table, serving_table, training_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -103,14 +103,22 @@ def exists(name: str) -> bool:
     return False
 
 
+def reference() -> list[str]:
+    """The names that the reference shows."""
+    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    return [name for page in pages for name in re.findall(r"^::: (tokenahead\.[\w.]+)$", page, re.M)]
+
+
 def test_the_reference_has_every_public_name():
-    shown = re.findall(r"^::: tokenahead\.(\w+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
-    assert sorted(shown) == sorted(tokenahead.__all__)
+    shown = [name.removeprefix("tokenahead.") for name in reference()]
+    assert sorted(name for name in shown if "." not in name) == sorted(tokenahead.__all__)
+    listed = re.findall(r"`(\w+)`", (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("|---")[2])
+    assert sorted(listed) == sorted(name.rpartition(".")[2] for name in shown)
 
 
 def test_the_reference_documents_the_parameters_of_signatures(caplog):
     """What `mkdocs build --strict` refuses, on the classes that it shows, with the griffe that is installed."""
-    shown = re.findall(r"^::: (tokenahead\.[\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.M)
+    shown = reference()
     extensions = griffe.load_extensions(str(ROOT / "docs" / "docstrings.py"))
     loader = griffe.GriffeLoader(extensions=extensions, search_paths=[ROOT], docstring_parser="google")
     package = loader.load("tokenahead")
@@ -138,6 +146,15 @@ def test_the_tables_of_families_are_those_of_the_registry_the_tests_and_the_last
     """Otherwise: `python benchmarks/families_table.py`."""
     page = families_table.PAGE.read_text(encoding="utf-8")
     assert families_table.rewritten(page) == page
+
+
+def test_the_table_of_public_drafters_is_that_of_the_data():
+    """Otherwise: `python benchmarks/drafters_table.py`."""
+    page, parts = drafters_table.PAGE.read_text(encoding="utf-8"), json.loads(drafters_table.DATA.read_text())
+    assert drafters_table.rewritten(page) == page and page.count("| [list](https://") > 60
+    names = [name for part in parts for name in part["drafters"]]
+    assert len(names) == len(set(names)) and {part["class"] for part in parts} <= {*tokenahead.__all__}
+    assert all(name.count("/") == 1 and name in names for part in parts for name in part["licences"])
 
 
 def test_what_a_drafter_costs_is_what_the_counts_say():

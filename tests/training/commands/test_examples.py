@@ -33,6 +33,8 @@ def test_every_file_trains(file, folders, data, tmp_path):
     model, out = "evabyte" if file.stem == "evabyte" else "llama", tmp_path / "out"
     words = ["--model_name_or_path", str(folders / model), "--dataset_name", str(data["chat"]), "--max_steps", "2"]
     words += ["--drafter_options", '{"draft_vocab_size": 128}'] if file.stem == "eagle" else []
+    answers = json.dumps({"folder": str(tmp_path / "answers"), "max_new_tokens": 4})
+    words += ["--regenerate", answers] if file.stem == "eagle1" else []
     commands_train(read_settings([str(file), *words, "--output_dir", str(out), "--test_split_size", "0.25"]))
     assert (out / "config.json").is_file() and len(json.loads((out / "metrics.json").read_text()))
 

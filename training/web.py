@@ -43,15 +43,17 @@ _LEGEND = """<style>
 .ta span {unicode-bidi: isolate; border-radius: 3px; padding: 1px 0} .ta .prompt, .ta .rejected {opacity: .65}
 .ta .drafted {background: #28a75a55} .ta .own {background: #f0aa0055; box-shadow: inset 0 -2px #dc8c00}
 .ta .rejected {text-decoration: line-through; font-size: 12px} .ta meter {width: 40%; margin-right: 1em}
+body:has(.ta input:checked) .ta.text .rejected {display: none}
 .ta .node {display: flex; align-items: flex-start} .ta .node > span {padding: 0 5px; margin: 2px 0}
 .ta .node .node::before {content: "─"; opacity: .5} .ta .node > div:has(> .node + .node) {border-left: 1px solid #888}
 </style><div class="ta"><span class="prompt">prompt</span> · <span class="drafted">drafted and accepted</span> ·
-<span class="own">the verifier's own</span> · <span class="rejected">rejected drafts</span></div>"""
+<span class="own">the backbone's own</span> · <span class="rejected">rejected drafts</span>
+<label><input type="checkbox"> hide rejected drafts</label></div>"""
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One call of the model: drafted ids, the node before each (-1: none), accepted nodes, the verifier's own id."""
+    """One call of the model: drafted ids, the node before each (-1: none), accepted nodes, the backbone's own id."""
 
     drafts: list[int]
     parents: list[int]
@@ -59,7 +61,7 @@ class Cycle:
     added: int
 
     def spans(self) -> list[tuple[str, list[int]]]:
-        """Return accepted ids, those that the draft had after them (of siblings the first), and the verifier's own."""
+        """Return accepted ids, those that the draft had after them (of siblings the first), and the backbone's own."""
         node, rejected = (self.path or [-1])[-1], []
         while node in self.parents:
             node = self.parents.index(node)
@@ -136,7 +138,7 @@ class Author:
         new = written.result()[len(before) :]
         cycles = cycles or [Cycle([], [], [], token) for token in new]  # where the model cannot draft
         text, calls = self.text(prompt, before, cycles, len(new)), len(cycles)
-        words = f"<b>{len(new) / calls:.2f} tokens per call of the model</b>: {len(new)} tokens, {calls} calls.<br>"
+        words = f"<b>{len(new) / calls:.2f} tokens per call of the backbone</b>: {len(new)} tokens, {calls} calls.<br>"
         runs: dict[str, list[Run]] = {method.name: [], self.plain.name: []}
         turn, started = 0, time.monotonic()
         while turn < _TURNS and (not turn or time.monotonic() - started < _SECONDS):
@@ -162,7 +164,7 @@ class Author:
         return f'<div class="ta text">{"".join(parts)}</div>'
 
     def tree(self, cycles: Sequence[Cycle], number: int) -> str:
-        """Return the draft of a cycle and the verifier's own token as HTML, with the accepted path on top."""
+        """Return the draft of a cycle and the backbone's own token as HTML, with the accepted path on top."""
         cycle, last = cycles[number], cycles[number - 1].added
         labels, parents = [*cycle.drafts, cycle.added, last], [*cycle.parents, (cycle.path or [-1])[-1]]
         origins = dict.fromkeys(cycle.path, "drafted") | {-1: "own", len(cycle.drafts): "own"}
@@ -295,7 +297,7 @@ def build(model: str | None = None, drafter: str | None = None, dtype: str = "au
                 button = gr.Button("Write", variant="primary")
             with gr.Column(scale=4, min_width=300):
                 text, words, cycles = gr.HTML(), gr.HTML(), gr.State([])
-                number = gr.Slider(1, 2, 1, step=1, label="Call of the model", visible=False)
+                number = gr.Slider(1, 2, 1, step=1, label="Call of the backbone", visible=False)
                 tree = gr.HTML()
         outputs = [text, words, cycles, number, tree]
         button.click(write, fields, outputs, api_name="write", concurrency_limit=1, show_progress_on=words)

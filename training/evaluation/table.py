@@ -35,6 +35,8 @@ def tables(measured: MeasuredResults) -> Iterator[Table]:
         settings = list(rows)
         yield _table(f"{mode}, batch {batch}", settings, measured.unit, _COLUMNS)
         yield _table("", settings, measured.unit, _DETAILS)
+        if any(row.quality for row in settings):
+            yield _table("", settings, measured.unit, _QUALITY)
 
 
 def _table(title: str, rows: list[DecodingResult], unit: str, columns: dict[str, _Cell]) -> Table:
@@ -95,7 +97,9 @@ _COLUMNS: dict[str, _Cell] = {
     "ms per\ncall": lambda row: _number(row.call_ms, ".1f"),
     "left\nout": lambda row: _number(row.looping_share, ".0%"),
     "same texts": _same,
-    "exact\nmatch, %": lambda row: _number(row.quality.get(EXACT), ".1f"),
+}
+_QUALITY: dict[str, _Cell] = {
+    "exact match, %": lambda row: _number(row.quality.get(EXACT), ".1f"),
     "BLEU": lambda row: _number(row.quality.get(BLEU), ".1f"),
 }
 _DETAILS: dict[str, _Cell] = {
@@ -106,7 +110,7 @@ _DETAILS: dict[str, _Cell] = {
     "ms of\nprompt": lambda row: _number(row.prompt_ms, ".0f"),
     "re-\npeat": lambda row: _number(row.repeated_share, ".0%"),
     "cache\nMB": lambda row: "" if row.cache_bytes is None else f"{row.cache_bytes / 1e6:.1f}",
-    "accepted by\nposition, %": lambda row: " ".join(f"{100 * share:.0f}" for share in row.reached_by_position[:8]),
+    "accepted by\nposition, %": lambda row: " ".join(f"{100 * share:.0f}" for share in row.reached_by_position[:6]),
 }
 
 

@@ -374,7 +374,8 @@ def _checked(assistant: object) -> object:
     raise TypeError(f"assistant_model={assistant!r} must be an attached drafter, or a model: load one, as by {loaded}")
 
 
-def adopt_special_ids(config: PreTrainedConfig, backbone: PreTrainedModel) -> None:
-    """Copy the backbone's special ids to a drafter's config: `pipeline` compares them."""
+def adopt_fields(config: PreTrainedConfig, backbone: PreTrainedModel) -> None:
+    """Copy what others read of a drafter's config: special ids (`pipeline`), and how layers are divided (`Trainer`)."""
     for name in _SPECIAL:
         setattr(config, name, getattr(backbone.config.get_text_config(), name, None))
+    config.distributed_config = field(backbone.config, "distributed_config")

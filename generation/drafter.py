@@ -18,8 +18,9 @@ from ..configuration.loss_options import LossOptions
 from .call.options import CallOptions, DraftOptions, Sources
 from .call.schedule import AdaptiveSchedule
 from .contract import DraftSession, Recorder
+from .tensors.shared_models import training_size
 from .tensors.tensor_files import Fields
-from .tensors.wrapped_models import Kwargs, check_whole
+from .tensors.wrapped_models import Kwargs
 from .trees.growth import DEEPEST, tree_options
 from .verification.verifiers import GreedyVerifier, SampledVerifier, Verifier
 
@@ -139,14 +140,8 @@ class BaseDrafter:
 
     @property
     def tp_size(self) -> int | None:
-        """None: a drafter's layers are whole, for only trainers ask, and they may not have those of a backbone divided.
-
-        Raises:
-            ValueError: The policy's are. Each process would read other rows, and sum its layers with those of others.
-        """
-        if isinstance(self, nn.Module):
-            check_whole(self.policy, f"a trainer of {type(self).__name__}")
-        return None
+        """Among how many processes the layers of its policy are divided, which trainers give the same rows; None: 1."""
+        return training_size(self.policy, type(self).__name__) if isinstance(self, nn.Module) else None
 
     def obstacle(self, config: GenerationConfig, model_kwargs: Kwargs) -> str | None:
         """Return an obstacle to these drafts in a call, in the user's words; None: there is none."""

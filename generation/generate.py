@@ -46,7 +46,8 @@ from .drafter import BaseDrafter
 from .graphs import running
 from .loop import SpeculativeLoop
 from .plan import Call, SpeculationPlan
-from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments, readable, untyped
+from .tensors.shared_models import is_divided, readable, share_draws
+from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments, untyped
 from .trees.choice import choose_tree
 
 logger = logging.get_logger(__name__)
@@ -104,6 +105,7 @@ def prepared_call(
         # a copy, so that the plan, which `call` gets below, does not hold itself and the cache with it
         sources = (dict(call), *sources[1:])
         plan = SpeculationPlan.of(Call(generate, backbone, drafter, own, sources, config, model_kwargs, new_cache))
+        refuse_clocks(plan)
     if new_cache is not None:
         resolved |= add_cache(call, config, backbone, new_cache)
     is_single = config.get_generation_mode() in _SINGLE
@@ -119,12 +121,29 @@ def prepared_call(
     return with_resolved(call, resolved) if resolved else call
 
 
+def refuse_clocks(plan: SpeculationPlan) -> None:
+    """Refuse drafts that depend on measured times, which differ among processes that hold parts of one backbone.
+
+    Raises:
+        ValueError: Processes of tensor parallelism would verify drafts of different shapes.
+    """
+    call, options = plan.call, plan.options
+    timed = {
+        "num_assistant_tokens_schedule='adaptive'": options.schedule == "adaptive",
+        "draft_tree='auto'": options.draft_tree == "auto",
+        "learn_while_decoding": call.drafter.recorder is not None,
+    }
+    for name in (name for name, is_set in timed.items() if is_set and is_divided(call.backbone)):
+        raise ValueError(f"{name} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it")
+
+
 @contextmanager
 def decoding(*models: nn.Module) -> Iterator[None]:
     """Let a backbone, and what drafts for it, use caches in train mode, though they checkpoint activations.
 
-    An error leaves none of peft's hooks.
+    An error leaves none of peft's hooks. Processes that share the backbone's layers draw the same numbers.
     """
+    share_draws(models[0])
     try:
         with torch.no_grad(), ExitStack() as stack:
             for model in models:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object, send_to_device
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from ..configuration.fields import check_values
+from ..generation.tensors.shared_models import is_sharded, readable
 from ..generation.tensors.tensor_files import Fields
+from ..generation.tensors.wrapped_models import untyped
 from .documents import at_rest
 from .evaluation.decoding import decode, sampled
 from .evaluation.drafts import TOP_K, DraftMeasures, has_probs, usual_drafts
@@ -46,7 +49,7 @@ class AcceptanceCallback(TrainerCallback):
       tokens per call of the backbone, of sampled continuations (T = 1) of held-out rows.
 
     `MTPTrainer` and `PTPTrainer` compute them before they log. The random numbers of training are not advanced. Under
-    FSDP and DeepSpeed, where parts of a model cannot be called on their own, nothing is measured, with a warning.
+    FSDP1 and DeepSpeed, where parts of a model cannot be called on their own, nothing is measured, with a warning.
 
     Args:
         rows: Number of rows of the evaluation data to measure on; None: all.
@@ -90,7 +93,7 @@ class AcceptanceCallback(TrainerCallback):
         Raises:
             ValueError: Acceptance alone shall select them where the backbone learns.
         """
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        if not _may_call_parts(trainer):
             return []
         model = _model_of(trainer)
         counts = range(1, usual_drafts(model) + 1) if has_probs(model) else ()
@@ -113,15 +116,15 @@ class AcceptanceCallback(TrainerCallback):
         data = next(iter(data.values())) if isinstance(data, dict) else data
         if data is None:
             return {}
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            logger.warning_once("AcceptanceCallback measures nothing under FSDP and DeepSpeed")
+        if not _may_call_parts(trainer):
+            logger.warning_once("AcceptanceCallback measures nothing under FSDP1 and DeepSpeed")
             return {}
         model = _model_of(trainer)
         metrics: dict[str, float] = {}
         devices = [] if model.device.type == "cpu" else [model.device]
         forks = torch.random.fork_rng(devices, device_type=model.device.type)
         # autocast as in training: a drafter may have another dtype than its backbone
-        with forks, trainer.accelerator.autocast():
+        with forks, trainer.accelerator.autocast(), readable(untyped(trainer.model)), readable(model.policy):
             if has_probs(model):
                 metrics |= self._expected(trainer, model, data)
             if self.generate_every and self._evaluations % self.generate_every == 0:
@@ -131,10 +134,12 @@ class AcceptanceCallback(TrainerCallback):
         return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
     def _expected(self, trainer: BaseTrainer, model: Any, data: Any) -> dict[str, float]:
-        measures = DraftMeasures()
+        measures, sharded = DraftMeasures(), any(map(is_sharded, (untyped(trainer.model), model.policy)))
         for batch in trainer.get_eval_dataloader(_first(data, self.rows)):
-            batch = trainer._prepare_inputs(batch)
-            measures.add(model, trainer.without_repeats(batch))
+            own = trainer.without_repeats(trainer._prepare_inputs(batch))
+            # processes that share weights must call each part equally often: each measures the rows of all
+            for each in gather_object([send_to_device(own, "cpu")]) if sharded else [own]:
+                measures.add(model, trainer._prepare_inputs(each))
         measures = measures.reduced()
         if not measures.calls:
             return {}
@@ -186,6 +191,11 @@ class AcceptanceCallback(TrainerCallback):
             return {}
         calls = sum(run.forwards for run in runs)
         return dict(zip(_GENERATED, (sum(accepted) / len(accepted), sum(run.new_tokens for run in runs) / calls)))
+
+
+def _may_call_parts(trainer: Trainer) -> bool:
+    """Return whether parts of a model can be called on their own, however it is distributed."""
+    return not trainer.is_deepspeed_enabled and (not trainer.is_fsdp_enabled or trainer.accelerator.is_fsdp2)
 
 
 def _backbone_learns(model: Any) -> bool:

@@ -126,7 +126,8 @@ class BatchingMixin(Trainer):
         in_order = args.train_sampling_strategy == "sequential"
         by_length = not in_order and (is_padded or args.train_sampling_strategy == "group_by_length")
         order = row_order(costs, by_length, not in_order, seed)
-        batches = batches_by_tokens(costs, budget, order, is_padded, max(1, args.world_size), args.dataloader_drop_last)
+        readers = max(1, args.world_size // self.get_tp_size())
+        batches = batches_by_tokens(costs, budget, order, is_padded, readers, args.dataloader_drop_last)
         if hasattr(data, "column_names"):  # of `datasets`: Trainer would not know it within
             data = self._remove_unused_columns(data, description="training")
         else:

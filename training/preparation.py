@@ -51,6 +51,14 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
             f"head_warmup={strategy.head_warmup} trains the head alone at first, and nothing waits for its end with "
             "train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
         )
+    if strategy.shard_backbone and (
+        not owner.is_apart or strategy.train != "drafter" or "draft_layers" in owner.parts()
+    ):
+        raise ValueError(
+            f"shard_backbone=True is for a frozen backbone that an attached drafter neither owns nor adapts, and a "
+            f"{type(owner).__name__} with train={strategy.train!r} has none: launch it with FSDP2 "
+            "(examples/accelerate/fsdp2.yaml)"
+        )
     if owner.is_apart:
         return model if strategy.train == "drafter" else _joined(model, strategy)
     if strategy.train != "drafter":

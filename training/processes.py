@@ -7,17 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from typing import Any, TypeVar
 
+from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import distributed
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..generation.tensors.wrapped_models import check_whole, is_unit
+from ..generation.tensors.shared_models import check_whole, is_sharded
 from .utils import one_line
 
 logger = logging.get_logger(__name__)
 _PAUSE, _TELL = 1.0, 30.0  # seconds between two looks at the others, at most, and between two lines about them
 _STAGES, _DONE = count(), "done"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Processes:
         """
         if backbone is not None:
             check_whole(backbone, "rows divided among processes")
-        if backbone is not None and any(map(is_unit, backbone.modules())):
+        if backbone is not None and is_sharded(backbone):
             raise ValueError(
                 f"FSDP2 shards {type(backbone).__name__}, and rows are divided among whole ones: load it so"
             )
@@ -89,6 +93,21 @@ class Processes:
                 told = now
             time.sleep(min(_PAUSE, 0.02 + (now - begun) / 10) if waiting else 0)
         distributed.barrier()  # all are here; the one that holds the store leaves last
+
+
+def of_first(read: Callable[[], T]) -> T:
+    """Return in every process what the first one reads; its error is raised in all."""
+    state, found = PartialState(), list[Any]([None, None])
+    if state.is_main_process:
+        try:
+            found[0] = read()
+        except Exception as error:
+            found[1] = error
+    if state.num_processes > 1:
+        broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 def _listed(ranks: list[int]) -> str:

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 from transformers.utils.generic import ModelOutput
 
+from ..generation.tensors.shared_models import shard
+from ..generation.tensors.wrapped_models import untyped
 from ..modeling.common.outputs import TrainableDrafter
 from .preparation import callbacks_of, prepare
 from .strategy import LossBalance, TrainingStrategy
@@ -101,6 +103,8 @@ class MTPTrainer(BaseTrainer):
         self.balance: LossBalance | None = None
         self._unwrapped: tuple[Any, Any] = None, None
         super().__init__(model, *args, tokens_per_batch=tokens_per_batch, **kwargs)
+        if strategy is not None and strategy.shard_backbone:
+            shard(untyped(self._drafter).policy, self.args.device)
         for callback in [] if strategy is None else callbacks_of(strategy):
             self.add_callback(callback)
         heads = self._drafter.head_config
@@ -248,7 +252,7 @@ class MTPTrainer(BaseTrainer):
             return None
         counts = torch.stack([self._depth_counts(batch) for batch in batch_samples]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            counts = cast(torch.Tensor, self.accelerator.reduce(counts, "sum"))
+            counts = cast(torch.Tensor, self.accelerator.reduce(counts, "sum")) // self.get_tp_size()
         elif not self.args.average_tokens_across_devices and self.args.n_gpu > 1:
             counts = counts / self.args.n_gpu
         if self.args.n_gpu > 1:  # DataParallel cuts tensors along their first axis: a copy for each replica

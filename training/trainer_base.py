@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_compiled_module
 from peft import PeftModel
 from torch import nn
@@ -140,6 +140,13 @@ def named_means(totals: torch.Tensor | None, names: list[str], prefix: str = "")
     return {prefix + name: total / count for name, total, count in pairs if count}
 
 
+class CpuParallelism(ParallelismConfig):
+    """accelerate's settings of tensor parallelism, which also processes of a CPU may have."""
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Ask no kind of device."""
+
+
 class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
     """A `Trainer` that logs exact means and writes whole models where parameters are sharded.
 
@@ -174,6 +181,8 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As in `Trainer`; FSDP2 leaves outputs in their dtype, as it would round losses to that of parameters."""
+        if self.args.device.type == "cpu" and getattr(self.model, "tp_size", None) and not self.args.parallelism_config:
+            self.args.parallelism_config = CpuParallelism()  # which gets its sizes from the model
         super().create_accelerator_and_postprocess()
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         policy = None if plugin is None else plugin.mixed_precision_policy
@@ -223,11 +232,11 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
         their predictions, but their losses would count twice. Sequences that are joined without padding cannot be told
         apart: of these, only batches that consist of repeats are left out.
         """
-        state, labels = self.accelerator.gradient_state, inputs.get("labels")
-        is_last = state.end_of_dataloader and self.accelerator.num_processes > 1
+        state, labels, size = self.accelerator.gradient_state, inputs.get("labels"), self.get_tp_size()
+        is_last = state.end_of_dataloader and self.accelerator.num_processes > size
         if not is_last or state.remainder <= 0 or not isinstance(labels, torch.Tensor):
             return inputs
-        first = self.accelerator.process_index * self.args.per_device_eval_batch_size
+        first = self.accelerator.process_index // size * self.args.per_device_eval_batch_size
         repeated = torch.arange(first, first + len(labels), device=labels.device) >= state.remainder
         shape = [-1] + [1] * (labels.dim() - 1)
         return {**inputs, "labels": labels.masked_fill(repeated.view(shape), IGNORE)}

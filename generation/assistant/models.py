@@ -20,8 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import find_adapter_config_file
 
 from ...configuration.fields import field
+from ..tensors.shared_models import check_whole
 from ..tensors.tensor_files import HUB_OPTIONS, check_index
-from ..tensors.wrapped_models import carries_adapters, check_whole, has_own_cache, untyped, unwrap
+from ..tensors.wrapped_models import carries_adapters, has_own_cache, untyped, unwrap
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:

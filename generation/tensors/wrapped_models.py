@@ -6,15 +6,15 @@ import copy
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
+
+from .shared_models import check_whole
 
 Model = TypeVar("Model")
 Kwargs = dict[str, Any]
@@ -132,95 +132,6 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
                 fetched = module.state_dict(prefix=f"{prefix}." if prefix else "")
                 state |= {name: tensor for name, tensor in fetched.items() if not tensor.is_meta}
     return state
-
-
-def is_unit(module: nn.Module) -> bool:
-    """Return whether FSDP2 gathers and shards this module on its own."""
-    return isinstance(module, FSDPModule)
-
-
-def tensor_parallel_size(model: nn.Module) -> int:
-    """Return among how many processes the layers of a model are divided; 1: tensor parallelism divides none.
-
-    What FSDP2 shards is whole where it is used, and does not count.
-    """
-    modules = [*model.modules()]
-    named = max(vars(module).get("_tp_size") or 1 for module in modules)
-    if named > 1 or any(map(is_unit, modules)):
-        return named
-    return max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
-
-
-def check_whole(model: nn.Module, purpose: str) -> None:
-    """Refuse a model whose layers are divided among processes.
-
-    Raises:
-        ValueError: Tensor parallelism divides them.
-    """
-    if (size := tensor_parallel_size(model)) > 1:
-        raise ValueError(
-            f"{purpose}: tensor parallelism divides the layers of {type(model).__name__} among tp_size={size} "
-            "processes; load it whole, without tp_plan"
-        )
-
-
-def gather(modules: Iterable[object]) -> None:
-    """Gather the parameters of FSDP2 units; they are sharded again in backward."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.unshard()
-
-
-@contextmanager
-def readable(model: PreTrainedModel) -> Iterator[None]:
-    """Keep gathered, between forwards, what drafters read of a model that FSDP2 shards: embeddings, norm, unembedding.
-
-    All processes must enter, leave and call the model equally often.
-    """
-    parts = dict.fromkeys([model, model.base_model, model.get_input_embeddings(), model.get_output_embeddings()])
-    units = [part for part in parts if isinstance(part, FSDPModule)]
-    gather(units)
-    handle = model.register_forward_hook(lambda *_: gather(units)) if units else None  # after the hook that shards
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
-        for unit in units:
-            unit.reshard()
-
-
-def call(module: nn.Module, *args: object) -> Any:
-    """Return `module(*args)`; of an FSDP2 unit without its hooks.
-
-    A loss in chunks runs backward through the unembedding while the model's forward is still running. The hooks of such
-    a unit would take that for the end of its own backward, free its weight and leave later gradients unreduced. So the
-    unit is gathered first, and then its `forward` is called, which has no hooks.
-    """
-    if not is_unit(module):
-        return module(*args)
-    gather([module])
-    return module.forward(*args)
-
-
-def call_frozen(unit: nn.Module, *args: object) -> Tensor:
-    """Return `call` of a unit; gradients reach the arguments but no parameter."""
-    gather([unit])
-    with parameters_frozen(unit):
-        return unit.forward(*args)
-
-
-@contextmanager
-def parameters_frozen(module: nn.Module) -> Iterator[None]:
-    """Let no parameter of a module require a gradient."""
-    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    try:
-        for parameter in learning:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in learning:
-            parameter.requires_grad_(True)
 
 
 def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from ...configuration.block import BlockDrafterConfig
-from ...generation.attach import adopt_special_ids
+from ...generation.attach import adopt_fields
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import check_attention
@@ -184,7 +184,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
             self.config.vocab_size = self.config.draft_vocab_size = backbone.config.get_text_config().vocab_size
             self.draft_size = self.config.vocab_size
         self._share_tables(backbone)
-        adopt_special_ids(self.config, backbone)
+        adopt_fields(self.config, backbone)
         warn_of_kind(self.config, backbone, "block drafter")
 
     def _share_tables(self, backbone: PreTrainedModel) -> None:

@@ -29,8 +29,9 @@ from ...configuration.cache_names import CACHE, name_of_cache
 from ...configuration.fields import field, has_short_convolutions, masks_padding_alone, rotates_anew
 from ...configuration.mtp_families import REFUSED
 from ...generation.tensors.masks import model_mask
+from ...generation.tensors.shared_models import call_frozen, is_unit
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import Kwargs, call_frozen, is_unit, untyped, weights_fetched
+from ...generation.tensors.wrapped_models import Kwargs, untyped, weights_fetched
 from .draft_vocabulary import DraftVocabulary
 
 Map = Callable[[Tensor], Tensor]
@@ -104,6 +105,10 @@ def _is_plain(weight: Tensor) -> bool:
     return not (weight.is_meta or isinstance(weight, DTensor))
 
 
+def _gathered(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 def frozen(module: nn.Module, *args: object) -> Any:
     """Return `module(*args)`, through which gradients reach the arguments but no parameter.
 
@@ -140,8 +145,7 @@ def weight_of(linear: nn.Module, like: Tensor) -> Tensor:
     Of a map that is quantised, offloaded or adapted, it is the map's output for unit vectors.
     """
     if type(linear) is nn.Linear and not linear.weight.is_meta:
-        weight = linear.weight.detach()
-        return weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return _gathered(linear.weight.detach())
     unit = torch.eye(like.shape[1], dtype=like.dtype, device=like.device)  # [in, in]
     return (linear(unit) - linear(torch.zeros_like(unit[:1]))).T  # without the bias
 
@@ -159,7 +163,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         with weights_fetched(other):
             stored = dict(other.named_parameters(recurse=False))
             for part, weight in own.named_parameters(recurse=False):
-                weight.copy_(stored[part])
+                weight.copy_(_gathered(stored[part]))
 
 
 _MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING | {

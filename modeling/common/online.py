@@ -16,7 +16,7 @@ from ...configuration.fields import check_values
 from ...generation.call.outputs import Speculation
 from ...generation.contract import DraftSession, Recorder
 from ...generation.drafter import BaseDrafter
-from ...generation.tensors.wrapped_models import is_unit, readable
+from ...generation.tensors.shared_models import is_unit, readable
 from .recording import OnlineBuffer, RecordingSession, collate
 
 _MAX_NORM = 1.0

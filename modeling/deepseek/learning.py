@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...configuration.loss_options import ModuleLossOptions
-from ...generation.tensors.wrapped_models import input_embeddings, parameters_frozen
+from ...generation.tensors.shared_models import parameters_frozen
+from ...generation.tensors.wrapped_models import input_embeddings
 from ..common.backbone_parts import output_embeddings
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.online import OnlineMixin

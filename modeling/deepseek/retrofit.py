@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
+from ...generation.tensors.shared_models import check_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS, check_index
 from ...generation.tensors.wrapped_models import Kwargs, sharing_copy, uncompiled, unwrap
 from ..common.backbone_parts import final_norm, layer_kind
@@ -55,6 +56,7 @@ def retrofit(
     else:
         unwrap(model_or_path)  # refuses what is no model; `sharing_copy`, a PeftModel
         main = sharing_copy(uncompiled(model_or_path))
+    check_whole(main, "modules like its last layer")  # the forwards of copies would be those of the originals
     family = family_of(main.config)
     if has_towers(main.config):
         raise ValueError(f"from_backbone does not support {type(main).__name__}: a model with a tower for images")

@@ -16,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.loss_options import EagleLossOptions, ResolvedEagleOptions
-from ...generation.attach import adopt_special_ids
+from ...generation.attach import adopt_fields
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.saving import reads_whole, whole_directory
@@ -132,7 +132,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         if backbone.device.type != "meta":  # not offloaded
             dtype = backbone.dtype if backbone.dtype.is_floating_point else None
             untyped(self).to(backbone.device, dtype)
-        adopt_special_ids(self.config, backbone)
+        adopt_fields(self.config, backbone)
         warn_of_misfit(self.config, backbone)
 
     def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:

@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ...configuration.loss_options import ResolvedEagleOptions
 from ...generation.tensors.masks import by_documents
-from ...generation.tensors.wrapped_models import gather
+from ...generation.tensors.shared_models import gather
 from ..common.chunks import LOGITS_PER_CHUNK, Made, made_in_forward, new_total
 from .batch import TrainingBatch
 from .modules import EagleNetwork

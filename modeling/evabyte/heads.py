@@ -21,8 +21,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 from ...configuration.evabyte import EvaByteConfig
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.masks import to_device
+from ...generation.tensors.shared_models import call
 from ...generation.tensors.tensor_files import below, warn_of_numbers
-from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts
 from ..heads.context import LeafContext, context_of, tables_of
 from ..heads.conversion import load_tensors

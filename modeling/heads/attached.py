@@ -20,12 +20,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...configuration.head_families import HEAD_FAMILIES
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import HeadLossOptions
-from ...generation.attach import adopt_special_ids
+from ...generation.attach import adopt_fields
 from ...generation.call.options import DraftOptions
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
+from ...generation.tensors.shared_models import check_whole
 from ...generation.tensors.tensor_files import Fields
-from ...generation.tensors.wrapped_models import check_whole, untyped, unwrap
+from ...generation.tensors.wrapped_models import untyped, unwrap
 from ..common.backbone_parts import BackboneParts, compute_device
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds
 from ..common.learning import DraftModel, States, WindowHeadMixin, counted_positions
@@ -226,11 +227,10 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         """Follow the backbone's dtype and device, and adopt its special ids."""
         dtype = backbone.dtype if backbone.dtype.is_floating_point else None
         untyped(self).to(device=compute_device(backbone), dtype=dtype)
-        adopt_special_ids(self.config, backbone)
+        adopt_fields(self.config, backbone)
         self.config.vocab_size = backbone.config.get_text_config().vocab_size
         if self.draft_vocabulary is None:
-            self.draft_size = self.config.vocab_size  # type: ignore[assignment]
-            self.head.vocab_size = self.config.vocab_size  # type: ignore[assignment]
+            self.draft_size = self.head.vocab_size = self.config.vocab_size  # type: ignore[assignment]
         self.family.fit(self.head, self.config, backbone)
         self._expected_embedding = None
 

@@ -12,7 +12,7 @@ from transformers import initialization as init
 
 from ...configuration.head_families import BTREE, CP, HMM, HeadFamilyFacts
 from ...configuration.heads import MTPHeadConfig
-from ...generation.tensors.wrapped_models import call
+from ...generation.tensors.shared_models import call
 from ..common.backbone_parts import BackboneParts
 from .balanced_trees import TreeDistribution
 from .chains import ChainDistribution

@@ -25,7 +25,7 @@ from transformers import initialization as init
 
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.sampling import exponentials
-from ...generation.tensors.wrapped_models import gather
+from ...generation.tensors.shared_models import gather
 from .circuits import LatentDistribution, raced
 from .window_distribution import (
     Choose,

@@ -13,8 +13,8 @@ from transformers import initialization as init
 
 from ...configuration.head_families import FF
 from ...configuration.heads import MTPHeadConfig
+from ...generation.tensors.shared_models import call
 from ...generation.tensors.tensor_files import Fields, Tensors
-from ...generation.tensors.wrapped_models import call
 from ..common.backbone_parts import BackboneParts, output_embeddings, required
 from .context import LeafContext, context_of, resized
 from .family import Circuit, Directory, HeadFamily, HeadLayout, register

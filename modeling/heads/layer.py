@@ -21,8 +21,8 @@ from transformers import initialization as init
 from ...configuration.fields import check_counts
 from ...configuration.head_families import LAYER
 from ...configuration.heads import MTPHeadConfig
+from ...generation.tensors.shared_models import is_unit
 from ...generation.tensors.tensor_files import Tensors, read_json, read_tensors, renamed
-from ...generation.tensors.wrapped_models import is_unit
 from ..common.backbone_parts import (
     BackboneParts,
     LayerSource,

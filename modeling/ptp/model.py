@@ -16,12 +16,12 @@ from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import additive_mask, selected_positions
+from ...generation.tensors.shared_models import check_whole
 from ...generation.tensors.tensor_files import check_index
 from ...generation.tensors.wrapped_models import (
     Kwargs,
     PicklableMixin,
     WrapperMixin,
-    check_whole,
     checkpointing_paused,
     checkpoints_activations,
     merged_copy,

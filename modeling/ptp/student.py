@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.ptp import PTPConfig, PTPStudentConfig
-from ...generation.attach import AttachableDrafter, adopt_special_ids
+from ...generation.attach import AttachableDrafter, adopt_fields
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.wrapped_models import Kwargs, adapter_marks, untyped, unwrap
 from ..common.loading import LOADS, StrictLoadingMixin
@@ -144,7 +144,7 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
     def on_attach(self, backbone: PreTrainedModel) -> None:
         """Follow the backbone's device; its own parts have float32 at least."""
         untyped(self).to(device=backbone.device, dtype=torch.promote_types(backbone.dtype, torch.float32))
-        adopt_special_ids(self.config, backbone)
+        adopt_fields(self.config, backbone)
         self._models = [_state_of(backbone), self._joined(backbone)]
 
     def on_detach(self) -> None:

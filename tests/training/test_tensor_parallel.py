@@ -76,11 +76,16 @@ def test_a_drafter_that_reads_layers_is_refused(name, divided):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("kind", [Trainer, MTPTrainer])
-@pytest.mark.parametrize("name", ["hmm", "eagle1"])
-def test_training_is_refused(name, kind, divided, tmp_path):
-    with pytest.raises(ValueError, match="tensor parallel.*tp_size=2"):
-        kind(FAMILIES[name](divided), settings(tmp_path), train_dataset=ROWS)
+def test_further_processes_are_refused(divided, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 4)
+    with pytest.raises(ValueError, match="tensor parallel.*tp_size=2 of 4.*shard_backbone"):
+        MTPTrainer(FAMILIES["hmm"](divided), settings(tmp_path), train_dataset=ROWS)
+
+
+@pytest.mark.parametrize("options", [{"num_assistant_tokens_schedule": "adaptive"}, {"draft_tree": "auto"}])
+def test_drafts_by_the_clock_are_refused(options, divided):
+    with pytest.raises(ValueError, match=f"{[*options][0]}.*tensor parallel"):
+        divided.generate(IDS, max_new_tokens=4, assistant_model=FAMILIES["hmm"](divided), **options)
 
 
 def test_training_of_models_around_it_is_refused(divided, tmp_path):
@@ -88,7 +93,9 @@ def test_training_of_models_around_it_is_refused(divided, tmp_path):
     with pytest.raises(ValueError, match="tensor parallel"):
         MTPTrainer(MTPHeads.from_backbone(divided), whole, train_dataset=ROWS, strategy=joint)
     with pytest.raises(ValueError, match="tensor parallel"):
-        MTPTrainer(DeepSeekMTP.from_backbone(divided), whole, train_dataset=ROWS)
+        DeepSeekMTP.from_backbone(divided)
+    with pytest.raises(ValueError, match="tensor parallel"):
+        MTPTrainer(FAMILIES["hmm"](divided), whole, train_dataset=ROWS, strategy=TrainingStrategy(shard_backbone=True))
     with pytest.raises(ValueError, match="tensor parallel"):
         MuToRTrainer(divided, whole, train_dataset=ROWS)
 

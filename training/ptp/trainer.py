@@ -14,7 +14,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...configuration.ptp import SAMPLING
-from ...generation.tensors.wrapped_models import check_whole, checkpoints_activations
+from ...generation.tensors.shared_models import check_whole
+from ...generation.tensors.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
 from ..batches import Collator, Inputs

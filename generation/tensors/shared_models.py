@@ -1,0 +1,166 @@
+"""Models that several processes share: FSDP2 shards their weights, or tensor parallelism divides their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return whether FSDP2 gathers and shards this module on its own."""
+    return isinstance(module, FSDPModule)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP2 shards a model, or a part of it."""
+    return any(map(is_unit, model.modules()))
+
+
+def tensor_parallel_size(model: nn.Module) -> int:
+    """Return among how many processes the layers of a model are divided; 1: tensor parallelism divides none.
+
+    What FSDP2 shards is whole where it is used, and does not count.
+    """
+    named = max(vars(module).get("_tp_size") or 1 for module in model.modules())
+    if named > 1 or is_sharded(model):
+        return named
+    return max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Return whether transformers has divided the layers of a model by tensor parallelism."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
+
+
+def share_draws(model: nn.Module) -> None:
+    """Let all processes that hold parts of a model draw the same random numbers, those of the first."""
+    if is_divided(model):
+        mesh = next(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+        source = torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)
+        state = source.get_rng_state().to(mesh.device_type)
+        distributed.broadcast(state, group=mesh.get_group("tp" if mesh.ndim > 1 else None), group_src=0)
+        source.set_rng_state(state.cpu())
+
+
+def check_whole(model: nn.Module, purpose: str) -> None:
+    """Refuse a model whose layers are divided among processes.
+
+    Raises:
+        ValueError: Tensor parallelism divides them.
+    """
+    if (size := tensor_parallel_size(model)) > 1:
+        raise ValueError(
+            f"{purpose}: tensor parallelism divides the layers of {type(model).__name__} among tp_size={size} "
+            "processes; load it whole, without tp_plan"
+        )
+
+
+def training_size(model: nn.Module, reader: str) -> int | None:
+    """Return among how many processes a model is divided on which something learns, or None: it is whole.
+
+    Raises:
+        ValueError: The run has processes besides these, whose gradients nobody would add.
+    """
+    size, world = tensor_parallel_size(model), distributed.get_world_size() if distributed.is_initialized() else 1
+    if size > 1 and (size != world or getattr(model, "_tp_size", None) != size):
+        raise ValueError(
+            f"a trainer of {reader}: tensor parallelism divides {type(model).__name__} among tp_size={size} of {world} "
+            "processes: load it with tp_plan='auto' over all of them, or whole, with strategy shard_backbone"
+        )
+    return size if size > 1 else None
+
+
+def shard(model: PreTrainedModel, device: torch.device) -> None:
+    """Divide the layers of a frozen model among all processes (FSDP2), which gather each one for its forward.
+
+    Embeddings, norms and unembedding, which drafters read, stay whole. Nothing changes in a model that is sharded
+    already, nor in a run of one process.
+
+    Args:
+        model: On any device.
+        device: Where it computes.
+
+    Raises:
+        ValueError: Tensor parallelism divides it, or its layers are not known.
+    """
+    if is_unit(model) or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    check_whole(model, "shard_backbone")
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if not layers:
+        raise ValueError(f"shard_backbone: {type(model).__name__} does not name its layers (_no_split_modules)")
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    whole = {each for each in model.parameters() if not isinstance(each, DTensor)}
+    for tensor in [*whole, *model.buffers()]:
+        tensor.data = tensor.data.to(device)
+    fully_shard(model, mesh=mesh, ignored_params=whole)  # so that each layer is gathered while the one before runs
+    vars(model)["_is_fsdp_managed_module"] = True  # all processes run as many forwards in `generate`
+
+
+def gather(modules: Iterable[object]) -> None:
+    """Gather the parameters of FSDP2 units; they are sharded again in backward."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+@contextmanager
+def readable(model: PreTrainedModel) -> Iterator[None]:
+    """Keep gathered, between forwards, what drafters read of a model that FSDP2 shards: embeddings, norm, unembedding.
+
+    All processes must enter, leave and call the model equally often.
+    """
+    parts = dict.fromkeys([model, model.base_model, model.get_input_embeddings(), model.get_output_embeddings()])
+    units = [part for part in parts if isinstance(part, FSDPModule)]
+    gather(units)
+    handle = model.register_forward_hook(lambda *_: gather(units)) if units else None  # after the hook that shards
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+        for unit in units:
+            unit.reshard()
+
+
+def call(module: nn.Module, *args: object) -> Any:
+    """Return `module(*args)`; of an FSDP2 unit without its hooks.
+
+    A loss in chunks runs backward through the unembedding while the model's forward is still running. The hooks of such
+    a unit would take that for the end of its own backward, free its weight and leave later gradients unreduced. So the
+    unit is gathered first, and then its `forward` is called, which has no hooks.
+    """
+    if not is_unit(module):
+        return module(*args)
+    gather([module])
+    return module.forward(*args)
+
+
+def call_frozen(unit: nn.Module, *args: object) -> Tensor:
+    """Return `call` of a unit; gradients reach the arguments but no parameter."""
+    gather([unit])
+    with parameters_frozen(unit):
+        return unit.forward(*args)
+
+
+@contextmanager
+def parameters_frozen(module: nn.Module) -> Iterator[None]:
+    """Let no parameter of a module require a gradient."""
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)

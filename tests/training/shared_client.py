@@ -1,0 +1,84 @@
+"""Run by several processes that share a backbone: drafters learn on it and draft, and what comes out is written down.
+
+torchrun --nproc-per-node 2 -m tests.training.shared_client FOLDER NAME...
+
+A name says how the backbone is shared, and what learns on it: "tp hmm", "shard eagle1".
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM, TrainingArguments
+
+from tests.training.conftest import ragged_rows
+from tests.training.test_evaluation_loss import llama
+from tokenahead import BlockDrafter, EagleHead, MTPHeads
+from tokenahead.training import AcceptanceCallback, MTPTrainer, TrainingStrategy
+
+PART = {"draft_ids": list(range(70, 90))}
+FAMILIES = {
+    "hmm": lambda backbone: MTPHeads.from_backbone(backbone, head_type="hmm", rank=2),
+    "part": lambda backbone: MTPHeads.from_backbone(backbone, **PART, loss_options={"target": "teacher"}),
+    "layer": lambda backbone: MTPHeads.from_backbone(backbone, head_type="layer", window=3),
+    "eagle1": lambda backbone: EagleHead.from_backbone(backbone, version=1),
+    "eagle3": lambda backbone: EagleHead.from_backbone(
+        backbone, aux_layers=[1, 2, 3], loss_options={"steps": 2}, **PART
+    ),
+    "block": lambda backbone: BlockDrafter.from_backbone(backbone, layers=1, block_size=3),
+}
+NAMES = ["tp hmm", "tp layer", "tp eagle1", "tp eagle3", "tp block", "shard part", "shard eagle3"]
+LOGGED = ("loss", "eval_loss", "eval_expected_accepted", "eval_generated_accepted")
+
+
+def save_backbone(folder: Path) -> None:
+    model = llama(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder / "backbone")
+
+
+def run(name: str, folder: Path, options: dict, processes: int = 1, rank: int = 0) -> None:
+    """Three steps, then greedy and sampled texts with drafts; files `NAME-RANK.json` and `NAME.safetensors`."""
+    way, family = name.split()
+    backbone = LlamaForCausalLM.from_pretrained(folder / "backbone", **(options if way == "tp" else {}))
+    readers = processes if way == "shard" else 1
+    torch.manual_seed(0)
+    drafter, rows = FAMILIES[family](backbone), ragged_rows(16, 24, vocab_size=320)
+    arguments = TrainingArguments(
+        str(folder / "run"), use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1,
+        max_steps=3, optim="sgd", learning_rate=0.1, max_grad_norm=0.0, lr_scheduler_type="constant", eval_steps=3,
+        per_device_train_batch_size=2, gradient_accumulation_steps=4 // readers, eval_strategy="steps",
+        per_device_eval_batch_size=2, train_sampling_strategy="sequential", dataloader_pin_memory=False,
+    )  # fmt: skip
+    measured = AcceptanceCallback(rows=None, generate_every=1, prompts=1, prompt_tokens=6, new_tokens=4)
+    strategy = TrainingStrategy(shard_backbone=way == "shard")
+    trainer = MTPTrainer(
+        drafter, arguments, train_dataset=rows, eval_dataset=rows[:5], strategy=strategy, callbacks=[measured]
+    )
+    trainer.train()
+    texts, ids = [], torch.arange(70, 80)[None].repeat(2, 1)
+    for sampled in (False, True):
+        torch.manual_seed(7 if way == "shard" else 7 + rank)  # of a divided backbone, those of the first count
+        texts.append(backbone.generate(ids, max_new_tokens=8, do_sample=sampled, assistant_model=drafter).tolist())
+    history = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history]
+    (folder / f"{name}-{rank}.json").write_text(json.dumps([history, texts]))
+    if rank == 0:
+        state = {key: value.clone().contiguous() for key, value in drafter.state_dict().items()}
+        save_file(state, folder / f"{name}.safetensors")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, names, rank = Path(sys.argv[1]), sys.argv[2:], int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    for name in names:
+        run(name, folder, {"tp_plan": "auto"}, int(os.environ["WORLD_SIZE"]), rank)
+    torch.distributed.barrier()
+    os._exit(0)  # without the destructors of gloo's threads
+
+
+if __name__ == "__main__":
+    main()

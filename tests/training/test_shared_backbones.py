@@ -1,0 +1,81 @@
+"""Two processes that share a backbone, by tensor parallelism or FSDP2: drafters learn and draft as in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.training import shared_client
+from tests.training.conftest import ragged_rows, trainer_for
+from tests.training.test_evaluation_loss import llama, modules
+from tokenahead import MTPHeads
+from tokenahead.training import TrainingStrategy
+from tokenahead.training.preparation import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What two processes have written."""
+    folder = tmp_path_factory.mktemp("shared")
+    shared_client.save_backbone(folder)
+    client = ["tests.training.shared_client", str(folder), *shared_client.NAMES]
+    process = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *client],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one process writes, by family."""
+    (folder / "one").mkdir()
+    (folder / "one" / "backbone").symlink_to(folder / "backbone")
+    found = {}
+
+    def run(family):
+        if family not in found:
+            shared_client.run(f"tp {family}", folder / "one", {})
+            found[family] = _written(folder / "one", f"tp {family}", 0)
+        return found[family]
+
+    return run
+
+
+def _written(folder, name, rank):
+    return *json.loads((folder / f"{name}-{rank}.json").read_text()), load_file(folder / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("name", shared_client.NAMES)
+def test_two_processes_do_what_one_does(name, folder, alone):
+    history, texts, weights = alone(name.split()[1])
+    for rank in range(2):
+        other, drafted, learned = _written(folder, name, rank)
+        assert len(other) == len(history) and drafted == texts
+        for mine, theirs in zip(history, other):
+            assert theirs == pytest.approx(mine, rel=1e-6, abs=1e-6)
+        assert all((learned[key] - weights[key]).abs().max() <= 1e-6 for key in weights)
+
+
+def test_a_backbone_that_is_the_drafters_own_is_not_sharded_apart():
+    for drafter, strategy in (
+        (modules(), TrainingStrategy(shard_backbone=True)),
+        (MTPHeads.from_backbone(llama()), TrainingStrategy(shard_backbone=True, train="all")),
+        (MTPHeads.from_backbone(llama(), draft_layers=1), TrainingStrategy(shard_backbone=True)),
+    ):
+        with pytest.raises(ValueError, match="shard_backbone=True.*FSDP2"):
+            prepare(drafter, strategy)
+
+
+def test_one_process_has_the_whole_backbone(tmp_path):
+    heads, strategy = MTPHeads.from_backbone(llama()), TrainingStrategy(shard_backbone=True)
+    trainer_for(heads, tmp_path, ragged_rows(), strategy=strategy)
+    assert type(heads.backbone).__name__ == "LlamaForCausalLM"

@@ -94,7 +94,9 @@ class _SFTBehaviour(BatchingMixin):
         """Return the loss of the next trainer among the bases, and count tokens as TRL does."""
         is_training = model.training
         if is_training:
-            self._total_train_tokens += self._tokens_in(inputs)
+            counts = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
+            earlier = 0 if self._total_train_tokens else int(max(counts, default=0))  # of a run that goes on
+            self._total_train_tokens += earlier + self._tokens_in(inputs)
         self._metrics["train" if is_training else "eval"]["num_tokens"] = [self._total_train_tokens]
         return super().compute_loss(model, inputs, *args, **kwargs)
 

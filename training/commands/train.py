@@ -21,6 +21,7 @@ from transformers.utils import logging
 from ...generation.tensors.tensor_files import Fields
 from ..acceptance_callback import AcceptanceCallback
 from ..checkpoints import best_or_last, is_finished
+from ..processes import of_first
 from ..trainer_base import BaseTrainer, check_kernels, without_peft
 from ..trl_trainers import MTPSFTTrainer, PTPSFTTrainer
 from ..utils import needs_extra, replace_file
@@ -89,7 +90,7 @@ def _train(directory: Path, requested: Settings, callbacks: Sequence[TrainerCall
     trainee = build(settings)
     note_backbone(trainee, requested, settings)
     facts = facts_of(trainee, settings)
-    resumed = checkpoint_to_resume(directory, settings.training.resume_from_checkpoint)
+    resumed = of_first(lambda: checkpoint_to_resume(directory, settings.training.resume_from_checkpoint))
     if resumed is None:
         check_nothing_is_lost(directory, requested)
     # settings that need no data are checked before the backbone writes any

@@ -136,19 +136,29 @@ class Endpoint:
         if error is not None:
             raise error
 
+    def states_file(self, prompt: Sequence[int]) -> str:
+        """Return the path of the file with the hidden states of a prompt, which vLLM's connector has written.
+
+        Raises:
+            EndpointError: No whole answer in all tries, one to another prompt, or of a server that extracts nothing.
+        """
+        body = self._body(prompt, 1, 0, {})
+        answer = self._repeated("POST", "completions", body)
+        self._check_prompt(answer, body)
+        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if path is None:
+            raise EndpointError(f"{self.url} returns no hidden_states_path: docs/scale.md says how vLLM is started")
+        return str(path)
+
     def _body(self, prompt: Sequence[int], most: int, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
         asked = {"model": self.model, "prompt": list(prompt), "max_tokens": most, "seed": seed}
         return {**asked, "return_token_ids": True, **options}
 
     def _completion(self, body: Mapping[str, Any]) -> list[int]:
         answer = self._repeated("POST", "completions", body)
-        choice, usage = answer["choices"][0], answer.get("usage") or {}
-        prompt, ids = choice.get("prompt_token_ids"), choice.get("token_ids")
-        read = usage.get("prompt_tokens", len(body["prompt"])) if prompt is None else len(prompt)
-        if read != len(body["prompt"]) or (prompt is not None and prompt != body["prompt"]):
-            raise EndpointError(
-                f"{self.url} read another prompt than was sent, {read} tokens for {len(body['prompt'])}"
-            )
+        self._check_prompt(answer, body)
+        choice = answer["choices"][0]
+        ids = choice.get("token_ids")
         if ids is not None:
             if self.tokenizer is not None and not _alike(choice["text"], str(self.tokenizer.decode(ids, True))):
                 raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
@@ -158,6 +168,13 @@ class Endpoint:
         found: list[int] = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
         end = self.tokenizer.eos_token_id
         return [*found, end] if isinstance(end, int) and choice["finish_reason"] == "stop" else found
+
+    def _check_prompt(self, answer: Mapping[str, Any], body: Mapping[str, Any]) -> None:
+        """Refuse an answer to another prompt than was sent."""
+        sent, prompt = body["prompt"], answer["choices"][0].get("prompt_token_ids")
+        read = (answer.get("usage") or {}).get("prompt_tokens", len(sent)) if prompt is None else len(prompt)
+        if read != len(sent) or (prompt is not None and prompt != sent):
+            raise EndpointError(f"{self.url} read another prompt than was sent, {read} tokens for {len(sent)}")
 
     def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the answer to a request, which is repeated while it fails."""

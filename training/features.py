@@ -10,7 +10,7 @@ the same batches of both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,29 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..configuration.fields import field as config_field
-from ..configuration.fields import requested_states
-from ..modeling import BlockDrafter, EagleHead, MTPHeads
-from ..modeling.common.backbone_parts import BackboneParts
-from ..modeling.common.recording import STATES, SUMMARIES, collate
-from ..modeling.common.teacher import logit_summaries
+from ..modeling.common.recording import STATES
 from .parts import PartWriter, Places, complete, digest_of, read_facts, read_parts, write_facts
 from .processes import Processes
+from .states import BackboneStates, Drafter, Row, StatesSource, TextStates
 from .utils import check_same
 
 INDEX = "index.json"
-_IDS = ("input_ids", "labels", "position_ids")
 _SAME = ("weights", "layers", "width", "dtype", "data")
 """What must be the same where features are completed; two of them are checksums."""
-_SPREAD = 12
-"""Percent that rows of a group may be shorter than its longest one."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-Row = Mapping[str, Any]
 
 
 @dataclass
@@ -96,13 +84,14 @@ class FeatureIndex:
 
 
 def cache_features(
-    drafter: MTPHeads | EagleHead | BlockDrafter,
+    drafter: Drafter,
     data: Sequence[Row],
     folder: str | Path,
     dtype: str | None = None,
     tokens_per_shard: int = 2**18,
     tokens_per_batch: int = 2**13,
     verify: bool = True,
+    source: TextStates | None = None,
 ) -> FeatureDataset:
     """Write the states that a drafter learns from, or those that are missing or damaged.
 
@@ -118,6 +107,7 @@ def cache_features(
         tokens_per_batch: Rows of similar lengths in a part go through the backbone together, up to this number of
             tokens with their padding.
         verify: Read parts that are there through; False, for sets of terabytes: look at their headers and sizes alone.
+        source: Of the states of these rows, as `ServerStates`; None: the drafter's backbone, in this process.
 
     Returns:
         The rows, to train with.
@@ -127,9 +117,9 @@ def cache_features(
             damaged index, states that are not finite, or a backbone that several processes hold together.
     """
     folder, backbone = Path(folder), drafter.backbone
-    processes = Processes.of(backbone)
-    dtype = str(backbone.dtype).removeprefix("torch.") if dtype is None else dtype
-    index = _index(drafter, data, dtype)
+    processes = Processes.of(backbone if source is None else None)
+    source = BackboneStates(drafter, data, dtype, tokens_per_batch) if source is None else source
+    index = _index(source)
     if (folder / INDEX).exists():
         earlier = FeatureIndex.read(folder)
         check_same(f"folder={folder}", *({name: vars(each)[name] for name in _SAME} for each in (earlier, index)))
@@ -138,18 +128,16 @@ def cache_features(
     if processes.rank == 0:
         index.write(folder)
     backbone.eval()
-    size = sum(index.lengths) * len(index.layers) * index.width * _DTYPES[dtype].itemsize
+    size = sum(index.lengths) * len(index.layers) * index.width * source.dtype.itemsize
 
     def write(writer: PartWriter, rows: list[int], share: int) -> None:
         what = f"states of the backbone, {size / 1e9:.3g} GB"
         with logging.tqdm(total=share, initial=share - len(rows), desc=what) as bar:
             for numbers in _parts(rows, index.lengths, tokens_per_shard):
-                texts = [_stripped(data[number]) for number in numbers]
-                states = _states(backbone, texts, index, tokens_per_batch, bar)
-                for row, each in zip(numbers, states):
+                columns = source.rows(numbers, bar.update)
+                for row, each in zip(numbers, columns):
                     if not each[STATES].isfinite().all():
-                        raise ValueError(f"states of row {row} are not finite in dtype={dtype!r}: nothing learns so")
-                columns = [text | outputs for text, outputs in zip(texts, states)]
+                        raise ValueError(f"states of row {row} are not finite in dtype={index.dtype!r}")
                 joined = {name: torch.cat([each[name] for each in columns]) for name in columns[0]}
                 writer.write(numbers, [index.lengths[number] for number in numbers], joined)
 
@@ -162,7 +150,7 @@ def cache_features(
     return dataset
 
 
-class FeatureDataset(Dataset):
+class FeatureDataset(StatesSource):
     """Rows of features: ids, labels and states, in the order of the data set.
 
     Args:
@@ -195,13 +183,11 @@ class FeatureDataset(Dataset):
         """Tokens of every row."""
         return self.index.lengths
 
-    def __len__(self) -> int:
-        return len(self.lengths)
+    def rows(self, numbers: Sequence[int], done: Callable[[int], object] = int) -> list[dict[str, torch.Tensor]]:
+        """See `StatesSource`."""
+        return [self._row(number) for number in numbers]
 
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        row %= len(self)
+    def _row(self, row: int) -> dict[str, torch.Tensor]:
         part, start = int(self.places.part[row]), int(self.places.start[row])
         stop = start + self.index.lengths[row]
         file, names = self._part(part), self.parts[part].columns
@@ -217,16 +203,12 @@ class FeatureDataset(Dataset):
         """Return the state for worker processes, which open the parts themselves."""
         return vars(self) | {"_open": {}}
 
-    collate = staticmethod(collate)
 
-
-def _index(drafter: MTPHeads | EagleHead | BlockDrafter, data: Sequence[Row], dtype: str) -> FeatureIndex:
-    if not len(data):
+def _index(source: TextStates) -> FeatureIndex:
+    if not len(source.data):
         raise ValueError("data has no rows; at least one is needed")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {', '.join(_DTYPES)}")
-    backbone, digest, lengths = drafter.backbone, hashlib.sha256(), []
-    for row in (_stripped(data[number]) for number in range(len(data))):
+    backbone, digest, lengths = source.drafter.backbone, hashlib.sha256(), []
+    for row in map(source.text, range(len(source.data))):
         for name in row:
             digest.update(name.encode() + row[name].numpy().tobytes())
         lengths.append(len(row["input_ids"]))
@@ -235,12 +217,12 @@ def _index(drafter: MTPHeads | EagleHead | BlockDrafter, data: Sequence[Row], dt
     return FeatureIndex(
         backbone=Path(name).name if Path(name).exists() else name,
         weights=checksum(backbone),
-        layers=list(drafter.learning_layers),
+        layers=source.layers,
         width=config.get_text_config().hidden_size,
-        dtype=dtype,
+        dtype=str(source.dtype).removeprefix("torch."),
         data=digest.hexdigest(),
         lengths=lengths,
-        summaries=-1 in drafter.learning_layers and drafter.config.draft_vocab_size is not None,
+        summaries=source.has_summaries,
     )
 
 
@@ -267,67 +249,3 @@ def _parts(rows: list[int], lengths: list[int], tokens: int) -> Iterator[list[in
             part, size = [], 0
     if part:
         yield part
-
-
-def _stripped(row: Row) -> dict[str, torch.Tensor]:
-    """Return the columns of a row without padding."""
-    columns = {name: torch.as_tensor(row[name]) for name in _IDS if name in row}
-    columns.setdefault("labels", columns["input_ids"])
-    if "attention_mask" in row:
-        real = torch.as_tensor(row["attention_mask"]).bool()
-        columns = {name: column[real] for name, column in columns.items()}
-    return {name: column.to(torch.int64).contiguous().clone() for name, column in columns.items()}
-
-
-@torch.no_grad()
-def _states(
-    backbone: PreTrainedModel, rows: list[dict[str, torch.Tensor]], index: FeatureIndex, tokens: int, bar: Any
-) -> list[dict[str, torch.Tensor]]:
-    """Return the columns of every row that the backbone makes, and move a bar; rows of similar lengths go together.
-
-    They are padded on the right, which no state of a causal model sees, recurrent or not.
-    """
-    columns: list[dict[str, torch.Tensor]] = [{}] * len(rows)
-    options = {"use_cache": False, "logits_to_keep": 1, "output_hidden_states": requested_states(index.layers)}
-    lengths = [len(row["input_ids"]) for row in rows]
-    for group in _groups(lengths, tokens, 0 if _reads_length(backbone.config) else _SPREAD):
-        names = [name for name in ("input_ids", "position_ids") if name in rows[group[0]]]
-        inputs = {name: pad_sequence([rows[row][name] for row in group], True).to(backbone.device) for name in names}
-        outputs = backbone(**inputs, **options, return_dict=True)
-        states = torch.stack([outputs.hidden_states[layer] for layer in index.layers], 2).to(_DTYPES[index.dtype])
-        found = {STATES: states}
-        if index.summaries:
-            last = states[:, :, index.layers.index(-1)]
-            ends = torch.tensor([lengths[row] for row in group], device=last.device)
-            where = torch.arange(last.shape[1], device=last.device) < ends[:, None]  # [B, L]
-            found[SUMMARIES] = logit_summaries(BackboneParts(backbone), last, where)
-        found = {name: column.cpu() for name, column in found.items()}
-        for number, row in enumerate(group):
-            columns[row] = {name: column[number, : lengths[row]] for name, column in found.items()}
-        bar.update(len(group))
-    return columns
-
-
-def _reads_length(config: PreTrainedConfig) -> bool:
-    """Return whether rotary angles depend on the longest row of a batch."""
-    rope = config_field(config.get_text_config(), "rope_parameters") or {}
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # one, or one per kind of layer
-    return any(each.get("rope_type") in ("dynamic", "longrope") for each in kinds)
-
-
-def _groups(lengths: list[int], tokens: int, spread: int) -> Iterator[list[int]]:
-    """Yield rows by groups of similar lengths, the shortest first: padded, `tokens` at most, or one row.
-
-    A row is at most `spread` percent shorter than the longest of its group, or, of short ones, `spread` tokens. The
-    shortest first, because rotary angles that depend on the length follow it upwards alone.
-    """
-    group: list[int] = []
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        longest, shortest = lengths[row], lengths[(group or [row])[0]]
-        is_similar = longest - shortest <= spread * max(longest, 100) // 100
-        if group and not (is_similar and (len(group) + 1) * longest <= tokens):
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group

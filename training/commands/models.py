@@ -42,6 +42,7 @@ from ..loading import (
 from ..preparation import set_loss_options
 from ..ptp.losses import PTPOptions
 from ..regeneration import regenerate
+from ..server_states import ServerStates
 from ..utils import needs_extra
 from .data import load_data
 from .settings import APART, DrafterArguments, Settings, filled
@@ -295,7 +296,9 @@ def store_features(trainer: Trainer, settings: Settings) -> None:
     if directory is None or not isinstance(rows, Dataset):
         return
     data = _Collated(rows, trainer.data_collator)
-    trainer.train_dataset = cache_features(untyped(trainer.model), data, directory)
+    drafter, engine = untyped(trainer.model), settings.drafter.features_engine
+    source = None if engine is None else ServerStates(_endpoint(engine), drafter, data)
+    trainer.train_dataset = cache_features(drafter, data, directory, source=source)
     trainer.data_collator = _Either(trainer.data_collator)
     trainer.args.remove_unused_columns = False  # TRL's list of columns knows no states
 
@@ -357,7 +360,7 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
 
 
-def _endpoint(engine: Any, tokenizer: PreTrainedTokenizerBase) -> Endpoint:
+def _endpoint(engine: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> Endpoint:
     """Return the server of `engine`: its address, or fields of `Endpoint`."""
     given = engine if isinstance(engine, dict) else {"url": engine}
     names = [each.name for each in fields(Endpoint) if each.init and each.name != "tokenizer"]

@@ -64,6 +64,9 @@ class DrafterArguments:
         help="Directory for the frozen backbone's states, for drafters apart from it: every epoch then needs no "
         "forward of it, and a further run reads them.",
     )
+    features_engine: str | None = option(
+        None, help="Address of a vLLM server that gives these states (docs/scale.md); None: the backbone of the run."
+    )
     acceptance: dict | str | None = option(None, help="Options of AcceptanceCallback, JSON; false leaves it out.")
     early_stopping_patience: int | None = option(
         None, help="Evaluations without a better metric_for_best_model before training ends."
@@ -78,6 +81,8 @@ class DrafterArguments:
                 f"drafter={self.drafter!r}: choose of {', '.join(_KINDS)}; to continue from a drafter, of "
                 f"{', '.join(f'{kind}:SOURCE' for kind in ('auto', *APART))}"
             )
+        if self.features_engine is not None and self.features is None:
+            raise ValueError(f"features_engine={self.features_engine} gives states that features stores: name both")
 
     @property
     def kind(self) -> str:

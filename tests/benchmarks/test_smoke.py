@@ -45,6 +45,7 @@ SCRIPTS = {
     "ptp_chain, tables": "--minutes 0.001 --tables best_of losses --rows one_hot --slots 2 --contexts 16",
     "ptp_text": "--backbone llama --minutes 0 0.001 --slots 2 --texts 4 --prompts 1 --new-tokens 8 --kinds one_hot",
     "rollout_time": "--model llama --head eagle1 --prompts prompts.jsonl --count 2 --group 2 --tokens 4",
+    "scale": "--gpus 8",
     "serving": "--help",
     "serving_images": "--help",
     "serving_speed": "--help",

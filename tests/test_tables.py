@@ -36,7 +36,7 @@ def table(page: str, *head: str) -> Table:
 
 HELD = {
     "README.md": ["drafter | training"],
-    "docs/benchmarks.md": ["decoding | method"],
+    "docs/benchmarks.md": ["decoding | method", "category"],
     "docs/box.md": ["decoding | head"],
     "docs/circuits.md": ["head | context", "width, rank | decoding"],
     "docs/gpu.md": ["shape | batch"],
@@ -168,6 +168,22 @@ def test_benches_of_smollm2(number):
         for row in read(SMOL / folder / "results.json")["results"]:
             if row["method"] in names:
                 assert shown[row["decoding"], names[row["method"]]] == bench_cells(row), row["name"]
+
+
+def test_tokens_per_call_by_category():
+    columns = [("eagle1", "eagle1"), ("eagle1", "eagle1 trees"), ("hydra", "hydra"), ("hydra", "hydra trees")]
+    columns += [("eagle3", "eagle3"), ("eagle3", "ngram")]
+    rows = {
+        (folder, row["method"]): row["category_tokens_per_call"]
+        for folder in ("eagle1", "hydra", "eagle3")
+        for row in read(SMOL / folder / "results.json")["results"]
+        if row["do_sample"]
+    }
+    rates = [rows[column] for column in columns]
+    expected = [
+        [name.replace("_", " "), *(f"{rate[name]:.2f}" if name in rate else "-" for rate in rates)] for name in rates[0]
+    ]
+    assert table("docs/benchmarks.md", "category") == expected
 
 
 def test_the_first_table_of_the_readme():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ def holds_text(folder: str | Path) -> bool:
 
 def regenerate(
     backbone: PreTrainedModel | Endpoint,
-    prompts: Sequence[Sequence[int] | torch.Tensor],
+    prompts: Iterable[Sequence[int] | torch.Tensor | Mapping[str, Any]],
     folder: str | Path,
     max_new_tokens: int = 256,
     batch_size: int = 8,
@@ -131,7 +131,7 @@ def regenerate(
 
     Args:
         backbone: Any causal language model, or the server that runs it.
-        prompts: Token ids.
+        prompts: Token ids, or rows that hold them as `input_ids`, such as a data set of `datasets`.
         folder: Output directory; created if missing.
         max_new_tokens: Length of every completion, at most.
         batch_size: Prompts that are completed together, padded on the left; the samples depend on it.
@@ -150,7 +150,8 @@ def regenerate(
     for name, value in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    folder, ids = Path(folder), [torch.as_tensor(prompt, dtype=torch.int64).flatten() for prompt in prompts]
+    rows = [prompt["input_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts]
+    folder, ids = Path(folder), [torch.as_tensor(row, dtype=torch.int64).flatten() for row in rows]
     if not ids:
         raise ValueError("there are no prompts: at least one is needed")
     if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:

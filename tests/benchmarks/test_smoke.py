@@ -43,6 +43,7 @@ SCRIPTS = {
     "online": "--model llama --head eagle1 --answers answers --steps 2 --batch 1 --tokens 4 --rows 2",
     "ptp_chain": "--steps 2 --layers 1 --width 16 --prompts 1 --new-tokens 4 --backbone-steps 2",
     "ptp_chain, tables": "--minutes 0.001 --tables best_of losses --rows one_hot --slots 2 --contexts 16",
+    "ptp_plane": "--minutes 0.001 --grid 4 --figure plane.png",
     "ptp_text": "--backbone llama --minutes 0 0.001 --slots 2 --texts 4 --prompts 1 --new-tokens 8 --kinds one_hot",
     "rollout_time": "--model llama --head eagle1 --prompts prompts.jsonl --count 2 --group 2 --tokens 4",
     "scale": "--gpus 8",

@@ -76,13 +76,17 @@ def test_a_misspelt_option_binds_no_folder(tmp_path):
 
 
 def test_rows_are_a_data_set_that_comes_back(tmp_path, monkeypatch):
-    rows = regenerate(llama(), PROMPTS, tmp_path / "answers", max_new_tokens=6)
+    prompts = datasets.Dataset.from_dict({"input_ids": PROMPTS, "source": ["a file"] * len(PROMPTS)})
+    rows = regenerate(llama(), prompts, tmp_path / "answers", max_new_tokens=6)
+    assert regenerate(llama(), PROMPTS, tmp_path / "answers", max_new_tokens=6).rows == rows.rows
     data = rows.to_dataset()
     data.save_to_disk(tmp_path / "saved")
-    again = datasets.load_from_disk(tmp_path / "saved").with_format("torch")
-    assert again.column_names == ["input_ids", "labels"] and len(again) == len(rows)
-    for found, row in zip(again, rows):
-        assert all(torch.equal(found[name], row[name]) for name in row)
+    data.to_parquet(tmp_path / "pushed.parquet")  # the file that `push_to_hub` sends
+    pushed = datasets.Dataset.from_parquet(str(tmp_path / "pushed.parquet"), cache_dir=str(tmp_path / "cache"))
+    for again in (datasets.load_from_disk(tmp_path / "saved"), pushed):
+        assert again.column_names == ["input_ids", "labels"] and len(again) == len(rows)
+        for found, row in zip(again.with_format("torch"), rows):
+            assert all(torch.equal(found[name], row[name]) for name in row)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"to_dataset needs .*tokenahead\[train\]"):
         rows.to_dataset()

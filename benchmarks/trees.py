@@ -36,9 +36,11 @@ from transformers import LlamaForCausalLM, StoppingCriteriaList
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.tensors.wrapped_models import untyped
+from tokenahead.generation.trees import choices_from_accuracies
 from tokenahead.generation.verification import tree_acceptance
 from tokenahead.generation.verification.verifiers import SampledVerifier
 from tokenahead.training.box import box_directory, code_prompts, excerpt_prompts, heads_in, load_box, load_excerpts
+from tokenahead.training.evaluation import rank_accuracies
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.utils import replace_file
 
@@ -193,17 +195,18 @@ def measure(head: EagleHead, prompts: dict[str, torch.Tensor], arguments: argpar
 
 def measure_box(arguments: argparse.Namespace) -> dict[str, Any]:
     """Chains and trees of every head in the box, prompt by prompt, after the same prompts of held-out code."""
-    texts = excerpt_prompts(load_excerpts(box_directory() / "held_out.json"), arguments.prompts)
+    texts = excerpt_prompts(load_excerpts(box_directory() / "held_out.json"), arguments.prompts + 4)
     figures: dict[str, Any] = {}
     for name in heads_in(box_directory()):
         model, tokenizer = load_box(name)
         model.generation_config.eos_token_id = None
         tree, chains = shapes(arguments, model.longest_draft())
-        prompts = [tokenizer(text, return_tensors="pt") for text in texts]
+        *prompts, a, b, c, d = (tokenizer(text, return_tensors="pt") for text in texts)
         for heat in arguments.temperatures:
             how = dict(do_sample=False) if heat == 0 else dict(do_sample=True, temperature=heat, top_k=0)
+            shape = fixed_shape(model, [a, b, c, d], arguments, heat, how)
             rows = figures.setdefault(f"{name}, T = {heat:g}", {})
-            for kind, options in (chains | {"tree": {"draft_tree": tree}}).items():
+            for kind, options in (chains | {"tree": {"draft_tree": tree}, "fixed tree": {"draft_tree": shape}}).items():
                 found = [counted(model, prompt, arguments.new_tokens, **options, **how) for prompt in prompts]
                 cycles = torch.tensor([each["cycles"] for each in found])
                 kept = torch.tensor([each["tokens per call"] for each in found]) * cycles
@@ -214,6 +217,20 @@ def measure_box(arguments: argparse.Namespace) -> dict[str, Any]:
                 }
             print(json.dumps({f"{name}, T = {heat:g}": rows}), flush=True)
     return figures
+
+
+def fixed_shape(
+    model: Any, prompts: list[dict[str, torch.Tensor]], arguments: argparse.Namespace, heat: float, how: dict[str, Any]
+) -> list[tuple[int, ...]]:
+    """The shape of the trees' size that keeps most where every depth has its accuracies along plain outputs."""
+    torch.manual_seed(1)
+    batches = []
+    for prompt in prompts:
+        ids = model.generate(**prompt, **how, max_new_tokens=arguments.new_tokens, use_mtp=False)
+        labels = ids.clone()
+        labels[:, : prompt["input_ids"].shape[1]] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    return choices_from_accuracies(rank_accuracies(model, batches, temperature=heat), arguments.total - 1)
 
 
 def table(figures: dict[str, Any]) -> None:

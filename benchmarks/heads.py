@@ -4,6 +4,7 @@
     python benchmarks/heads.py --size 85m --rank 8 16 32
     python benchmarks/heads.py --context 0 1 3            # leaves that read so many tokens before them
     python benchmarks/heads.py --rank 8 --window 8 16 --lexicon lexicon.json --out heads.json --figure heads.png
+    python benchmarks/heads.py --rank 1 2 4 8 16 32 --window 8 --heads cp --costs costs.json      # by rank
 
 One table per window, rank and context, medians in milliseconds of the same run: `forward` is the backbone on n tokens
 behind a prompt, `head` the distribution behind a token (matrix products of leaves, n r v d, and sums), `draft`
@@ -40,6 +41,7 @@ from tokenahead.generation.tensors.sampling import draw
 from tokenahead.generation.verification import verify
 from tokenahead.training.commands.bench import frontier_figure
 from tokenahead.training.results import DecodingResult, MeasuredResults
+from tokenahead.training.utils import replace_file
 
 REPEATS = 40
 HEADS = ("ff", "cp", "hmm", "btree")
@@ -112,7 +114,7 @@ def compare(
     """Print the table of a window, a rank and a context; returns name, tokens per call, milliseconds and drafts of each
     head."""
     prompt, found, points, shown = torch.randint(64, 320, (1, 100)), [], [], []
-    cells = [{"head_type": kind, "window": window, "rank": 1 if kind == "ff" else rank} for kind in HEADS]
+    cells = [{"head_type": kind, "window": window, "rank": 1 if kind == "ff" else rank} for kind in arguments.heads]
     for cell in cells:
         cell |= {"context": context} if context else {}
         cell |= {"leaf_size": arguments.leaf_size} if arguments.leaf_size and cell["head_type"] != "ff" else {}
@@ -127,6 +129,7 @@ def compare(
             rest = cost["head"] + cost["draft"] + cost["verify"]
             total = forward + rest
             facts += [*(f"{value:.2f}" for value in cost.values()), f"{total:.2f}", f"{rest / total:.1%}"]
+            arguments.rows.append(cell | cost | {"cycle": total})
             tokens = accepted(learned, cell)
             if tokens is not None:
                 facts += [f"{tokens:.2f}", f"{1e3 * tokens / total:.0f}", f"{1e3 * window / total:.0f}"]
@@ -150,6 +153,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--counts", action="store_true", help="count weights, products and kernels; measure no times")
     parser.add_argument("--lexicon", type=Path, help="rows of lexicon.py, for tokens per call")
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS)
+    parser.add_argument("--costs", type=Path, help="file for the milliseconds of every head")
     parser.add_argument("--out", type=Path, help="what was measured, as `tokenahead bench` writes it")
     parser.add_argument("--figure", type=Path, help="picture of it; without --lexicon, of the file --out names")
     arguments = parser.parse_args()
@@ -159,8 +164,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     model = evabyte(arguments.model, arguments.size)
     learned, results = json.loads(arguments.lexicon.read_text()) if arguments.lexicon else [], []
+    arguments.rows = []
     for window, rank, context in product(arguments.window, arguments.rank, arguments.context):
         results += compare(model, window, rank, context, learned, arguments)
+    if arguments.costs:
+        replace_file(arguments.costs, json.dumps(arguments.rows, indent=1))
     if results:
         plain = 1e3 * seconds_of(forward(model, {"input_ids": torch.randint(64, 320, (1, 100))}, 1), REPEATS, warm_up=5)
         points = [result(name, tokens, ms, plain, drafts) for name, tokens, ms, drafts in results]

@@ -40,6 +40,7 @@ HELD = {
     "docs/box.md": ["decoding | head"],
     "docs/circuits.md": ["head | context", "width, rank | decoding"],
     "docs/gpu.md": ["shape | batch"],
+    "docs/methods/ptp.md": ["two tokens"],
     "docs/online.md": ["steps of the policy"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
     "docs/training.md": ["trainer | "],
@@ -201,6 +202,12 @@ def test_the_first_table_of_the_readme():
         greedy, sampled = (bench_cells(rows[mode]) for mode in ("greedy", "sampled, T=1"))
         medians = [cells[2].split()[0] for cells in (greedy, sampled)]
         assert shown[name] == [sampled[0], *medians, greedy[1], sampled[1]], name
+
+
+def test_the_plane_of_two_uniforms():
+    found = read(ROOT / "docs" / "results" / "ptp_plane.json")["pairs"]
+    shares = {name: [f"{value:.0%}".replace("%", " %") for value in row.values()] for name, row in found.items()}
+    assert table("docs/methods/ptp.md", "two tokens") == [[name, *row] for name, row in shares.items()]
 
 
 def test_contexts_on_the_box():

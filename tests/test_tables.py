@@ -38,7 +38,7 @@ HELD = {
     "README.md": ["drafter | training"],
     "docs/benchmarks.md": ["decoding | method", "category"],
     "docs/box.md": ["decoding | head"],
-    "docs/circuits.md": ["head | context", "width, rank | decoding"],
+    "docs/circuits.md": ["head | context", "width, rank | decoding", "rank | tokens per call"],
     "docs/gpu.md": ["shape | batch"],
     "docs/methods/ptp.md": ["two tokens"],
     "docs/online.md": ["steps of the policy"],
@@ -202,6 +202,18 @@ def test_the_first_table_of_the_readme():
         greedy, sampled = (bench_cells(rows[mode]) for mode in ("greedy", "sampled, T=1"))
         medians = [cells[2].split()[0] for cells in (greedy, sampled)]
         assert shown[name] == [sampled[0], *medians, greedy[1], sampled[1]], name
+
+
+def test_the_cost_of_a_rank():
+    found = read(ROOT / "docs" / "results" / "heads_by_rank.json")
+    tokens = {row[0]: row[4].split()[0] for row in table("docs/circuits.md", "r", "window NLL")}
+    forward, expected = statistics.median(row["forward"] for row in found), []
+    for row in found:
+        times = [forward, row["head"], row["draft"], row["verify"]]
+        kept = tokens[str(row["rank"])]
+        cells = [f"{value:.2f}" for value in (*times, sum(times))]
+        expected.append([str(row["rank"]), kept, *cells, f"{1e3 * float(kept) / sum(times):.0f}"])
+    assert table("docs/circuits.md", "rank", "tokens per call") == expected
 
 
 def test_the_plane_of_two_uniforms():

@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .circuits import LINEAR, LOG, LatentDistribution, ReadLeaves, Scale, Semiring, Walk, column, moved, stepwise
-from .window_distribution import Given
+from .circuits import LINEAR, LOG, LatentDistribution, Scale, Semiring, Walk, column, moved, stepwise
+from .reading import Given, ReadLeaves
 
 Chain = TypeVar("Chain", bound="ChainDistribution")
 _SYSTEM = 2**20

@@ -17,22 +17,20 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...generation.tensors.sampling import exponentials
+from .reading import Given, ReadLeaves, TokenReader, raced
 from .window_distribution import (
     Choose,
-    Given,
     Note,
-    TokenReader,
     WindowDistribution,
     largest,
     log_probs_at,
     logsumexp,
-    normalised_logits,
 )
 
 Walk = Generator[Tensor, Tensor, Tensor | None]
@@ -128,7 +126,7 @@ class LatentDistribution(WindowDistribution):
         return self.root_logits.softmax(-1)
 
     def _root_of(self, ring: Semiring) -> Tensor:
-        return self.root if ring is LINEAR else normalised_logits(self.root_logits)
+        return self.root if ring is LINEAR else self.root_logits.log_softmax(-1)
 
     @cached_property
     def _leaves(self) -> tuple[Tensor, Tensor]:
@@ -138,7 +136,7 @@ class LatentDistribution(WindowDistribution):
         Elsewhere no copy as large as the logits is kept.
         """
         if torch.is_grad_enabled() and self._all_leaves.requires_grad:
-            return normalised_logits(self._all_leaves), self._all_leaves.new_zeros(())
+            return self._all_leaves.log_softmax(-1), self._all_leaves.new_zeros(())
         return self._all_leaves, self._all_leaves.logsumexp(-1)
 
     @cached_property
@@ -326,33 +324,6 @@ class LatentDistribution(WindowDistribution):
                     reader.read(token)
                 shown = walk.send(token)
         return tokens, probs
-
-
-class ReadLeaves(Sequence[Tensor]):
-    """Leaves [..., r, v] in linear space that read the tokens before them: each is looked up when these are read."""
-
-    def __init__(self, logits: Sequence[Tensor], reader: TokenReader) -> None:
-        self.logits, self.reader = logits, reader
-
-    def __len__(self) -> int:
-        return len(self.logits)
-
-    def __getitem__(self, index: Any) -> Any:
-        assert index == len(self.reader.moves)
-        logits, bias = self.logits[index], self.reader.bias
-        return (logits if bias is None else logits + bias[..., None, :]).softmax(-1)
-
-
-def raced(scores: Tensor, reader: TokenReader) -> tuple[Tensor, Tensor]:
-    """Return the tokens [..., m] of the largest scores [..., m, v] with the bias of those before, and the biases."""
-    tokens, found = list[Tensor](), list[Tensor]()
-    for row in scores.unbind(-2):
-        if tokens:
-            reader.read(tokens[-1])
-        bias = torch.zeros_like(row) if reader.bias is None else reader.bias
-        tokens.append((row + bias).max(-1).indices)
-        found.append(bias)
-    return torch.stack(tokens, -1), torch.stack(found, -2)
 
 
 class MixtureDistribution(LatentDistribution):

@@ -26,13 +26,12 @@ from transformers import initialization as init
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.sampling import exponentials
 from ...generation.tensors.shared_models import gather
-from .circuits import LatentDistribution, raced
+from .circuits import LatentDistribution
+from .reading import Given, TokenReader, raced
 from .window_distribution import (
     Choose,
     FactorisedDistribution,
-    Given,
     Note,
-    TokenReader,
     WindowDistribution,
     largest,
     refuse_gaps,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ...generation.tensors.sampling import draw
 from ..common.draft_vocabulary import DraftVocabulary
+from .reading import Given
 
 Note = Callable[[Tensor], None]
 """Takes a number per token [...], which is NaN or infinite where its distribution is none."""
@@ -25,47 +25,6 @@ Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From probabilities [..., v] to tokens [...] and the probabilities [..., v] that they were really drawn from."""
 NextLogits = Callable[[Tensor], Tensor]
 """From the embeddings [..., k, d] of the first k tokens of the window to the logits [..., V] of the next one."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """What known tokens add to a distribution whose leaves read them (`context`).
-
-    Attributes:
-        bias: [..., m, v], of the leaf logits of the first m positions, known ones included.
-        moves: [..., m - 1, r, r], of the logits of transitions; None: they read nothing.
-    """
-
-    bias: Tensor
-    moves: Tensor | None = None
-
-
-class TokenReader:
-    """The tokens of a draft so far, as the leaves and transitions after them read them.
-
-    Args:
-        look_up: From a token [...] to the biases of the next positions, side by side, [..., count v], in memory that
-            nobody else reads, and that of the transition after it.
-        size: v.
-
-    Attributes:
-        bias: [..., v], of the leaf logits of the next position; None: none.
-        moves: [..., r, r], of the logits of the transitions after the tokens that are read; None: none.
-    """
-
-    def __init__(self, look_up: Callable[[Tensor], tuple[Tensor, Tensor | None]], size: int) -> None:
-        self.look_up, self.size, self.bias, self.moves = look_up, size, None, list[Tensor | None]()
-        self._ahead: Tensor | None = None  # [..., count v]
-
-    def read(self, token: Tensor, moves: bool = True) -> None:
-        """Append a token [...]; one before the window moves no state."""
-        rows, move = self.look_up(token)
-        is_one = rows.shape[-1] == self.size
-        if not is_one and self._ahead is not None:  # what earlier tokens say of the same positions
-            rows[..., : -self.size].add_(self._ahead[..., self.size :])
-        self._ahead, self.bias = rows, rows if is_one else rows[..., : self.size]
-        if moves:
-            self.moves.append(move)
 
 
 class WindowDistribution(ABC):
@@ -167,7 +126,7 @@ class FactorisedDistribution(_ConditionalsDistribution):
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return log leaf_i, which no token changes."""
-        return normalised_logits(self.leaf_logits[..., 0, :]).expand(*tokens.shape, -1)  # [..., n, v]
+        return self.leaf_logits[..., 0, :].log_softmax(-1).expand(*tokens.shape, -1)  # [..., n, v]
 
     def _token_log_probs(self, tokens: Tensor) -> Tensor:
         return log_probs_at(self.leaf_logits[..., 0, :], tokens[..., None])[..., 0]
@@ -229,7 +188,7 @@ class SequentialDistribution(_ConditionalsDistribution):
 
     def conditional_log_probs(self, tokens: Tensor) -> Tensor:
         """Return teacher-forced conditionals: each reads the tokens before it."""
-        return normalised_logits(self._all_logits(tokens))  # [..., n, V]
+        return self._all_logits(tokens).log_softmax(-1)  # [..., n, V]
 
     def _token_log_probs(self, tokens: Tensor) -> Tensor:
         return log_probs_at(self._all_logits(tokens), tokens[..., None])[..., 0]
@@ -377,7 +336,7 @@ def log_probs_at(logits: Tensor, index: Tensor) -> Tensor:
     if torch.is_grad_enabled() and logits.requires_grad and logits.shape[:-1] == index.shape[:-1]:
         return cast(Tensor, _LogProbsAt.apply(logits, index))
     batch = torch.broadcast_shapes(logits.shape[:-1], index.shape[:-1])
-    return normalised_logits(logits).expand(*batch, -1).gather(-1, index.expand(*batch, -1))
+    return logits.log_softmax(-1).expand(*batch, -1).gather(-1, index.expand(*batch, -1))
 
 
 class _LogProbsAt(torch.autograd.Function):
@@ -395,11 +354,6 @@ class _LogProbsAt(torch.autograd.Function):
         """Return g (1[v = index] - softmax(logits)_v) for a gradient g [..., 1]."""
         log_probs, index = ctx.saved_tensors
         return log_probs.exp().mul_(-gradient).scatter_add_(-1, index, gradient), None
-
-
-def normalised_logits(logits: Tensor) -> Tensor:
-    """Return log_softmax over the last axis."""
-    return logits.log_softmax(-1)
 
 
 def logsumexp(values: Tensor, dim: int) -> Tensor:

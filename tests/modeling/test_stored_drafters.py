@@ -9,7 +9,9 @@ from transformers import TrainingArguments
 
 from tests import mtpc_files
 from tests.eagle_models import tiny_backbone
+from tests.models import tiny_model
 from tokenahead import BlockDrafter, EagleHead, MTPHeads, PTPStudent
+from tokenahead.modeling.common import stored_drafters
 from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from tokenahead.training import MTPTrainer
 
@@ -78,6 +80,27 @@ def test_training_goes_on_from_its_own_checkpoint(name, tmp_path):
         drafter.detach()
     for key, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][key], tensor)
+
+
+def test_heads_without_a_config_are_fetched_by_their_name(tmp_path, monkeypatch):
+    written("mtpc heads", tmp_path)
+    asked = []
+
+    def download(name, allow_patterns, **hub):
+        asked.append((name, "model@*.pt" in allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(stored_drafters, "snapshot_download", download)
+    monkeypatch.setattr(stored_drafters, "_fields", lambda name, **hub: {})
+    assert drafter_class("owner/heads") is MTPHeads and read_drafter("owner/heads").window == 4
+    assert set(asked) == {("owner/heads", True)}
+
+
+def test_draft_layers_of_evabyte_belong_into_the_model(tmp_path):
+    sizes = dict(vocab=40, layers=3, lora=1)
+    mtpc_files.write(tmp_path, mtpc_files.published("hmm", **sizes), mtpc_files.settings("hmm", **sizes))
+    with pytest.raises(ValueError, match="EvaByteForMTPC.from_official"):
+        read_drafter(tmp_path, backbone=tiny_model(vocab_size=40, num_hidden_layers=3, num_pred_heads=3))
 
 
 def test_a_checkpoint_of_another_head_is_refused_in_any_layout(tmp_path):

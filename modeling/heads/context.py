@@ -116,7 +116,9 @@ class LeafContext(nn.Module):
         marks = [(p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in own]
         key = (*marks, torch.is_inference_mode_enabled())
         if self._table is None or self._table_of != key:
-            self._table, self._table_of = embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T, key
+            with torch.autocast(embedding.device.type, enabled=False):  # later calls may run without
+                self._table = embedding @ torch.cat([rows.flatten(0, -2) for rows in own[1:]]).T
+            self._table_of = key
         return self._table
 
     @property

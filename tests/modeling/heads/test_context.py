@@ -1,5 +1,6 @@
 """Leaves that read the tokens before them: enumeration of every family, and what heads do with their tables."""
 
+import copy
 import itertools
 import json
 
@@ -229,6 +230,19 @@ def test_heads_draft_learn_and_come_back_from_disk(kind, tmp_path):
     own = dict(again.named_parameters())
     assert all(torch.equal(value, own[name]) for name, value in heads.named_parameters())
     assert again.config.context == heads.config.context and "before them" in again.config.describe()
+
+
+def test_a_call_under_autocast_leaves_no_rounded_table():
+    base = backbone()
+    heads = shaken(MTPHeads.from_backbone(base, window=4, **HEADS["hmm"]), 0.3).attach(base)
+    ask = {"assistant_model": heads, "max_new_tokens": 2, "do_sample": False}
+    with torch.autocast("cpu", torch.bfloat16):
+        base.generate(IDS, **ask)
+    base.generate(IDS, **ask)
+    kept, tables = heads.head.context._table, copy.deepcopy(heads).head.context
+    tables._table = None
+    with torch.no_grad():
+        assert kept.dtype == torch.float32 and torch.equal(kept, tables.table())
 
 
 def test_the_chunked_loss_is_that_of_the_distributions():

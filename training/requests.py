@@ -218,13 +218,17 @@ class VerifyRequest:
     """Options of `tokenahead verify`."""
 
     decoders: list[str] | None = option(
-        None, "names of known decoding functions; all, without --function, if left out", nargs="+", metavar="NAME"
+        None,
+        "names of known functions, such as ngram, dflash or 'vLLM: ngram'; all, without --function, if left out",
+        nargs="+",
+        metavar="NAME",
     )
     function: list[str] | None = option(
         None, "MODULE:NAME of others: (model, input_ids, **options of generate) -> sequences", nargs="+", metavar="NAME"
     )
     samples: int = option(4000, "texts that are drawn for each distribution (%(default)s)", read=whole(500))
     json: bool = option(False, "write one JSON object in place of the tables")
+    markdown: bool = option(False, "write one Markdown table of what each function keeps")
 
 
 @dataclass(frozen=True)

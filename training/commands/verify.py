@@ -40,6 +40,8 @@ def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[s
     if request.json:
         shown = {name: [asdict(each) for each in checks] for name, checks in found.items()}
         console.print(json.dumps(shown), markup=False, soft_wrap=True)
+    elif request.markdown:
+        console.print(markdown(found), markup=False, soft_wrap=True)
     else:
         show(console, found)
     return found
@@ -67,3 +69,13 @@ def show(console: Console, found: dict[str, list[Verified]]) -> None:
         for each in checks:
             table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
         console.print(table)
+
+
+def markdown(found: dict[str, list[Verified]]) -> str:
+    """Return one table of what each function keeps."""
+    lines = ["| decoding function | kept | refused | BROKEN |", "|---|---|---|---|"]
+    for name, checks in found.items():
+        of = {result: [each.check for each in checks if each.result == result] for result in _STYLES}
+        shown = [f"{len(of[KEPT])} of {len(checks)}", "; ".join(of[REFUSED]), "; ".join(of[BROKEN])]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -40,12 +41,14 @@ MakesModel = Callable[[int, int], PreTrainedModel]
 """Makes a small model in float64 from a seed and the size of its vocabulary."""
 
 
-def small_model(seed: int = 0, vocab_size: int = 6) -> PreTrainedModel:
+def small_model(seed: int = 0, vocab_size: int = 6, width: int = 16) -> PreTrainedModel:
     """Return a random Llama in float64 whose distributions are neither flat nor sharp."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": width, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-    config = LlamaConfig(vocab_size=vocab_size, max_position_embeddings=128, initializer_range=0.5, **sizes, **ids)
+    config = LlamaConfig(
+        vocab_size=vocab_size, max_position_embeddings=128, initializer_range=2 * width**-0.5, **sizes, **ids
+    )
     return untyped(LlamaForCausalLM(config)).double().eval()
 
 
@@ -78,18 +81,26 @@ def prompt_lookup(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) 
     return plain(model, input_ids, prompt_lookup_num_tokens=3, **options)
 
 
-class OwnModules:
-    """Decoding with a model's own modules in transformers' own loop (`use_mtp`).
+def own_modules(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
+    """Decode with the model's own modules in transformers' own loop (`use_mtp`)."""
+    return plain(model, input_ids, use_mtp=True, **options)
+
+
+@dataclass(frozen=True)
+class OnModels:
+    """A decoding function on models that the kit takes in place of its own.
 
     Attributes:
-        small_model: Makes models that have modules, which the kit takes in place of its own.
+        decode: The function.
+        small_model: Makes such a model.
     """
 
-    small_model = staticmethod(model_with_modules)
+    decode: Decoder
+    small_model: MakesModel
 
     def __call__(self, model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
         """Decode."""
-        return plain(model, input_ids, use_mtp=True, **options)
+        return self.decode(model, input_ids, **options)
 
 
 def drafted_by(made: Callable[[PreTrainedModel], AttachableDrafter], **own: Any) -> Decoder:
@@ -121,9 +132,9 @@ DECODERS: dict[str, Decoder] = {
     "transformers: plain": plain,
     "transformers: assistant": assisted,
     "transformers: prompt lookup": prompt_lookup,
-    "transformers: use_mtp": OwnModules(),
+    "transformers: use_mtp": OnModels(own_modules, model_with_modules),
     "z-lab: dflash": zlab,
-    "vLLM: ngram": vllm,
+    "vLLM: ngram": OnModels(vllm, partial(small_model, width=64)),  # heads of 32, its smallest
     "ngram": drafted_by(lambda model: NgramDrafter()),
     "suffix": drafted_by(lambda model: SuffixDrafter()),
     "assistant": drafted_by(lambda model: AssistantDrafter(_assistant(model))),

@@ -4,10 +4,11 @@
     python benchmarks/marginal.py large
     python benchmarks/marginal.py smol --answers smollm2_answers.npz --depth 2 --rows 16 --every 24 --branches 32
 
-At positions of held-out source, or of a model's own answers: how often the text's token is the most likely one, and
-among the five most likely, with the tokens between summed out (the best that heads without access to them can do) and
-with them known; the entropy of the next token and how many tokens hold 90 and 99 % of it; and the divergence of every
-layer's distribution from the last one's (logit lens). Behind `±` is the standard error, from the spread between texts.
+At positions of texts, of held-out source or of a model's own answers: how often the text's token is the most
+likely one, and among the five most likely, with the tokens between summed out (the best that heads without access to
+them can do) and with them known; the entropy of the next token and how many tokens hold 90 and 99 % of it; and the
+divergence of every layer's distribution from the last one's (logit lens). Behind `±` is the standard error, from the
+spread between texts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def figures_of(arguments: argparse.Namespace, path: str, ids: torch.Tensor) -> d
     """Return one backbone's figures, each with its error."""
     backbone: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     depth, branches = arguments.depth, arguments.branches
-    columns = torch.arange(ids.shape[1] // 8, ids.shape[1] - depth, arguments.every)
+    columns = torch.arange(arguments.first, ids.shape[1] - depth, arguments.every)
     options = {"mass": arguments.mass, "max_branches": branches, "batch_size": branches}
     found = marginal_log_probs(backbone, ids, depth, positions=columns.tolist(), **options)
     ahead = columns[:, None] + torch.arange(1, depth + 1)
@@ -59,12 +60,14 @@ def figures_of(arguments: argparse.Namespace, path: str, ids: torch.Tensor) -> d
 
 
 def texts_of(arguments: argparse.Namespace) -> torch.Tensor:
-    """Return texts [rows, length]: the first tokens of answers that are so long, or of held-out windows of source."""
+    """Return texts [rows, length]: prompts with the beginnings of answers, or windows of held-out source."""
     if arguments.answers is None:
         return held_out_rows(load_corpus(seed=0), arguments.rows)[:, : arguments.length]
     with np.load(arguments.answers) as file:
         ids, lengths = torch.from_numpy(file["ids"].astype(np.int64)), file["lengths"].tolist()
-    rows = [row[: arguments.length] for row in ids.split(lengths) if len(row) >= arguments.length]
+        texts = zip(ids.split(lengths), file["prompts"].tolist())
+    length, first = arguments.length, arguments.first  # positions are in answers
+    rows = [text[:length] for text, prompt in texts if len(text) >= length and prompt <= first]
     return torch.stack(rows[:: len(rows) // arguments.rows][: arguments.rows])
 
 
@@ -75,6 +78,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--rows", type=int, default=32, help="texts")
     parser.add_argument("--length", type=int, default=240, help="tokens of a text")
+    parser.add_argument("--first", type=int, default=64, help="position that is looked at; prompts end before it")
     parser.add_argument("--every", type=int, default=4, help="distance of the positions that are looked at")
     parser.add_argument("--mass", type=float, default=0.9)
     parser.add_argument("--branches", type=int, default=64)

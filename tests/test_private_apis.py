@@ -63,6 +63,7 @@ OTHERS = [
     (torch, "_assert_async"),
     (torch, "_dynamo"),
     (torch, "_standard_gamma"),
+    (accelerate.parallelism_config.ParallelismConfig, "_validate_accelerator"),
     (peft.LoraConfig, "_register_custom_module"),
     (trl.SFTTrainer, "_prepare_dataset"),
     (trl.SFTTrainer, "_tag_names"),

@@ -104,7 +104,6 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     for tensor in [*whole, *model.buffers()]:
         tensor.data = tensor.data.to(device)
     fully_shard(model, mesh=mesh, ignored_params=whole)  # so that each layer is gathered while the one before runs
-    vars(model)["_is_fsdp_managed_module"] = True  # all processes run as many forwards in `generate`
 
 
 def gather(modules: Iterable[object]) -> None:

@@ -1,6 +1,6 @@
 """The table of docs/public_drafters.md, from docs/results/public_drafters.json.
 
-python benchmarks/drafters_table.py                 # writes it to the page
+python benchmarks/drafters_table.py                 # prints it, and writes it to the page
 """
 
 from __future__ import annotations
@@ -34,4 +34,7 @@ def rewritten(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(table(), end="")
+    page = PAGE.read_text(encoding="utf-8")
+    if rewritten(page) != page:
+        PAGE.write_text(rewritten(page), encoding="utf-8")

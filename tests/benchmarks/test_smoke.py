@@ -29,6 +29,7 @@ SCRIPTS = {
     "decoding": "--new-tokens 6 --rounds 1",
     "decoding, batches": "--batch 2 --prompt-length 16 --new-tokens 6 --rounds 1 --processors history --drafter ngram",
     "drafters": "llama --seconds 0.1 --rows 4 --only hydra --prompts 1 --new-tokens 6",
+    "drafters_table": "",
     "families_table": "--check",
     "features": "--hidden 64 --layers 1 --vocab 32 --rows 8 --rounds 1 --no-memory",
     "gpu": "--smoke --drafts none --seconds 0",

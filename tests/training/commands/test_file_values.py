@@ -24,7 +24,7 @@ SAID = {
     "no": ({"eval_strategy": False}, "select one of ['no', 'steps', 'epoch']"),
     "one of a few": ({"lr_scheduler_type": "cosin"}, "'cosin'"),
     "one of a few words": ({"truncation_mode": "x"}, "truncation_mode"),
-    "one of ours": ({"drafter": "medusa"}, "--drafter: invalid choice: 'medusa'"),
+    "one of ours": ({"drafter": "medusa"}, "drafter='medusa': choose of own, heads"),
     "half a step": ({"max_steps": 2.5}, "max_steps"),
     "null": ({"logging_steps": None}, "--logging_steps: null"),
     "a misspelt part": ({"datasets": [{"pth": "a"}]}, "'pth'"),

@@ -43,6 +43,7 @@ HELD = {
     "docs/methods/ptp.md": ["two tokens"],
     "docs/online.md": ["steps of the policy"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
+    "docs/strategies.md": ["the text's token is"],
     "docs/training.md": ["trainer | "],
 }
 """How tables begin that are compared with raw results."""
@@ -222,6 +223,16 @@ def test_the_plane_of_two_uniforms():
     found = read(ROOT / "docs" / "results" / "ptp_plane.json")["pairs"]
     shares = {name: [f"{value:.0%}".replace("%", " %") for value in row.values()] for name, row in found.items()}
     assert table("docs/methods/ptp.md", "two tokens") == [[name, *row] for name, row in shares.items()]
+
+
+def test_what_smollm2_implies_of_tokens_ahead():
+    found = read(ROOT / "docs" / "results" / "smollm2_ahead.json")["smol"]
+    expected = []
+    for most in (1, 5):
+        names = ("summed out", 1), ("summed out", 2), ("known", 2)
+        cells = [found[f"{name}, top {most}, depth {depth}"] for name, depth in names]
+        expected.append([f"top {most}", *(f"{mean:.3f} ± {error:.3f}" for mean, error in cells)])
+    assert table("docs/strategies.md", "the text's token is") == expected
 
 
 def test_contexts_on_the_box():

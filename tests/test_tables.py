@@ -241,12 +241,13 @@ def test_contexts_on_the_box():
         found.setdefault(json.dumps(row["cell"]), []).append(row)
     shown = {(row[0], row[1]): row[2:] for row in table("docs/circuits.md", "head", "context", "seeds")}
     assert len(shown) == len(found)
-    names = {"ff": "FF", "cp": "CP", "hmm": "HMM", "btree": "BTree"}
+    names = {"ff": "FF", "cp": "CP", "hmm": "HMM", "btree": "BTree", "hydra": "Hydra"}
     for cell, rows in found.items():
         fields = json.loads(cell)
-        context, small = fields.pop("context"), "leaf_size" in fields
+        context, small = fields.pop("context", None), "leaf_size" in fields
         fields.pop("transition_context", None)
-        name = names[fields["head_type"]] + f", r = {fields['rank']}, small leaves" * small
+        name = names[fields["head_type"]] + f", r = {fields.get('rank')}, small leaves" * small
+        name += f", n = {fields['window']}" * (fields["window"] > 8)
         figures = [str(len(rows)), f"{statistics.fmean(row['nll'] for row in rows):.2f}"]
         plain = found.get(json.dumps(fields | {"context": 0}))
         for key in ("token", "block"):
@@ -258,4 +259,4 @@ def test_contexts_on_the_box():
                 words += f" (+{gain:.1%})".replace("%", " %")
             figures.append(words)
         figures.append(f"{statistics.fmean(row['seconds'] for row in rows):.0f}")
-        assert shown[name, str(context)] == figures, cell
+        assert shown[name, "-" if context is None else str(context)] == figures, cell

@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tokenahead.training.doctor import diagnose, diagnose_source
 from tokenahead.training.doctor.files import is_new
 from tokenahead.training.doctor.trials import shifted_rows
 from tokenahead.training.evaluation.prompts import Prompt
+
+RELEASED = Path(__file__).parents[2] / "model_cards" / "smollm2"
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -274,6 +277,13 @@ def test_a_dtype_that_cannot_hold_the_weights(copied):
 def test_tensors_that_never_learned(copied, new):
     found = seen(copied(tensors=lambda state: state | {"fc.weight": new(state["fc.weight"])}))
     assert "untrained tensors" in faults(found) and "fc.weight" in found.verdict
+
+
+@pytest.mark.parametrize("head", ["eagle1", "eagle3", "hydra"])
+def test_no_matrix_of_a_released_head_is_new(head):
+    (file,) = (RELEASED / head).glob("*.safetensors")
+    matrices = {name: tensor for name, tensor in load_file(file).items() if tensor.dim() > 1}
+    assert matrices and not [name for name, tensor in matrices.items() if is_new(tensor)]
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (32, 96), (700, 40), (4, 64, 64)])

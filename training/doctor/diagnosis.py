@@ -24,7 +24,7 @@ from .findings import FAULT, OK, SKIPPED, Accepted, Diagnosis, Finding
 from .texts import Drafted, along, answered, is_better, reach, remembered
 from .trials import trials_of
 
-COVERED = 0.9
+COVERED = 0.85
 """Least share of a text's tokens that a draft vocabulary holds; every other token ends a draft."""
 _LOOPING, _MORE = 0.5, 1.25
 """Texts that repeat themselves more are left out where forms of prompts are compared; and what tells one form from the

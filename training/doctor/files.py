@@ -29,8 +29,6 @@ _SHOWN_BY = {
 """By check: fields of an EAGLE head's config, and the tensor that is there where the field is true."""
 _SMALLEST = 16
 """Rows and columns of a matrix that is told from noise."""
-_LARGE = 128
-"""From here on the singular values alone tell a trained matrix from noise."""
 _DEVIATION, _ERRORS = 0.02, 4.0
 _ROWS, _ROUNDS = 2048, 40
 Source = str | PathLike[str]
@@ -137,8 +135,8 @@ def _are_equal(matrix: Tensor, table: object) -> bool:
 def is_new(weight: Tensor, deviation: float = _DEVIATION) -> bool:
     """Return whether a weight [.., m, n] is constant, or independent noise as it is made.
 
-    The largest singular value of noise is s (sqrt m + sqrt n), which no large matrix keeps that is trained; a small one
-    may, and so its numbers must also be normal of a usual deviation, or uniform as in `torch.nn.Linear`.
+    The largest singular value of noise is s (sqrt m + sqrt n); a trained matrix may keep that, and so its numbers must
+    also be normal of a usual deviation, or uniform as in `torch.nn.Linear`.
 
     Args:
         weight: Of a drafter.
@@ -149,7 +147,7 @@ def is_new(weight: Tensor, deviation: float = _DEVIATION) -> bool:
         return True
     if min(matrix.shape) < _SMALLEST or not bool(matrix.isfinite().all()):
         return False
-    if min(matrix.shape) < _LARGE and not _is_as_made(matrix, deviation):
+    if not _is_as_made(matrix, deviation):
         return False
     matrix = matrix[:_ROWS, :_ROWS]  # a part of noise is noise
     rows, columns = matrix.shape

@@ -128,6 +128,10 @@ class LatentDistribution(WindowDistribution):
     def _root_of(self, ring: Semiring) -> Tensor:
         return self.root if ring is LINEAR else self.root_logits.log_softmax(-1)
 
+    @property
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() and self._all_leaves.requires_grad
+
     @cached_property
     def _leaves(self) -> tuple[Tensor, Tensor]:
         """Leaves [..., n, r, v] in log space, and the log of what they sum to, [..., n, r] or 0.
@@ -135,7 +139,7 @@ class LatentDistribution(WindowDistribution):
         Where a gradient is wanted they are normalised: that is one kernel forwards and one back, a logsumexp is many.
         Elsewhere no copy as large as the logits is kept.
         """
-        if torch.is_grad_enabled() and self._all_leaves.requires_grad:
+        if self._learns:
             return self._all_leaves.log_softmax(-1), self._all_leaves.new_zeros(())
         return self._all_leaves, self._all_leaves.logsumexp(-1)
 
@@ -177,11 +181,11 @@ class LatentDistribution(WindowDistribution):
     def _evidence(self, tokens: Tensor) -> Tensor:
         """log leaf_i[z, x_i] of bound tokens and of tokens [..., n] after them; 0 for those without a column."""
         tokens, bound = self._with_bound(tokens), self.bound
-        if "_leaves" in vars(self) or not torch.is_grad_enabled():
+        if self._learns and "_leaves" not in vars(self):  # no leaf is read elsewhere
+            found = log_probs_at(self._all_leaves, self._index(tokens, self._all_leaves))
+        else:
             leaves, norm = self._leaves
             found = self._at(leaves, tokens) - norm  # [..., n, r]
-        else:  # no leaf is read elsewhere
-            found = log_probs_at(self._all_leaves, self._index(tokens, self._all_leaves))[..., 0]
         if self.codes is not None:
             found = found.masked_fill((tokens >= self.size)[..., None], 0)
         if not bound:
@@ -197,13 +201,13 @@ class LatentDistribution(WindowDistribution):
     def _at(self, leaves: Tensor, tokens: Tensor) -> Tensor:
         """Entries [..., n, r] of leaves [..., n, r, v] at tokens [..., n]; any at codes from v on."""
         index = self._index(tokens, leaves)
-        return leaves.expand(*index.shape[:-1], -1).gather(-1, index)[..., 0]  # [..., n, r]
+        return leaves.expand(*index.shape, -1).gather(-1, index[..., None])[..., 0]  # [..., n, r]
 
     def _index(self, tokens: Tensor, leaves: Tensor) -> Tensor:
-        """Where leaves [..., n, r, v] hold tokens [..., n]: [..., n, r, 1]."""
+        """Where leaves [..., n, r, v] hold tokens [..., n]: [..., n, r]."""
         tokens, shape = tokens if self.codes is None else tokens.clamp(max=self.size - 1), leaves.shape[-3:]
         batch = torch.broadcast_shapes(tokens.shape[:-1], leaves.shape[:-3])
-        return tokens.expand(*batch, -1)[..., None, None].expand(*batch, *shape[:-1], 1)
+        return tokens.expand(*batch, -1)[..., None].expand(*batch, *shape[:-1])
 
     def prefix_log_prob(self, tokens: Tensor, unknown: Tensor | None = None) -> Tensor:
         """log q(x_1..x_i), summing out the owner of position i; an unknown token is no evidence."""

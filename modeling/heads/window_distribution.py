@@ -129,7 +129,7 @@ class FactorisedDistribution(_ConditionalsDistribution):
         return self.leaf_logits[..., 0, :].log_softmax(-1).expand(*tokens.shape, -1)  # [..., n, v]
 
     def _token_log_probs(self, tokens: Tensor) -> Tensor:
-        return log_probs_at(self.leaf_logits[..., 0, :], tokens[..., None])[..., 0]
+        return log_probs_at(self.leaf_logits[..., 0, :], tokens)
 
     def given(self, given: Given) -> FactorisedDistribution:
         """Return the distribution with biased leaves."""
@@ -191,7 +191,7 @@ class SequentialDistribution(_ConditionalsDistribution):
         return self._all_logits(tokens).log_softmax(-1)  # [..., n, V]
 
     def _token_log_probs(self, tokens: Tensor) -> Tensor:
-        return log_probs_at(self._all_logits(tokens), tokens[..., None])[..., 0]
+        return log_probs_at(self._all_logits(tokens), tokens)
 
     def _all_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [..., n, V] of teacher-forced conditionals."""
@@ -330,13 +330,13 @@ def at_tokens(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return log_probs.gather(-1, tokens[..., None].clamp(max=log_probs.shape[-1] - 1))[..., 0]
 
 
-def log_probs_at(logits: Tensor, index: Tensor) -> Tensor:
-    """Return the entries [..., 1] of log_softmax(logits [..., v]) at an index [..., 1]; any at codes from v on."""
-    index = index.clamp(max=logits.shape[-1] - 1)
-    if torch.is_grad_enabled() and logits.requires_grad and logits.shape[:-1] == index.shape[:-1]:
-        return cast(Tensor, _LogProbsAt.apply(logits, index))
-    batch = torch.broadcast_shapes(logits.shape[:-1], index.shape[:-1])
-    return logits.log_softmax(-1).expand(*batch, -1).gather(-1, index.expand(*batch, -1))
+def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the entries [...] of log_softmax(logits [..., v]) at tokens [...]; any at codes from v on."""
+    if torch.is_grad_enabled() and logits.requires_grad and logits.shape[:-1] == tokens.shape:
+        index = tokens[..., None].clamp(max=logits.shape[-1] - 1)
+        return cast(Tensor, _LogProbsAt.apply(logits, index))[..., 0]
+    batch = torch.broadcast_shapes(logits.shape[:-1], tokens.shape)
+    return at_tokens(logits.log_softmax(-1).expand(*batch, -1), tokens.expand(batch))
 
 
 class _LogProbsAt(torch.autograd.Function):

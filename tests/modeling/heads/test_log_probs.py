@@ -17,7 +17,7 @@ def test_values_and_gradients_are_those_of_log_softmax(batch):
     expected = logits.log_softmax(-1).expand(*weights.shape[:-1], -1)
     expected = expected.gather(-1, index.clamp(max=6).expand(*weights.shape[:-1], -1))
     (into,) = torch.autograd.grad((expected * weights).sum(), logits)
-    found = log_probs_at(logits, index)
+    found = log_probs_at(logits, index[..., 0])[..., None]
     for _ in range(2):  # twice: nothing is written over
         (gradient,) = torch.autograd.grad((found * weights).sum(), logits, retain_graph=True)
         torch.testing.assert_close(gradient, into, rtol=1e-13, atol=1e-13)

@@ -38,13 +38,13 @@ class PlannedCache(DynamicCache):
 
     Attributes:
         room: Columns of the static cache of transformers that this one replaces; None: the call is over.
-        compiled: Makes the forward after the prompt; None: it is not compiled.
+        compiled: How the forward after the prompt is compiled; None: it is not.
         has_singles: Whether many forwards have a single token.
         is_fixed: Whether the whole cycle has fixed shapes.
     """
 
     room: int | None = None
-    compiled: Callable[[PreTrainedModel], Callable[..., Any]] | None = None
+    compiled: CompileConfig | None = None
     has_singles = False
     is_fixed = False
 
@@ -65,14 +65,14 @@ def planned_cache(
     cache.room = max(layer.get_max_length() for layer in model_kwargs[CACHE].layers)
     cache.has_singles, cache.is_fixed = has_singles, is_fixed
     if untyped(model)._valid_auto_compile_criteria(model_kwargs, config):
-        how = _without_graphs(config.compile_config) if is_recorded else config.compile_config
-        cache.compiled = lambda runner: runner.get_compiled_call(how)
+        how = config.compile_config or CompileConfig()
+        cache.compiled = _without_graphs(how) if is_recorded else how
     return cache
 
 
-def _without_graphs(config: CompileConfig | None) -> CompileConfig:
-    """Return how to compile without CUDA graphs; None: as transformers does by itself."""
-    made = copy.copy(config or CompileConfig())
+def _without_graphs(config: CompileConfig) -> CompileConfig:
+    """Return how to compile without CUDA graphs."""
+    made = copy.copy(config)
     modes = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
     made.mode = modes.get(made.mode, made.mode)
     made.options = None if made.options is None else made.options | {"triton.cudagraphs": False}
@@ -197,7 +197,8 @@ class StaticBackbone(RaggedBackbone):
     def __init__(self, *args: Any, span: int) -> None:
         cache: PlannedCache = args[1]
         super().__init__(*args, limit=cache.room or 0, span=span)
-        self.compiled = None if cache.compiled is None else cache.compiled(self.model)
+        how = cache.compiled
+        self.compiled, self.how = None if how is None else untyped(self.model).get_compiled_call(how), repr(how)
         self.is_fixed = cache.is_fixed
         self.buffers = lend(self.model, self) if self.is_fixed or self.compiled is not None else None
         self.made = 0 if self.buffers is None else self.buffers.made
@@ -215,7 +216,7 @@ class StaticBackbone(RaggedBackbone):
     @property
     def marks(self) -> tuple[object, ...]:
         """What shapes forwards (`graphs.fingerprint`)."""
-        return self.layout.capacity, self.span, self.is_padded, self.continuation.start is None
+        return self.layout.capacity, self.span, self.is_padded, self.continuation.start is None, self.how
 
     def buffer_use(self) -> tuple[int, int]:
         """Return the bytes of the buffers, and how many this call made."""

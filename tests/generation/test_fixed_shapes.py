@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import CompileConfig
 
 from tests.backbones import backbone, prompts, train_heads
 from tests.fake_graphs import BlindGraph, FakeGraph
 from tests.models import left_padded
-from tokenahead import MTPHeads, free_buffers
+from tokenahead import MTPHeads, NgramDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
 from tokenahead.generation import loop as loop_module
 from tokenahead.generation.backbone import static as static_module
@@ -108,6 +109,16 @@ def test_cycles_repeat_themselves_whatever_is_asked(model, way, rows, fake):
     if "greedy" in way:
         assert same(out, generated(model, drafter, batch_of(rows), **WAYS[way]))
     drafter.detach()
+
+
+def test_a_compiled_call_does_not_replay_what_was_recorded_uncompiled(model, fake, monkeypatch):
+    monkeypatch.setattr(type(model), "get_compiled_call", lambda model, how: model.forward)
+    drafter, how = NgramDrafter(longest=1).attach(model), CompileConfig()
+    how._compile_all_devices = True
+    ways = dict(disable_compile=True), dict(compile_config=how), dict(disable_compile=True)
+    options = WAYS["greedy"] | dict(cache_implementation="static")
+    told = [generated(model, drafter, batch_of(3), **options, **way).speculation.graphs for way in ways]
+    assert [each.recorded for each in told] == [1, 1, 0] and not any(each.reasons for each in told)
 
 
 def test_later_calls_record_and_allocate_nothing(model, fake):

@@ -38,7 +38,7 @@ from rich.table import Table
 from torch._dynamo.callback import CallbackArgs, callback_handler
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tokenahead import EagleHead, MTPHeads, NgramDrafter
+from tokenahead import BlockDrafter, EagleHead, MTPHeads, NgramDrafter
 from tokenahead.generation.tensors.wrapped_models import untyped
 
 DRAFTS, PERIOD = 5, 64
@@ -69,6 +69,9 @@ DRAFTERS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "EAGLE-3": lambda model: EagleHead.from_backbone(model, version=3, draft_vocab_size=_few(model)),
     "HMM": lambda model: MTPHeads.from_backbone(
         model, window=DRAFTS + 1, head_type="hmm", rank=8, draft_vocab_size=_few(model)
+    ),
+    "block": lambda model: BlockDrafter.from_backbone(
+        model, law="markov", layers=3, block_size=DRAFTS, draft_vocab_size=_few(model)
     ),
     "EAGLE-1": lambda model: EagleHead.from_backbone(model, version=1),
 }

@@ -28,6 +28,8 @@ from tokenahead.modeling.heads.session import HeadSession
 
 TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, chunk_size=16)
 KINDS = "cp", "hmm", "btree"
+CONTEXTS = {"ff": 1, "hmm": 8}
+"""Ranks of the heads that are timed with leaves that read the bytes before, too."""
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Cell:
     kind: str
     window: int
     rank: int
+    context: int
     batch: int
     cycle: float
     draft: float
@@ -44,11 +47,12 @@ class Cell:
     tokens_per_call: float
 
 
-def heads_of(windows: list[int], ranks: list[int]) -> Iterator[tuple[str, int, int]]:
-    """Kind, window and rank of every head."""
+def heads_of(windows: list[int], ranks: list[int]) -> Iterator[tuple[str, int, int, int]]:
+    """Kind, window, rank and context of every head."""
     for window in windows:
-        yield "ff", window, 1
-        yield from ((kind, window, rank) for kind, rank in product(KINDS, ranks))
+        yield "ff", window, 1, 0
+        yield from ((kind, window, rank, 0) for kind, rank in product(KINDS, ranks))
+        yield from ((kind, window, CONTEXTS[kind], context) for kind, context in product(CONTEXTS, (1, 3)))
 
 
 @contextmanager
@@ -85,10 +89,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(model: Any, head: tuple[str, int, int], batch: int, context: int, new_tokens: int) -> Cell:
+def measure(model: Any, head: tuple[str, int, int, int], batch: int, length: int, new_tokens: int) -> Cell:
     """One cell of the table; `model` has the head."""
     torch.manual_seed(0)
-    ids = torch.randint(64, 320, (batch, context), device=model.device)
+    ids = torch.randint(64, 320, (batch, length), device=model.device)
     options = dict(do_sample=True, top_k=0, max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True)
     untyped(model).generate(ids, **options | {"max_new_tokens": 8})  # kernels are loaded
     with timed(model.device, HeadSession) as times:
@@ -106,10 +110,10 @@ def run(arguments: Any, made_on: Callable[[torch.device], Any]) -> list[Cell]:
         if time.perf_counter() - begun > arguments.seconds:
             print(f"left out for want of time: {head}", flush=True)
             continue
-        kind, window, rank = head
+        kind, window, rank, context = head
         config = EvaByteConfig(
             **(TINY if arguments.smoke else {}), num_pred_heads=window,
-            mtp_head={"head_type": kind, "rank": rank, "window": window},
+            mtp_head={"head_type": kind, "rank": rank, "window": window, "context": context},
         )  # fmt: skip
         with made_on(device):
             model = EvaByteForMTPC(config).to(device).eval()
@@ -117,11 +121,10 @@ def run(arguments: Any, made_on: Callable[[torch.device], Any]) -> list[Cell]:
             cells.append(measure(model, head, batch, 16 if arguments.smoke else 1024, arguments.new_tokens))
             print(asdict(cells[-1]), flush=True)
         del model
-    table = Table(
-        "head", "n", "r", "batch", "cycle, ms", "drafting", "verification", "tokens per call", title="EvaByte"
-    )
+    names = "head", "n", "r", "context", "batch", "cycle, ms", "drafting", "verification", "tokens per call"
+    table = Table(*names, title="EvaByte")
     for cell in cells:
         numbers = (f"{value:.2f}" for value in (cell.cycle, cell.draft, cell.verify, cell.tokens_per_call))
-        table.add_row(cell.kind, str(cell.window), str(cell.rank), str(cell.batch), *numbers)
+        table.add_row(cell.kind, *map(str, (cell.window, cell.rank, cell.context, cell.batch)), *numbers)
     Console(width=120).print(table)
     return cells

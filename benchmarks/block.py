@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,31 @@ from studies import train as fit
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tokenahead import BlockDrafter
+from tokenahead.modeling.common import chunks
 from tokenahead.modeling.common.draft_vocabulary import frequent_tokens
 from tokenahead.training.evaluation import DraftMeasures
 from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.features import FeatureDataset, cache_features
+from tokenahead.training.states import StatesSource
 from tokenahead.training.strategy import TrainingStrategy
 
 Row = dict[str, torch.Tensor]
+LAWS = ["independent", "markov", "cp-8", "hmm-8", "btree-8", "hmm-4", "hmm-16"]
 HELD_OUT = 256
 """Last answers of the file, which nothing learns."""
+_LOGITS_ON_GPU = 2**26
+
+
+class HeldRows(StatesSource):
+    """Rows of features that an accelerator holds: no step reads or moves any."""
+
+    def __init__(self, data: FeatureDataset, device: torch.device | str) -> None:
+        self.lengths = data.lengths
+        self.held = [{name: values.to(device) for name, values in data[row].items()} for row in range(len(data))]
+
+    def rows(self, numbers: Sequence[int], done: Callable[[int], object] = int) -> list[Row]:
+        """See `StatesSource`."""
+        return [self.held[number] for number in numbers]
 
 
 def read_answers(path: Path, longest: int) -> list[tuple[torch.Tensor, int]]:
@@ -72,7 +89,7 @@ def drafter_of(model: PreTrainedModel, name: str, draft_ids: torch.Tensor, argum
     return drafter
 
 
-def measured(drafter: Any, data: FeatureDataset, texts: list[tuple[torch.Tensor, int]]) -> dict[str, Any]:
+def measured(drafter: Any, data: StatesSource, texts: list[tuple[torch.Tensor, int]]) -> dict[str, Any]:
     """Return acceptances by place, and expected tokens per call along texts, with their standard errors."""
     found, device = list[torch.Tensor](), drafter.device
     with torch.no_grad():
@@ -132,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--answers", type=Path, required=True, help="ids, lengths and prompts of answers, .npz")
-    parser.add_argument("--laws", nargs="+", default=["independent", "markov", "hmm-4", "cp-8", "hmm-8", "btree-8"])
+    parser.add_argument("--laws", nargs="+", default=LAWS, help="by default " + " ".join(LAWS))
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the order of the data")
     parser.add_argument("--init", type=int, default=0, help="seed of the first weights")
     parser.add_argument("--steps", type=int, default=1000)
@@ -151,6 +168,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.device != "cpu":
+        chunks.LOGITS_PER_CHUNK = _LOGITS_ON_GPU  # fewer kernels, a GB more
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32").eval().to(arguments.device)
     every = read_answers(arguments.answers, arguments.longest)
     count = min(HELD_OUT, len(every) // 2)
@@ -161,7 +180,8 @@ def main() -> None:
     data: dict[str, Any] = {"draft_ids": draft_ids, "texts": held_out[: arguments.texts]}
     for part, texts in (("train", learned), ("held out", held_out[: 2 * arguments.texts])):
         rows = [row_of(*text) for text in texts]
-        data[part] = cache_features(of_states, rows, arguments.folder / f"states of {part}", "bfloat16")
+        stored = cache_features(of_states, rows, arguments.folder / f"states of {part}", "bfloat16")
+        data[part] = stored if arguments.device == "cpu" else HeldRows(stored, arguments.device)
     for seed in arguments.seed:
         for name in arguments.laws:
             run(name, seed, model, arguments, data)

@@ -20,6 +20,7 @@ from tokenahead.training.evaluation import Bench, DraftMeasures, Prompt, PromptE
 from tokenahead.training.evaluation.drafts import text_of
 from tokenahead.training.evaluation.methods import drafting_method, plain_method
 from tokenahead.training.features import FeatureDataset, cache_features
+from tokenahead.training.states import StatesSource
 from tokenahead.training.strategy import TrainingStrategy
 from tokenahead.training.trainer import MTPTrainer
 
@@ -86,10 +87,12 @@ def train(
             scratch, max_steps=10**6, per_device_train_batch_size=rows, report_to="none", seed=seed,
             use_cpu=not torch.cuda.is_available(), save_strategy="no", disable_tqdm=True, dataloader_drop_last=True,
             logging_steps=20, logging_nan_inf_filter=False, learning_rate=rate, weight_decay=0.0, bf16=bfloat16,
+            dataloader_pin_memory=False,
         )  # fmt: skip
-        make = partial(MTPTrainer, strategy=strategy) if isinstance(strategy, TrainingStrategy) else strategy
+        is_own = isinstance(strategy, TrainingStrategy)
+        make = partial(MTPTrainer, strategy=strategy, tokens_per_batch=0) if is_own else strategy
         trainer = make(model, arguments, train_dataset=data)
-        if isinstance(data, FeatureDataset):
+        if isinstance(data, StatesSource):
             trainer.data_collator = data.collate
         trainer.optimizer = optimizer
         trainer.lr_scheduler = LambdaLR(trainer.create_optimizer(), budget.rate)

@@ -130,8 +130,8 @@ class MTPTrainer(BaseTrainer):
 
     @property
     def joins_rows(self) -> bool:
-        """Whether rows are joined: not for a mean per sequence."""
-        return getattr(self._drafter, "loss_normalization", "tokens") != "paper"
+        """Whether rows are joined: not for a mean, or a number of blocks, of every sequence."""
+        return not getattr(self._drafter, "counts_sequences", False)
 
     @property
     def _owner(self) -> Any:

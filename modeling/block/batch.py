@@ -81,14 +81,19 @@ class BlockBatch:
         return may & nn.functional.pad(self.scored[:, 1:] & same, (0, 1))
 
     def drawn(self, recipe: BlockRecipe, block_size: int, count: int, is_fixed: bool) -> BlockBatch:
-        """Return the same with up to `count` random blocks per sequence; `is_fixed` are the same in every call."""
+        """Return the same with up to `count` random blocks per sequence; `is_fixed` are the same in every call.
+
+        Blocks that count nowhere fill up sequences with fewer. Where sequences are long, an accelerator's host does not
+        wait to see how many are needed.
+        """
         may = self.may_begin(recipe, block_size)
         generator = torch.Generator().manual_seed(0) if is_fixed else None
         chance = torch.rand(may.shape, generator=generator, device="cpu" if is_fixed else may.device)
         best = chance.to(may.device).masked_fill(~may, -1).topk(min(count, may.shape[1]), -1)
-        most = max(int((best.values >= 0).sum(-1).max()), 1)  # the others count nowhere
+        begins, is_long = best.values >= 0, may.shape[1] >= 4 * count
+        most = count if is_long and may.device.type != "cpu" else max(int(begins.sum(-1).max()), 1)
         order = best.indices[:, :most].sort(-1)
-        return self.at(order.values, best.values[:, :most].gather(-1, order.indices) >= 0)
+        return self.at(order.values, begins[:, :most].gather(-1, order.indices))
 
     def places(self, count: int) -> Tensor:
         """Return the columns of the tokens that blocks predict, [B, A, m]; those beyond the end are clamped to it."""

@@ -23,10 +23,11 @@ class BlockLearner(BlockNetwork):
     """A block drafter with a loss.
 
     Attributes:
+        counts_sequences: Every sequence has its number of blocks, so that trainers do not join rows.
         recomputes: Whether training computes rows of blocks again in backward (activation checkpointing).
     """
 
-    loss_unit = "place"
+    loss_unit, counts_sequences = "place", True
     recomputes = False
 
     def __init__(self, config: BlockDrafterConfig) -> None:

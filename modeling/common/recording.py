@@ -40,11 +40,10 @@ _PADDING = -1
 
 def collate(sequences: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Return a batch of sequences with stored states, padded on the right; with `attention_mask` if lengths differ."""
-    lengths, fills, pad = [len(each["input_ids"]) for each in sequences], {"labels": IGNORE}, nn.utils.rnn.pad_sequence
+    lengths, fills, pad = {len(each["input_ids"]) for each in sequences}, {"labels": IGNORE}, nn.utils.rnn.pad_sequence
     batch = {name: pad([each[name] for each in sequences], True, fills.get(name, 0)) for name in sequences[0]}
-    if len(set(lengths)) > 1:
-        real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]  # [B, L]
-        batch["attention_mask"] = real.long()
+    if len(lengths) > 1:
+        batch["attention_mask"] = pad([torch.ones_like(each["input_ids"]) for each in sequences], True)
     return batch
 
 

@@ -199,6 +199,11 @@ class DepthLossMixin:
         """Depths of the window."""
         return self.window
 
+    @property
+    def counts_sequences(self) -> bool:
+        """Whether every sequence counts by itself, so that rows must not be joined."""
+        return self.loss_normalization == "paper"
+
     def loss_counts(
         self,
         labels: Tensor | None,

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from tests.modeling.heads.backbones import shaken
 from tokenahead import BlockDrafter
+from tokenahead.modeling.block import learning
 from tokenahead.modeling.block.batch import BlockBatch, block_rows
 from tokenahead.modeling.common import chunks
 from tokenahead.modeling.common.teacher import divergence
+from tokenahead.training.trainer import MTPTrainer
 
 V, D = 48, 16
 LAWS = {
@@ -172,6 +174,16 @@ def test_random_blocks_begin_where_a_recipe_lets_them_and_counts_are_expected_on
     assert loss.isfinite()
     drafter.eval()
     assert drafter(ids, labels=labels).loss == drafter(ids, labels=labels).loss
+
+
+def test_every_row_of_a_trainer_has_its_number_of_blocks(tmp_path, monkeypatch):
+    drafter, found = drafter_of("markov"), []
+    drafter.loss_options.update(anchors=5)
+    rows = [{"input_ids": torch.arange(size), "labels": torch.arange(size)} for size in (9, 20, 13, 30)]
+    monkeypatch.setattr(learning, "block_rows", lambda *a: found.append(a[2].keep.sum(1)) or block_rows(*a))
+    args = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+    MTPTrainer(drafter, args, train_dataset=rows).train()
+    assert found[-1].tolist() == [5] * 4
 
 
 def test_rows_of_blocks_are_those_of_decoding():

@@ -11,6 +11,7 @@ import families_table  # noqa: E402
 import gpu  # noqa: E402
 import planned  # noqa: E402
 import serving_table  # noqa: E402
+import star_graph  # noqa: E402
 import training_tables  # noqa: E402
 from analyze import analysis_figure, analyze, drafter_and_data  # noqa: E402
 
@@ -24,5 +25,6 @@ __all__ = [
     "gpu",
     "planned",
     "serving_table",
+    "star_graph",
     "training_tables",
 ]

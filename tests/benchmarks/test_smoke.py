@@ -55,6 +55,7 @@ SCRIPTS = {
     "serving_table": "",
     "smollm2": "train hydra --model llama --folder . --minutes 0.001 --dtype float32 --draft-tokens 100",
     "smollm2, measured": "measure --model llama --folder . --questions prompts.jsonl --per-category 1 --dtype float32",
+    "star_graph": "--arms 2 --length 3 --names 6 --layers 1 --width 32 --batch 4 --tests 4 --steps 1 --seeds 0",
     "strategies": "llama --seconds 0.1 --only nll --seed 0 --rows 4 --prompts 1 --new-tokens 4",
     "training": "--shape tiny --length 8 --steps 1 --rounds 1",
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",

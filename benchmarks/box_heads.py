@@ -10,7 +10,8 @@ acceptance needs, and the block loss is exact. `losses` compares them, all other
 compares draft LoRA, and `contexts` leaves that read the bytes before them, after equal steps (`--steps`); everything
 else gets equal processor time. `contexts` learns by likelihood from states that are computed once, an HMM's transitions
 read the last byte where its leaves read any, and `--only` chooses cells by the beginnings of their names. `released`
-goes on with the box's own heads. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes,
+trains the heads of the box: leaves that read three bytes, and circuits with small ones. A GPU is used where there is
+one. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes,
 expected along texts that the backbone has drawn behind held-out files; `nll` is the heads' loss per window on them, in
 nats.
 
@@ -45,6 +46,7 @@ FAMILIES = ("ff", "cp", "hmm", "btree")
 SMALL: list[tuple[str, dict[str, Any]]] = [("hmm", {"rank": 8, "leaf_size": 64})]
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 RATE = 3e-3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FIGURES = ("steps", "nll", "token", "block", "per call", "per second")
 
 
@@ -63,8 +65,10 @@ def cells(table: str) -> Iterator[dict[str, Any]]:
         for loss, kind in product(({}, block, {"loss": "kl"}), FAMILIES):
             yield {"head_type": kind, "window": 8, "rank": ranks[kind]} | loss
     elif table == "released":
-        for kind, rank in {"ff": 1, "cp": 2, "hmm": 4, "btree": 4}.items():
-            yield {"head_type": kind, "window": 16, "rank": rank, "loss": "block", "start": "released"}
+        small = {"leaf_size": 64}
+        for kind, shape in {"ff": {"rank": 1}, **{kind: {"rank": 8} | small for kind in FAMILIES[1:]}}.items():
+            moves = {"transition_context": True} if kind == "hmm" else {}
+            yield {"head_type": kind, "window": 16, **shape, "context": 3} | moves | block
     elif table == "contexts":
         for n, context, (kind, small) in product((8, 16), (0, 1, 3), [(kind, {}) for kind in FAMILIES] + SMALL):
             moves = {"transition_context": True} if kind == "hmm" and context else {}
@@ -79,10 +83,11 @@ def own_text(folder: Path, rows: int) -> list[dict[str, torch.Tensor]]:
     """Rows of 512 ids that the backbone has written, as training reads them."""
     windows = ByteWindows(load_corpus(seed=0).train, LENGTH)
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(2))[:rows].tolist()
-    model, _ = load_box("ff", dtype=torch.bfloat16)
+    model = load_box("ff", dtype=torch.bfloat16)[0].to(DEVICE)
     prompts = [windows[index]["input_ids"][:BEGUN] for index in chosen]
     more = {"use_mtp": False, "min_new_tokens": 512 - BEGUN}
-    text = regenerate(model, prompts, folder, max_new_tokens=512 - BEGUN, batch_size=128, **SAMPLED, **more)
+    more |= {"batch_size": 128 if DEVICE.type == "cpu" else 2048}
+    text = regenerate(model, prompts, folder, max_new_tokens=512 - BEGUN, **SAMPLED, **more)
     ids = (torch.tensor(row["ids"]) for row in text.rows)
     return [{"input_ids": row, "labels": row} for row in ids if len(row) == 512]
 
@@ -90,18 +95,17 @@ def own_text(folder: Path, rows: int) -> list[dict[str, torch.Tensor]]:
 @torch.no_grad()
 def with_states(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Rows with the backbone's last states [L, 1, D], which need not be computed in every step."""
-    body = load_box("ff")[0].model
-    return [row | {"cached_states": body(row["input_ids"][None]).last_hidden_state[0, :, None]} for row in rows]
+    body = load_box("ff")[0].model.to(DEVICE)
+    states = (body(row["input_ids"][None].to(DEVICE)).last_hidden_state[0, :, None].cpu() for row in rows)
+    return [row | {"cached_states": each} for row, each in zip(rows, states)]
 
 
 def head_of(cell: dict[str, Any]) -> EvaByteForMTPC | MTPHeads:
-    """The box with the head of a cell, which starts from its FF heads, or from its own head of that kind.
+    """The box with the head of a cell, which starts from its FF heads.
 
     Hydra's heads are apart from it, and start as new ones.
     """
-    if cell.get("start") == "released":
-        return load_box(cell["head_type"])[0]
-    model, _ = load_box("ff")
+    model = load_box("ff")[0].to(DEVICE)
     if cell["head_type"] == "hydra":
         return MTPHeads.from_backbone(model, **cell)
     options = {name: value for name, value in cell.items() if name not in ("loss", "draft_layers")}
@@ -120,7 +124,8 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
         loss["label_weight"] = 0.1
     strategy = TrainingStrategy(loss=loss)
     begun = time.process_time()
-    steps = arguments.steps if {"draft_layers", "context"} & cell.keys() or cell["head_type"] == "hydra" else None
+    is_counted = "draft_layers" in cell or ("context" in cell and "loss" not in cell) or cell["head_type"] == "hydra"
+    steps = arguments.steps if is_counted else None
     how = {"seed": arguments.seed, "steps": steps, "bfloat16": arguments.bfloat16, "rows": arguments.batch}
     done = train(model, strategy, data, arguments.seconds, RATE, **how)
     figures = {"seconds": round(time.process_time() - begun), "steps": done.state.global_step}
@@ -133,7 +138,7 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
 
 def expected(model: EvaByteForMTPC | MTPHeads, texts: torch.Tensor) -> dict[str, float]:
     """Loss per window, and expected tokens per call of both rules, along texts that the backbone has drawn."""
-    measures = measured(model, texts)
+    measures = measured(model, texts.to(DEVICE))
     rules = {rule: round(found.tokens_per_call, 4) for rule, found in measures.calls.items()}
     return {"nll": round(sum(measures.means()["loss"]), 4)} | rules
 
@@ -141,7 +146,7 @@ def expected(model: EvaByteForMTPC | MTPHeads, texts: torch.Tensor) -> dict[str,
 def decode(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Note bytes per call and per second of kept heads, by turns, and of plain decoding."""
     models = [head_from(folder_of(arguments, row["cell"]), row["cell"]) for row in rows]
-    prompts = arguments.drawn[: arguments.prompts, :BEGUN]
+    prompts = arguments.drawn[: arguments.prompts, :BEGUN].to(DEVICE)
     common = {**SAMPLED, "max_new_tokens": 128, "eos_token_id": None, "pad_token_id": 0}
     common |= {"return_dict_in_generate": True}
     seconds, calls = [0.0] * (len(models) + 1), [0] * (len(models) + 1)
@@ -161,8 +166,8 @@ def decode(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 def head_from(folder: Path, cell: dict[str, Any]) -> tuple[EvaByteForMTPC, dict[str, Any]]:
     """A model that a kept head drafts for, and the options with which it does."""
     if cell["head_type"] != "hydra":
-        return EvaByteForMTPC.from_pretrained(folder).eval(), {}
-    model, _ = load_box("ff")
+        return EvaByteForMTPC.from_pretrained(folder).to(DEVICE).eval(), {}
+    model = load_box("ff")[0].to(DEVICE)
     return model, {"assistant_model": MTPHeads.from_pretrained(folder).attach(model)}
 
 
@@ -214,7 +219,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.scratch = arguments.out.with_suffix("")
-    arguments.drawn = drawn_texts(load_box("ff")[0], held_out_rows(load_corpus(seed=0), arguments.texts))
+    held_out = held_out_rows(load_corpus(seed=0), arguments.texts).to(DEVICE)
+    arguments.drawn = drawn_texts(load_box("ff")[0].to(DEVICE), held_out)
     rows: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     data = [] if arguments.decode else own_text(arguments.scratch / "text", arguments.rows)
     for table, seed in product(arguments.table, arguments.seeds):

@@ -39,7 +39,7 @@ HELD = {
     "docs/benchmarks.md": ["decoding | method", "category"],
     "docs/box.md": ["decoding | head"],
     "docs/circuits.md": ["head | context", "width, rank | decoding", "rank | tokens per call"],
-    "docs/gpu.md": ["shape | batch"],
+    "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/methods/ptp.md": ["two tokens"],
     "docs/online.md": ["steps of the policy"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
@@ -111,18 +111,42 @@ def test_rollouts_in_trl():
     assert answers == [[f"{value:.2f}" for value in values] for values in found["suffix_by_answers"].values()]
 
 
-def test_cycles_on_a_gpu():
-    found = read(ROOT / "docs" / "results" / "gpu_h200.json")["rows"]
+def gpu_rows(card: str) -> dict[tuple[str, str, str, str], Any]:
+    """Rows of a run of benchmarks/gpu.py by shape, batch, drafts and mode."""
+    found = read(ROOT / "docs" / "results" / f"gpu_{card}.json")["rows"]
     rows = [gpu.Row(**row | {"calls": [gpu.Call(**call) for call in row["calls"]]}) for row in found]
-    by_key = {(row.shape, str(row.batch), row.drafts, row.mode): row for row in rows}
-    names = {"plain decoding": "none", "HMM heads": "HMM"}
+    return {(row.shape, str(row.batch), GPU_NAMES.get(row.drafts, row.drafts), row.mode): row for row in rows}
+
+
+GPU_NAMES = {"none": "plain decoding", "HMM": "HMM heads", "block": "block drafter"}
+
+
+def test_cycles_on_a_gpu():
+    by_key = gpu_rows("h200")
     for shape, batch, drafts, *shown in table("docs/gpu.md", "shape", "batch", "drafts"):
-        pair = [by_key[shape, batch, names.get(drafts, drafts), mode] for mode in ("eager", "compiled")]
+        pair = [by_key[shape, batch, drafts, mode] for mode in ("eager", "compiled")]
         cycles = [[statistics.median(row.calls[-1].cycles), row.ms_per_token] for row in pair]
-        plain = by_key[shape, batch, "none", "compiled"].ms_per_token
+        plain = by_key[shape, batch, "plain decoding", "compiled"].ms_per_token
         ratio = 1 if drafts == "plain decoding" else plain / cycles[1][1]
         values = [pair[1].calls[-1].tokens_per_call, *cycles[0], *cycles[1], ratio]
         assert [float(cell) for cell in shown] == pytest.approx(values, abs=0.0051), (shape, batch, drafts)
+
+
+def test_recorded_cycles_on_a_gpu():
+    by_key = gpu_rows("h100")
+    for shape, drafts, rate, *shown, ratio in table("docs/gpu.md", "shape", "drafts"):
+        modes = (mode for mode in ("recorded", "compiled") if (mode, drafts) != ("recorded", "plain decoding"))
+        pair = {mode: by_key.get((shape, "1", drafts, mode)) for mode in modes}
+        for mode, cells in zip(("recorded", "compiled"), (shown[:3], shown[3:])):
+            if (row := pair.get(mode)) is None:
+                assert cells == [""] * 3
+                continue
+            cycles = row.calls[-1].cycles
+            values = [statistics.median(cycles), cycles[0], row.ms_per_token]
+            assert [float(cell) for cell in cells] == pytest.approx(values, abs=0.0051), (shape, drafts)
+            plain = by_key[shape, "1", "plain decoding", "compiled"].ms_per_token / row.ms_per_token
+            assert float(rate) == pytest.approx(row.calls[-1].tokens_per_call, abs=0.0051)
+        assert float(ratio) == pytest.approx(plain, abs=0.0051)
 
 
 def bench_cells(row: dict[str, Any]) -> list[str]:

@@ -17,3 +17,5 @@ from .training.conformance.kit import ALARM as ALARM
 from .training.conformance.kit import Verified as Verified
 from .training.conformance.kit import verify as verify
 from .training.conformance.kit import verify_all as verify_all
+from .training.conformance.kit import verify_greedy as verify_greedy
+from .training.conformance.letters import letters as letters

@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, pipeline
 
 from tests.assisted import assisted_generate
-from tests.matrix.models import character_tokenizer
 from tests.models import left_padded
 from tests.ptp_models import CONFIGS, backbone, ids, student
 from tokenahead import PTPForCausalLM, PTPStudent
+from tokenahead.testing import letters
 
 BATCH = left_padded([ids(n, seed=n) for n in (5, 2, 9)])
 HOW = {"greedy": {}, "coupled": {"do_sample": True, "seed": 3, "verification": "coupled"},
@@ -113,7 +113,7 @@ def test_copies_are_detached(way):
 
 def test_a_pipeline_takes_it():
     _, apart, base = pair()
-    tokenizer = character_tokenizer(11)
+    tokenizer = letters(11)
     texts = pipeline("text-generation", model=base, tokenizer=tokenizer)
     helped = pipeline("text-generation", model=base, tokenizer=tokenizer, assistant_model=apart.attach(base))
     how = {"max_new_tokens": 8, "do_sample": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -22,6 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from tests.matrix.models import NEW_TOKENS, Entry
+from tokenahead.testing import Decoder, verify_greedy
 
 DICT = dict(return_dict_in_generate=True)
 
@@ -46,6 +45,11 @@ def as_plain(entry: Entry, inputs: dict[str, torch.Tensor], **options: Any) -> t
     plain = entry.plain(inputs, **options)
     assert torch.equal(entry.generate(inputs, **options), plain)
     return plain
+
+
+def as_decoder(write: Callable[..., torch.Tensor]) -> Decoder:
+    """A decoding function of the public kit, which writes with the entry's model."""
+    return lambda model, ids, **options: write({"input_ids": ids}, **options)
 
 
 def new_tokens(text: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[list[int]]:
@@ -101,31 +105,18 @@ class DecodingConformance:
         out = entry.generate(entry.inputs(2), do_sample=True, top_k=1, verification="token")
         assert torch.equal(out, entry.text(2))
 
-    def test_ragged(self, entry: Entry) -> None:
-        """Rows of several lengths, together and alone."""
-        inputs = entry.inputs(4)
-        text = new_tokens(as_plain(entry, inputs), inputs)
-        for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
-            alone = {"input_ids": inputs["input_ids"][row : row + 1, -length:]}
-            assert new_tokens(entry.generate(alone), alone) == [text[row]]
+    def test_kit(self, entry: Entry) -> None:
+        """What the public kit asks of greedy texts: alone and in ragged batches, ends, stop strings, processors."""
+        found = verify_greedy(as_decoder(entry.generate), entry.model, entry.tokenizer, as_decoder(entry.plain))
+        assert [each for each in found if each.result != "kept"] == []
 
-    def test_eos(self, entry: Entry) -> None:
-        """Rows end at different positions, also inside a draft and along a tree; one list of ids, too."""
+    def test_end_inside_a_draft(self, entry: Entry) -> None:
+        """At a draft that is kept, with another one behind it, of chains and trees."""
         inputs = entry.inputs(4)
-        text = new_tokens(entry.text(4), inputs)
-        for ends in (inside_a_draft(entry, inputs), text[1][9], [text[1][2], text[2][6]]):
-            plain = as_plain(entry, inputs, eos_token_id=ends)
-            if entry.tree is not None:
-                assert torch.equal(entry.generate(inputs, eos_token_id=ends, draft_tree=entry.tree), plain)
-
-    def test_stop_strings(self, entry: Entry) -> None:
-        """The text ends with the first stop string, and no token behind it."""
-        inputs = entry.inputs(1)
-        text = new_tokens(entry.text(1), inputs)[0]
-        for start, end in ((2, 5), (5, 7)):
-            stop = entry.tokenizer.decode(text[start:end])
-            ended = as_plain(entry, inputs, stop_strings=[stop], tokenizer=entry.tokenizer)
-            assert ended.shape[1] < entry.text(1).shape[1]
+        ends = inside_a_draft(entry, inputs)
+        plain = as_plain(entry, inputs, eos_token_id=ends)
+        if entry.tree is not None:
+            assert torch.equal(entry.generate(inputs, eos_token_id=ends, draft_tree=entry.tree), plain)
 
     def test_own_criteria(self, entry: Entry) -> None:
         """Criteria that know the number of rows and end each of them apart, or read recorded scores.
@@ -159,30 +150,6 @@ class DecodingConformance:
         pieces = TextIteratorStreamer(entry.tokenizer, skip_prompt=True)
         out = entry.generate(entry.inputs(1), streamer=pieces)
         assert "".join(pieces) == entry.tokenizer.decode(out[0, -NEW_TOKENS:])
-
-    def test_history(self, entry: Entry) -> None:
-        """Processors that read what is written, in ragged rows."""
-        as_plain(entry, entry.inputs(3), repetition_penalty=1.3, no_repeat_ngram_size=2)
-        as_plain(entry, entry.inputs(3), min_new_tokens=9, eos_token_id=new_tokens(entry.text(), entry.inputs(3))[0][3])
-
-    def test_own_processors(self, entry: Entry) -> None:
-        """A user's processor, which knows rows and lengths."""
-
-        class ByRow(LogitsProcessor):
-            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-                liked = (input_ids[:, -1:] * 7 + torch.arange(len(input_ids))[:, None] + input_ids.shape[1]) % 5
-                return scores + (torch.arange(scores.shape[1]) % 5 == liked) * 2.0
-
-        as_plain(entry, entry.inputs(3), logits_processor=LogitsProcessorList([ByRow()]))
-
-    def test_allowed_tokens(self, entry: Entry) -> None:
-        """`prefix_allowed_tokens_fn`, another one for every row."""
-        size = entry.vocabulary
-        as_plain(
-            entry,
-            entry.inputs(3),
-            prefix_allowed_tokens_fn=lambda row, ids: [3 + row, 4 + (int(ids[-1]) + row) % (size - 4)],
-        )
 
     @pytest.mark.parametrize(
         "options",
@@ -277,13 +244,6 @@ class DecodingConformance:
             out = entry.generate(entry.inputs(3), generation_config=config, **DICT)
             assert torch.equal(out.sequences, entry.text())
             assert max(out.speculation.rows_accepted[0]) <= number
-
-    def test_max_length(self, entry: Entry) -> None:
-        """Never a token too many, however short the rest of the text is."""
-        for count in (1, 2, 3):
-            as_plain(entry, entry.inputs(2), max_new_tokens=count)
-        length = entry.inputs(2)["input_ids"].shape[1] + 6
-        as_plain(entry, entry.inputs(2), max_length=length, max_new_tokens=None)
 
     def test_chunked_prefill(self, entry: Entry) -> None:
         """A prompt that is read in pieces."""

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.backbones import backbone as random_backbone
@@ -33,6 +32,7 @@ from tokenahead import (
     SuffixDrafter,
 )
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
+from tokenahead.testing import letters
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_mtp" / "dsv3_d2_trained"
 BLOCK = Path(__file__).parents[1] / "data" / "block"
@@ -120,15 +120,6 @@ class Entry:
 _DEFAULTS = dict(max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
 
 
-def character_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """One character per token id."""
-    characters = {chr(97 + token if token < 26 else 0x100 + token): token for token in range(size)}
-    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
 def evabyte(head_type: str, name: str = "", **options: Any) -> Entry:
     """The trained golden model with another head; a circuit starts from the trained FF heads."""
     model = trained_model()
@@ -152,7 +143,7 @@ def backbone(family: str) -> Any:
 
 
 def _attached(name: str, model: Any, drafter: Any, **options: Any) -> Entry:
-    tokenizer = character_tokenizer(model.config.vocab_size)
+    tokenizer = letters(model.config.vocab_size)
     return Entry(name, model, drafter.attach(model), tokenizer, **options)
 
 
@@ -200,14 +191,14 @@ def deepseek() -> Entry:
     """The golden checkpoint with two trained modules."""
     model = DeepSeekMTP.from_pretrained(DEEPSEEK, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    tokenizer = character_tokenizer(model.config.vocab_size)
+    tokenizer = letters(model.config.vocab_size)
     return Entry("deepseek-modules", model, None, tokenizer, tree=EAGLE_TREE, longest=2)
 
 
 def ptp(variant: str, seed: int = 2) -> Entry:
     """A student whose adapters do something."""
     model = student(variant, small_backbone(seed=seed)).eval()
-    tokenizer = character_tokenizer(model.config.get_text_config().vocab_size)
+    tokenizer = letters(model.config.get_text_config().vocab_size)
     return Entry(f"ptp-{variant}", model, None, tokenizer, longest=2 if variant == "one_hot" else 3)
 
 

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.backbones import backbone, code, coder, taught
-from tests.matrix.models import BLOCK, DEEPSEEK, character_tokenizer
+from tests.matrix.models import BLOCK, DEEPSEEK
 from tests.ptp_models import backbone as slots_backbone
 from tests.ptp_models import student
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.testing import letters
 from tokenahead.training.doctor import diagnose, diagnose_source
 from tokenahead.training.doctor.files import is_new
 from tokenahead.training.doctor.trials import shifted_rows
@@ -27,7 +28,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 def tokenizer_of(template: str | None = None, by: int = 0):
     """One character per id, or the ids of another tokenizer."""
-    tokenizer = character_tokenizer(48)
+    tokenizer = letters(48)
     if by:
         names = {token: (index + by) % 48 for token, index in tokenizer.get_vocab().items()}
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -44,7 +45,7 @@ def texts() -> tuple[torch.Tensor, list[Prompt]]:
     written = coder("llama").generate(
         starts[::2], attention_mask=torch.ones_like(starts[::2]), max_new_tokens=40, do_sample=False
     )
-    decode = character_tokenizer(48).decode
+    decode = letters(48).decode
     return written, [Prompt(str(index), (decode(ids),)) for index, ids in enumerate(starts.tolist())]
 
 
@@ -170,7 +171,7 @@ def test_right_drafters_raise_no_alarm(name):
     """They learned a little, in every convention that a config can state."""
     drafter = RIGHT[name]()
     model = getattr(drafter, "backbone", None) if isinstance(drafter, (MTPHeads, EagleHead, BlockDrafter)) else drafter
-    tokenizer = character_tokenizer(model.config.get_text_config().vocab_size)
+    tokenizer = letters(model.config.get_text_config().vocab_size)
     tokenizer.pad_token = "a"
     starts = torch.randint(2, 26, (8, 3), generator=torch.Generator().manual_seed(3))
     prompts = [Prompt(str(row), (tokenizer.decode(ids),)) for row, ids in enumerate(starts)]

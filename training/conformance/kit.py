@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..utils import one_line
 from .decoders import DECODERS, Decoder, MakesModel, plain, small_model
@@ -28,6 +28,7 @@ _Options = Mapping[str, Any]
 _Seen = tuple[str, str, float | None]
 """Of a check: result, words, p-value."""
 _NEW, _DRAWN = 16, 3
+_PROMPT = torch.tensor([[1, 4, 2, 5, 1, 4]])
 _SAMPLED: Mapping[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0, "top_k": 0},
     "sampled, warped": {"temperature": 0.6, "top_k": 4},
@@ -83,7 +84,8 @@ def verify(decode: Decoder, samples: int = 4000, seed: int = 0) -> list[Verified
         >>> from tokenahead.testing import verify
         >>> all(found.result == "kept" for found in verify(my_decoding_function))
     """
-    return [*_greedy(decode), *_drawn(decode, samples, seed)]
+    greedy, sampled = _small_models(getattr(decode, "small_model", small_model))
+    return [*verify_greedy(decode, greedy), *_drawn(decode, sampled, samples, seed)]
 
 
 def verify_all(decoders: Mapping[str, Decoder] = DECODERS, samples: int = 4000) -> dict[str, list[Verified]]:
@@ -91,44 +93,64 @@ def verify_all(decoders: Mapping[str, Decoder] = DECODERS, samples: int = 4000) 
     return {name: verify(decode, samples) for name, decode in decoders.items()}
 
 
-def _greedy(decode: Decoder) -> Iterator[Verified]:
-    """Yield the checks of greedy texts."""
-    model, checks = _greedy_checks(getattr(decode, "small_model", small_model))
-    for check, calls in checks.items():
-        yield _checked(check, partial(_differing, decode, model, calls))
+def verify_greedy(
+    decode: Decoder,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    reference: Decoder = plain,
+) -> list[Verified]:
+    """Return what a decoding function keeps of the greedy texts of a model.
+
+    Args:
+        decode: See `Decoder`.
+        model: One whose numbers are precise enough that rounding decides no token.
+        tokenizer: Of stop strings; `letters` by default.
+        reference: Writes the model's plain texts.
+    """
+    checks = _greedy_checks(model, tokenizer, reference)
+    return [_checked(check, partial(_differing, decode, model, calls)) for check, calls in checks.items()]
 
 
 @cache
-def _greedy_checks(make_model: MakesModel) -> tuple[PreTrainedModel, dict[str, list[_Call]]]:
-    """Return a model and the calls of every check, with their plain texts; made once."""
-    model = make_model(1, 8)
-    tokenizer, rows = letters(8), [_prompt(length, 8) for length in (7, 3, 12, 5)]
+def _small_models(make_model: MakesModel) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return make_model(1, 8), make_model(3, 6)
+
+
+@cache
+def _greedy_checks(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, reference: Decoder
+) -> dict[str, list[_Call]]:
+    """Return the calls of every check, with their plain texts: of one prompt, and of a ragged batch."""
+    size = model.config.get_text_config().vocab_size
+    tokenizer, rows = tokenizer or letters(size), [_prompt(length, size) for length in (7, 3, 12, 5)]
     batch = _padded(rows)
-    text, looping = (
-        plain(model, row, max_new_tokens=_NEW, do_sample=False)[0, row.shape[1] :].tolist() for row in rows[:2]
-    )
-    stops = [(rows[0], text[at : at + 2]) for at in (3, 9)]
-    stops += [(rows[1], looping[-8 : count - 8]) for count in (4, 5, 6)]  # they end within accepted drafts
-    asked: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {
-        "greedy": [(row, {}) for row in rows],
-        "padded prompt": [(batch[1:2], {})],
-        "ragged batch": [(batch, {})],
-        "eos": [(row, {"eos_token_id": text[5]}) for row in rows],
-        "eos, ragged batch": [(batch, {"eos_token_id": [text[5], text[9]]})],
+
+    def call(ids: Tensor, own: _Options) -> _Call:
+        options = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0, **own}
+        return _Call(ids, options, reference(model, ids, attention_mask=(ids > 0).long(), **options))
+
+    checks = {
+        "greedy": [call(row, {}) for row in rows], "padded prompt": [call(batch[1:2], {})],
+        "ragged batch": [call(batch, {})],
+    }  # fmt: skip
+    first, second = (each.want[0, -_NEW:].tolist() for each in checks["greedy"][:2])
+    stops = [first[3:5], second[-8:-4], first[9:11], second[-8:-3], first[5:8], second[-8:-2]]  # within drafts
+    asked: dict[str, list[dict[str, Any]]] = {  # of the first and the second prompt by turns
+        "few tokens": [{"max_new_tokens": count} for count in (1, 2, 3)],
+        "eos": [{"eos_token_id": each} for each in (first[5], [second[2], second[6]], first[9], second[9])],
         "stop strings": [
-            (row, {"stop_strings": [tokenizer.decode(stop)], "tokenizer": tokenizer}) for row, stop in stops
+            {"stop_strings": [tokenizer.decode(stop)], "tokenizer": tokenizer, "eos_token_id": size} for stop in stops
+        ],  # transformers pads rows that have ended only where there is an eos: here one that never comes
+        "processors": [
+            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}, {"min_new_tokens": 9, "eos_token_id": second[3]}
         ],
-        "processors": [(row, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}) for row in rows[:2]],
-        "user's processor": [(row, {"logits_processor": [Favouring()]}) for row in rows[:2]],
-    }
-    fixed = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0}
-    return model, {
-        check: [
-            _Call(ids, fixed | options, plain(model, ids, attention_mask=(ids > 0).long(), **fixed | options))
-            for ids, options in calls
-        ]
-        for check, calls in asked.items()
-    }
+        "user's processor": [{"logits_processor": [Favouring()]}],
+        "allowed tokens": [{"prefix_allowed_tokens_fn": partial(_allowed, size)}],
+    }  # fmt: skip
+    for check, options in asked.items():
+        checks[check] = [call(rows[at % 2], own) for at, own in enumerate(options)]
+        checks[f"{check}, ragged batch"] = [call(batch, own) for own in options[:2]]
+    return checks
 
 
 def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) -> _Seen:
@@ -142,37 +164,30 @@ def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) 
     return KEPT, "", None
 
 
-def _drawn(decode: Decoder, samples: int, seed: int) -> Iterator[Verified]:
+def _drawn(decode: Decoder, model: PreTrainedModel, samples: int, seed: int) -> Iterator[Verified]:
     """Yield the checks of sampled texts."""
-    model, prompt, checks = _sampled_checks(getattr(decode, "small_model", small_model))
-    for check, (options, want) in checks.items():
+    for check, (options, want) in _sampled_checks(model).items():
         torch.manual_seed(seed)
-        yield _checked(check, partial(_deviating, decode, model, prompt, options, want, samples))
+        yield _checked(check, partial(_deviating, decode, model, options, want, samples))
 
 
 @cache
-def _sampled_checks(
-    make_model: MakesModel,
-) -> tuple[PreTrainedModel, Tensor, Mapping[str, tuple[_Options, Distribution]]]:
-    """Return a model, a prompt, and the options and the exact distribution of texts of every check; made once."""
-    model, prompt = make_model(3, 6), torch.tensor([[1, 4, 2, 5, 1, 4]])
+def _sampled_checks(model: PreTrainedModel) -> dict[str, tuple[_Options, Distribution]]:
+    """Return the options of every check, and the exact distribution of its texts."""
     fixed = {"max_new_tokens": _DRAWN, "do_sample": True, "top_p": 1.0, "pad_token_id": 0}
-    checks = {
-        check: (fixed | warps, continuation_distribution(model, prompt, _DRAWN, **warps))
+    return {
+        check: (fixed | warps, continuation_distribution(model, _PROMPT, _DRAWN, **warps))
         for check, warps in _SAMPLED.items()
     }
-    return model, prompt, checks
 
 
-def _deviating(
-    decode: Decoder, model: PreTrainedModel, prompt: Tensor, options: _Options, want: Distribution, samples: int
-) -> _Seen:
+def _deviating(decode: Decoder, model: PreTrainedModel, options: _Options, want: Distribution, samples: int) -> _Seen:
     """Return how likely drawn texts are: in one batch, or one by one, and fewer, where batches are refused."""
     try:
-        drawn = _decoded(decode, model, prompt.expand(samples, -1), options)
+        drawn = _decoded(decode, model, _PROMPT.expand(samples, -1), options)
     except (ValueError, NotImplementedError):
-        drawn = torch.cat([_decoded(decode, model, prompt, options) for _ in range(samples // 4)])
-    drawn = drawn[:, prompt.shape[1] :]
+        drawn = torch.cat([_decoded(decode, model, _PROMPT, options) for _ in range(samples // 4)])
+    drawn = drawn[:, _PROMPT.shape[1] :]
     if drawn.shape[1] != _DRAWN:
         return BROKEN, f"texts have {drawn.shape[1]} new tokens, not {_DRAWN}", None
     p_value = continuation_p_value(drawn, want)
@@ -198,6 +213,10 @@ def _checked(check: str, look: Callable[[], _Seen]) -> Verified:
     except Exception as error:  # of a stranger's function
         return Verified(check, REFUSED, f"{type(error).__name__}: {one_line(error)}")
     return Verified(check, result, words, p_value)
+
+
+def _allowed(size: int, row: int, ids: Tensor) -> list[int]:
+    return [1 + row, 2 + (int(ids[-1]) + row) % (size - 2)]
 
 
 def _prompt(length: int, size: int) -> Tensor:

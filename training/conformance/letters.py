@@ -12,4 +12,4 @@ def letters(size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(known, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="a")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

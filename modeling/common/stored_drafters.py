@@ -72,7 +72,8 @@ def read_drafter(
     Args:
         name: See `drafter_class`.
         dtype: Of its weights; None or `"auto"`: the stored one.
-        backbone: The model that it drafts for, which published heads with draft layers need; such heads are attached.
+        backbone: The model that it drafts for, whose layers published heads with draft layers run; left out, its
+            configuration is read by the name that they record.
         **options: Of `from_pretrained` (`revision`, ...; for an EAGLE head `aux_layers`, for a block drafter
             `feature_layers`), or of `from_official`.
 
@@ -87,7 +88,7 @@ def read_drafter(
         return kind.from_pretrained(name, dtype="auto" if dtype is None else dtype, **options)
     directory = _local(name, _FILES + _WITHOUT_CONFIG, **hub)
     options = {key: value for key, value in options.items() if key not in hub}
-    heads = MTPHeads.from_official(directory, backbone, **options)
+    heads = MTPHeads.from_official(directory, backbone, **options).detach()
     return heads if dtype in (None, "auto") else heads.to(dtype)
 
 

@@ -157,7 +157,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         Args:
             folder: A local directory, whose files determine its layout: Medusa's version 1, 2, merged, vLLM's; MtPC's
                 `model@N.pt` (the last one) and `config.yaml`.
-            backbone: The model to attach them to; MtPC's with draft layers need it.
+            backbone: The model to attach them to; MtPC's with draft layers read its configuration by the recorded name
+                if it is left out.
             **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
                 should differ, as `loss_options`.
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import yaml
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...generation.tensors.tensor_files import Fields, Tensors, naming, refuse_unknown, unwrapped
 from .family import Directory, HeadLayout
@@ -271,12 +271,14 @@ def read_published(directory: Path) -> Directory:
 def with_backbone(directory: Path, options: Fields, backbone: PreTrainedModel | None) -> Fields:
     """Return options of draft layers with the configuration of the backbone whose layers they adapt.
 
+    Without `backbone` that is read by the name in `config.yaml`.
+
     Raises:
         ValueError: No backbone, or one with another number of layers.
     """
-    if backbone is None:
-        raise ValueError(f"{directory}: its heads read adapted layers of their backbone: pass backbone=, the model")
-    own, count = backbone.config.get_text_config().to_dict(), options["backbone_config"]["num_hidden_layers"]
+    count = options["backbone_config"]["num_hidden_layers"]
+    config = _recorded_config(directory, options) if backbone is None else backbone.config
+    own = config.get_text_config().to_dict()
     if own["model_type"] == "evabyte":  # which runs draft layers itself
         raise ValueError(
             f"{directory}: its heads adapt layers of EvaByte: EvaByteForMTPC.from_official(directory, backbone) puts "
@@ -285,6 +287,17 @@ def with_backbone(directory: Path, options: Fields, backbone: PreTrainedModel | 
     if own["num_hidden_layers"] != count:
         raise ValueError(f"{directory}: its backbone has {count} layers, and backbone has {own['num_hidden_layers']}")
     return options | {"backbone_config": own}
+
+
+def _recorded_config(directory: Path, options: Fields) -> PreTrainedConfig:
+    name = options["base_model_name_or_path"]
+    try:
+        return AutoConfig.from_pretrained(name or "", trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{directory}: its heads read adapted layers of their backbone ({name}), whose config cannot be read:"
+            " pass backbone=, the model"
+        ) from error
 
 
 def _write(config: object, tensors: Tensors, backbone: PreTrainedModel) -> Directory:

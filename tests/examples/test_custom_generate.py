@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.backbones import backbone, train_heads
+from tests.modeling.test_stored_drafters import written
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "hub"
 
@@ -25,3 +26,13 @@ def test_a_directory_drafts(kind, tmp_path):
     assert out.equal(plain)
     if kind == "attached":
         heads.detach()
+
+
+def test_heads_that_run_layers_of_the_model(tmp_path):
+    """They get the model to read its layers, and leave it as it was."""
+    model, _ = written("mtpc heads on draft layers", tmp_path)
+    ids = torch.tensor([[5, 6, 7, 5, 6]])
+    call = dict(attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    plain, own = model.generate(ids, **call), {"custom_generate": str(FOLDER), "trust_remote_code": True}
+    assert model.generate(ids, **call, **own, drafter=str(tmp_path)).equal(plain)
+    assert "generate" not in vars(model)

@@ -11,9 +11,11 @@ from tests import mtpc_files
 from tests.eagle_models import tiny_backbone
 from tests.models import tiny_model
 from tokenahead import BlockDrafter, EagleHead, MTPHeads, PTPStudent
+from tokenahead.model_cards.command import make_card
 from tokenahead.modeling.common import stored_drafters
 from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from tokenahead.training import MTPTrainer
+from tokenahead.training.requests import CardRequest
 
 IDS = torch.randint(2, 64, (4, 24), generator=torch.Generator().manual_seed(0))
 OWN_UNEMBEDDING = {"head_type": "medusa", "unembedding": "own"}
@@ -61,8 +63,9 @@ def written(name, folder):
 def test_every_layout_is_named_and_read(name, tmp_path):
     base, kind = written(name, tmp_path)
     assert drafter_class(tmp_path) is kind and holds_drafter_alone(tmp_path)
-    drafter = read_drafter(tmp_path, torch.float32, base).attach(base)
-    assert type(drafter) is kind
+    drafter = read_drafter(tmp_path, torch.float32, base)
+    assert type(drafter) is kind and not drafter.is_attached
+    drafter.attach(base)
     plain = base.generate(IDS[:1], max_new_tokens=12)
     assert torch.equal(base.generate(IDS[:1], max_new_tokens=12, assistant_model=drafter), plain)
 
@@ -94,6 +97,19 @@ def test_heads_without_a_config_are_fetched_by_their_name(tmp_path, monkeypatch)
     monkeypatch.setattr(stored_drafters, "_fields", lambda name, **hub: {})
     assert drafter_class("owner/heads") is MTPHeads and read_drafter("owner/heads").window == 4
     assert set(asked) == {("owner/heads", True)}
+
+
+def test_draft_layers_know_their_backbone_by_its_name(tmp_path):
+    """As a card needs it, without the model."""
+    base, _ = written("mtpc heads on draft layers", tmp_path / "heads")
+    with pytest.raises(ValueError, match="backbone"):
+        read_drafter(tmp_path / "heads")
+    base.config.save_pretrained(tmp_path / "base")
+    config = (tmp_path / "heads" / "config.yaml").read_text()
+    (tmp_path / "heads" / "config.yaml").write_text(config.replace("someone/model", str(tmp_path / "base")))
+    heads, same = read_drafter(tmp_path / "heads"), read_drafter(tmp_path / "heads", backbone=base)
+    assert heads.state_dict().keys() == same.state_dict().keys()
+    assert "multi-token-prediction" in make_card(CardRequest(str(tmp_path / "heads"), output=tmp_path)).read_text()
 
 
 def test_draft_layers_of_evabyte_belong_into_the_model(tmp_path):

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.backbones import backbone, code, coder, taught
 from tests.matrix.models import BLOCK, DEEPSEEK
+from tests.modeling.test_stored_drafters import written
 from tests.ptp_models import backbone as slots_backbone
 from tests.ptp_models import student
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
@@ -269,6 +270,14 @@ def test_a_dtype_that_cannot_hold_the_weights(copied):
     half.load_state_dict(coder("llama").state_dict())
     found = seen(folder, half.half())
     assert faults(found)[-1] == "dtype" and "norm.weight" in found.verdict
+
+
+def test_heads_that_run_layers_of_the_model(tmp_path):
+    """Their float32 weights are read for the same model."""
+    model, _ = written("mtpc heads on draft layers", tmp_path)
+    tokenizer = letters(model.config.vocab_size)
+    found = diagnose_source(model.bfloat16(), tokenizer, f"heads:{tmp_path}", [Prompt("0", ("abcab",))], new_tokens=8)
+    assert "float32" in next(each.words for each in found.findings if each.check == "dtype")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tokenahead.modeling.common.stored_drafters import read_drafter
 def generate(model: Any, drafter: Any = None, **kwargs: Any) -> Any:
     """Decode with drafts; everything else is as in `generate`."""
     drafter = NgramDrafter() if drafter is None else drafter
-    drafter = read_drafter(drafter) if isinstance(drafter, str) else drafter
+    drafter = read_drafter(drafter, model.dtype, model).to(model.device) if isinstance(drafter, str) else drafter
     is_new = not drafter.is_attached
     drafter.attach(model)
     try:

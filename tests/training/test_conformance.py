@@ -112,14 +112,19 @@ def test_right_loops_raise_no_alarm(name):
 class StandIn:
     """vLLM's `LLM` and `SamplingParams`, as far as the kit asks for them, over transformers."""
 
-    def __init__(self, model, dtype, max_model_len, enforce_eager, speculative_config):
+    is_dead, seen = False, {}
+
+    def __init__(self, model, dtype, max_model_len, enforce_eager, speculative_config, gpu_memory_utilization):
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
 
     def generate(self, prompts, params, use_tqdm):
+        if params.get("top_k"):  # where 0.32 ends on CPUs: docs/upstream.md
+            self.model = None
         return [self.completed(torch.tensor([prompt["prompt_token_ids"]]), **params) for prompt in prompts]
 
     def completed(self, ids, max_tokens, stop_token_ids, stop=None, temperature=1.0, **rest):
+        assert all(end < self.model.config.vocab_size for end in stop_token_ids)
         assert rest.pop("ignore_eos") and rest.pop("include_stop_str_in_output")
         options = {"eos_token_id": stop_token_ids or None, "do_sample": temperature > 0} | rest
         options |= {"temperature": temperature} if temperature else {}
@@ -129,7 +134,10 @@ class StandIn:
 
 
 def test_vllms_engine(monkeypatch):
-    """It is refused by name where it is missing; options become vLLM's, and rows come back as one tensor."""
+    """It is refused by name where it is missing; options become vLLM's, and rows come back as one tensor.
+
+    A check that ends the engine leaves the next ones a new one.
+    """
     assert all("pip install vllm" in each.words for each in verify(DECODERS["vLLM: ngram"], samples=4))
     stand_in = ModuleType("vllm")
     stand_in.LLM, stand_in.SamplingParams = StandIn, dict
@@ -137,7 +145,8 @@ def test_vllms_engine(monkeypatch):
     found = results(verify(DECODERS["vLLM: ngram"], samples=40))
     refused = [check for check, result in found.items() if result == REFUSED]
     odd = ["processors", "user's processor", "allowed tokens"]
-    assert refused == [each for check in odd for each in (check, f"{check}, ragged batch")]
+    odd = [each for check in odd for each in (check, f"{check}, ragged batch")]
+    assert refused == [*odd, "sampled, warped"] and found["sampled, processors"] == KEPT
     assert BROKEN not in found.values()
 
 

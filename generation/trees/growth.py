@@ -12,13 +12,14 @@ from ..call.constraints import DraftMasks
 from ..call.options import DraftOptions, draft_probs
 from ..contract import DraftTree, taken
 from ..tensors.wrapped_models import Kwargs
-from .building import check_size, drawn_tree, dynamic_tree, ranked_tree, static_tree
+from .building import check_size, drawn_tree, dynamic_tree, frontier_size, ranked_tree, static_tree
 
 if TYPE_CHECKING:
     pass
 
 _DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
+_KEYS = (*_DEFAULTS, "best_first")
 DEEPEST = 8
 """The longest path that is tried, in tokens."""
 
@@ -94,7 +95,7 @@ class Growth(Protocol):
 def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks | None = None) -> DraftTree:
     """Return a tree whose paths have at most `length` tokens: of draws where the call samples, else of likely tokens.
 
-    A tree of fixed shape has likely tokens in any case.
+    A tree of fixed shape, or JetSpec's, has likely tokens in any case.
 
     Args:
         growth: The drafter's distributions.
@@ -126,7 +127,7 @@ def grow(growth: Growth, options: DraftOptions, length: int, masks: DraftMasks |
         likely = ranked_tree(choices, ranking(logits), ranked_after)
     else:
         tree["depth"] = min(tree["depth"], length - 1)
-        if options.do_sample:
+        if options.do_sample and not options.has_likely_tree:
             # masks may leave tokens without a column alone, and processors of ids count all of them
             by_column = growth.draft_ids if masks is None and not options.processing.reads_ids else None
             own: tuple[Any, ...] = () if by_column is not None else vocabulary
@@ -148,7 +149,8 @@ def tree_options(tree: object, longest: int | None = None) -> tuple[Kwargs | Non
 
     Args:
         tree: `draft_tree`: any of `depth`, `top_k`, `total_tokens` (b included), where paths are one longer than
-            `depth`; or the rank paths of a tree of fixed shape, as a list or as `{"choices": list}`.
+            `depth`, and `best_first` (`dynamic_tree`); or the rank paths of a tree of fixed shape, as a list or as
+            `{"choices": list}`.
         longest: The most tokens that a path may have; None: any number.
 
     Raises:
@@ -156,10 +158,8 @@ def tree_options(tree: object, longest: int | None = None) -> tuple[Kwargs | Non
     """
     if isinstance(tree, Sequence) and not isinstance(tree, str):
         tree = {"choices": tree}
-    if not isinstance(tree, dict) or not (tree.keys() <= _DEFAULTS.keys() or tree.keys() == {"choices"}):
-        raise ValueError(
-            f"draft_tree={tree!r} must be a dict of {', '.join(_DEFAULTS)}, or of choices alone, or be 'auto'"
-        )
+    if not isinstance(tree, dict) or not (tree.keys() <= {*_KEYS} or tree.keys() == {"choices"}):
+        raise ValueError(f"draft_tree={tree!r} must be a dict of {', '.join(_KEYS)}, or of choices alone, or be 'auto'")
     options, length = _fixed(tree) if "choices" in tree else _dynamic(tree, longest)
     is_chain = options.get("top_k") == 1
     if longest is not None and length > longest:
@@ -189,9 +189,12 @@ def _dynamic(tree: Kwargs, longest: int | None) -> tuple[Kwargs, int]:
 
 def most_nodes(options: DraftOptions) -> int:
     """Return how many tokens a drafter evaluates, as far as is known: b, and those that a tree leaves out, too."""
-    tree: Kwargs = _DEFAULTS | options.draft_tree if options.draft_tree else {"depth": 0, "top_k": 0, "total_tokens": 0}
-    grown = (tree["depth"] + 1) * tree["top_k"] + tree["total_tokens"]
-    return 1 + max(options.num_tokens, len(tree.get("choices", ())) or grown)
+    tree: Kwargs = options.draft_tree or {}
+    grown = len(tree.get("choices", ()))
+    if tree and not grown:
+        depth, *sizes = (_DEFAULTS | {"best_first": False} | tree).values()
+        grown = (depth + 1) * frontier_size(*sizes) + sizes[1]
+    return 1 + max(options.num_tokens, grown)
 
 
 class Ancestry:

@@ -1,6 +1,7 @@
 """Draft trees: what they are as tensors, and how they grow, against goldens, brute force and enumeration."""
 
 import contextlib
+import heapq
 import itertools
 import math
 from pathlib import Path
@@ -126,6 +127,35 @@ def test_every_row_grows_its_own_tree(depth, top_k, total):
     for row, state in enumerate(states):
         want = table.likeliest(state, depth, width, size)
         assert (tree.tokens[row].tolist(), tree.parents[row].tolist()) == want
+
+
+def jetspec(table: Table, state: int, depth: int, top_k: int, size: int) -> set[tuple[int, ...]]:
+    """The paths of the best tree whose nodes have all children or none, by a heap: each node in turn gets its own."""
+    paths, heap, order = [], [(-torch.tensor(0.0), 0, (), state)], itertools.count(1)
+    while heap and len(paths) < size:
+        value, _, path, at = heapq.heappop(heap)
+        for token in table.probs[at].topk(top_k).indices.tolist() if len(path) <= depth else ():
+            paths.append((*path, token))
+            after = table.move(at, token) % len(table.probs)
+            heapq.heappush(heap, (value - table.probs[at][token], next(order), paths[-1], after))
+    return set(paths[:size])
+
+
+@pytest.mark.parametrize(
+    ("depth", "top_k", "total"), [(3, 4, 22), (5, 2, 12), (0, 3, 3), (2, 1, 9), (1, 50, 30), (6, 3, 64)]
+)
+def test_best_first_trees_hold_all_children_of_the_best_nodes(depth, top_k, total):
+    """Where the state is the depth alone, the law is independent, as JetSpec's."""
+    probs, states = GROWTH["table"].clone(), [3, 11, 40]
+    for move in (lambda state, token: state * 31 + token + 7, lambda state, token: state + 1 + 0 * token):
+        table = Table(probs, states, move)
+        tree = dynamic_tree(table.first, table.expand, depth=depth, top_k=top_k, total_tokens=total, best_first=True)
+        for row, state in enumerate(states):
+            found = []
+            for token, parent in zip(tree.tokens[row].tolist(), tree.parents[row].tolist()):
+                found.append((*found[parent], token) if parent >= 0 else (token,))
+            want = jetspec(table, state, depth, min(top_k, probs.shape[1]), total - 1)
+            assert len(found) == len(want) and set(found) == want
 
 
 def test_no_child_comes_without_its_parent_where_values_tie():
@@ -325,6 +355,7 @@ def test_growing_never_makes_the_host_wait():
     for mode in (contextlib.nullcontext(), NoSync()):
         with mode:
             dynamic_tree(log_probs, expand, depth=2, top_k=3, total_tokens=9)
+            dynamic_tree(log_probs, expand, depth=2, top_k=3, total_tokens=9, best_first=True)
             drawn_tree(log_probs.exp(), probs, depth=2, top_k=3, total_tokens=9)
             ranked_tree([(0,), (1,), (1, 2)], log_probs, expand)
 

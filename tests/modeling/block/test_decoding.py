@@ -55,7 +55,7 @@ def model():
 def test_cycles_of_all_laws_repeat_themselves(model, law, rows, fake):
     windows = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=5, sample_from_anchor=False)
     drafter = drafter_of(model, law, **(windows if rows == 3 else {}))
-    for way in ("greedy", "sampled", "processors", "fixed tree", "drawn tree"):
+    for way in ("greedy", "sampled", "processors", "fixed tree", "drawn tree", "jetspec's tree"):
         out = generated(model, drafter, batch_of(rows), **WAYS[way], cache_implementation="static")
         told = out.speculation.graphs
         assert told.replayed["cycle"] and not told.reasons, way

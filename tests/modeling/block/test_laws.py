@@ -12,8 +12,10 @@ from tests.tree_worlds import V as WORDS
 from tokenahead.configuration.block import BlockDrafterConfig
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.contract import DraftTree
+from tokenahead.generation.trees.building import dynamic_tree
 from tokenahead.modeling.block.laws import LAWS
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
+from tokenahead.modeling.heads.session import WindowGrowth
 from tokenahead.modeling.heads.window_distribution import PartialDistribution
 
 M, D, V = 3, 4, 7
@@ -229,6 +231,22 @@ def test_text_of_drawn_trees_has_the_targets_distribution(kind, rule):
         world.q[:, first : first + prefixes.shape[1]] = found
     tree, chance = all_trees(world, [-1, -1, 0, 1], replacement=False)
     assert (emitted_distribution(world, tree, chance, rule) - world.target()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_text_of_best_first_trees_has_the_targets_distribution(kind, rule):
+    words = DraftVocabulary(range(WORDS), WORDS)
+    law, world = law_of(kind, words), World("temperature", 3)
+    rows, logits, last, anchor = inputs_of(words, 2)
+    block = law.distribution(rows[:, None], logits[:, None], last[:, None], anchor[:, None])
+    growth = WindowGrowth(block, last[:, None])
+    sizes = {"depth": 2, "top_k": 2, "total_tokens": 8, "best_first": True}
+    tree = dynamic_tree(growth.first().log_softmax(-1), lambda *at: growth.after(*at).log_softmax(-1), **sizes)
+    assert tree.tokens.shape[1] == 7 and tree.depth == 3
+    emitted = emitted_distribution(world, tree, torch.ones(2, dtype=torch.float64), rule)
+    assert (emitted - world.target()).abs().max() < 1e-12
 
 
 def blocks_of(law, m=M):

@@ -17,7 +17,7 @@ from .building import check_size, drawn_tree, dynamic_tree, frontier_size, ranke
 if TYPE_CHECKING:
     pass
 
-_DEFAULTS = {"depth": 5, "top_k": 10, "total_tokens": 60}
+_DEFAULTS: Kwargs = {"depth": 5, "top_k": 10, "total_tokens": 60}
 """A tree where `draft_tree` leaves something open (EAGLE-2's evaluation)."""
 _KEYS = (*_DEFAULTS, "best_first")
 DEEPEST = 8

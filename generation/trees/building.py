@@ -10,12 +10,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..contract import DraftTree
+from ..contract import DraftTree, taken
 from ..tensors.masks import cached_arange, made_once
 from ..tensors.sampling import race_order
 
@@ -50,6 +51,28 @@ def joined_chains(deterministic: DraftTree, drawn: DraftTree) -> DraftTree:
     probs = torch.cat([after_certain, torch.nn.functional.pad(drawn.probs[:, 1:], (0, 0, 0, 1))], dim=1)
     marks = (cached_arange(size + length, device) < size).expand(batch, -1)  # [B, k + m]
     return DraftTree(tokens, parents, probs, depth=max(size, length), deterministic=marks)
+
+
+def of_real(tree: DraftTree, real: Tensor, is_cut: bool = True) -> DraftTree:
+    """Return a tree of whose nodes some alone count, which come first.
+
+    Args:
+        tree: Without `deterministic` nodes.
+        real: [B, m] bool, those nodes; the parent of one is one.
+        is_cut: Leave out what counts in no sequence, for which the host waits.
+    """
+    counts, tokens, parents, probs = real.sum(1), tree.tokens, tree.parents, tree.probs
+    if not tree.is_chain:
+        order = (~real).sort(stable=True).indices  # [B, m]
+        places = torch.nn.functional.pad(order.argsort(1) + 1, (1, 0))  # [B, m + 1], from an index to its new one
+        tokens, parents = tokens.gather(1, order), places.gather(1, parents.gather(1, order) + 1) - 1
+        probs = None if probs is None else taken(probs, torch.nn.functional.pad(order + 1, (1, 0)))
+    size = int(counts.max()) if is_cut else tokens.shape[1]
+    if size < tokens.shape[1]:
+        tokens, parents = tokens[:, :size], parents[:, :size]
+        probs = None if probs is None else probs[:, : size + (not tree.is_chain and size > 0)]
+    is_chain = tree.is_chain or not size
+    return replace(tree, tokens=tokens, parents=parents, probs=probs, num_nodes=counts, is_chain=is_chain)
 
 
 def dynamic_tree(

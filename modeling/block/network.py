@@ -21,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.cache_names import CACHE
+from ...generation.contract import DraftTree, taken
 from ...generation.tensors.masks import cached_arange, check_attention
 from ...generation.tensors.wrapped_models import untyped
 from ..common.backbone_parts import dtype_of, frozen, output_embeddings
@@ -80,10 +81,6 @@ class Block:
     def distribution(self) -> WindowDistribution:
         """The distribution of the m tokens after b."""
         return self._distribution(self.rows, self.columns, self.last, self.anchor)
-
-    def first(self, length: int) -> Block:
-        """Return the same block, of which so many tokens are read."""
-        return Block(self.network, self.hidden, self.last, length)
 
     def of_tree(self) -> WindowDistribution:
         """Return the distribution with axes [B, 1], which takes many prefixes for every sequence."""
@@ -274,13 +271,20 @@ class BlockNetwork(DraftModel):
         """Return `Block.distribution`; arguments as for `block`."""
         return self.block(context, last, attention_mask, past_key_values).distribution
 
-    def confidence(self, block: Block, tokens: Tensor) -> Tensor | None:
-        """Return logits [B, m] of the estimates that tokens [B, m] will be accepted; None without such a head.
+    def confidence(self, block: Block, drafts: Tensor | DraftTree) -> Tensor | None:
+        """Return logits [B, m] of the estimates that drafts will be accepted, if those before them are.
 
-        That of a token does not depend on the token itself.
+        None without such a head. That of a token does not depend on the token itself.
+
+        Args:
+            block: The block.
+            drafts: Tokens [B, m] of a chain, or a tree.
         """
         if not self.config.has_confidence:
             return None
-        before = torch.cat([block.last[:, None].to(tokens.device), tokens[:, :-1]], dim=1)  # [B, m]
-        reads = self.config.confidence_reads_token
-        return self.confidence_head(block.rows, self.joint_law.embed(before) if reads else None)
+        tree = DraftTree.chain(drafts) if isinstance(drafts, Tensor) else drafts
+        rows = taken(block.rows, tree.positions()[:, 1:] - 1)  # [B, m, d]
+        if not self.config.confidence_reads_token:
+            return self.confidence_head(rows)
+        known = torch.cat([block.last[:, None].to(tree.tokens.device), tree.tokens], 1)  # [B, m + 1]
+        return self.confidence_head(rows, self.joint_law.embed(known.gather(1, tree.parents + 1)))

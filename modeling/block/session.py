@@ -29,6 +29,7 @@ from ...generation.contract import (
     each_state,
 )
 from ...generation.tensors.masks import cached_arange, cached_range, model_mask, to_device
+from ...generation.trees.building import of_real
 from ...generation.trees.growth import grow
 from ..heads.session import HeadSession, WindowGrowth
 from .masks import seen_rows, sees_all, window_of
@@ -81,26 +82,23 @@ class BlockSession(HeadSession):
             return DraftTree.chain(tokens.ids[:, :0])
         block, masks = self._block(tokens.last(), length), self.options.masks(tokens)
         if self.options.draft_tree is not None:
-            last = block.last[:, None]  # [B, 1]
-            return grow(WindowGrowth(block.of_tree(), last), self.options, length, masks)
-        draft, probs = self._chain(block.distribution, length, masks)
-        return self._sure(block, draft, probs)
+            growth = WindowGrowth(block.of_tree(), block.last[:, None])
+            return self._sure(block, grow(growth, self.options, length, masks))
+        return self._sure(block, DraftTree.chain(*self._chain(block.distribution, length, masks)))
 
-    def _sure(self, block: Block, draft: Tensor, probs: Tensor | None) -> DraftTree:
-        """Return a chain that ends, in each sequence, before the first token that will hardly be accepted.
+    def _sure(self, block: Block, tree: DraftTree) -> DraftTree:
+        """Return a tree without tokens that will hardly be accepted, and without what is below them.
 
-        The estimate of a token does not depend on the token, so that what is left is distributed as before.
+        The estimate of a token does not depend on the token, so that what is left is distributed as before: a node has
+        all children that were drawn, or none.
         """
         least = self.drafter.config.confidence_threshold
-        if not least:
-            return DraftTree.chain(draft, probs)
-        likely = self.drafter.confidence(block.first(draft.shape[1]), draft)
-        if likely is None:
-            return DraftTree.chain(draft, probs)
-        counts = (likely.sigmoid() >= least).long().cumprod(1).sum(1)  # [B]
-        if not self.view.is_fixed and (longest := int(counts.max())) < draft.shape[1]:
-            draft, probs = draft[:, :longest], None if probs is None else probs[:, :longest]
-        return DraftTree.chain(draft, probs, num_nodes=to_device(counts, draft.device))
+        likely = self.drafter.confidence(block, tree) if least else None
+        if least is None or likely is None:
+            return tree
+        is_sure = to_device(likely.sigmoid() >= least, tree.tokens.device)
+        real = (is_sure[:, None] | ~tree.mask()[:, 1:, 1:]).all(-1)  # [B, m]
+        return of_real(tree, real, not self.view.is_fixed)
 
     def _extend(self, context: Tensor) -> None:
         """Write a context [B, C, d] to the cache, from the layout's block on."""

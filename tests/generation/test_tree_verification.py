@@ -9,10 +9,10 @@ import torch
 
 from tests import tree_worlds
 from tests.no_sync import NoSync
-from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length
+from tests.tree_worlds import WARPS, V, World, all_trees, emitted_distribution, ends, first_of_length, texts
 from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.tensors.sampling import draw
-from tokenahead.generation.trees.building import drawn_tree, joined_chains
+from tokenahead.generation.trees.building import drawn_tree, joined_chains, of_real
 from tokenahead.generation.verification import tree_rules as tree_verification
 from tokenahead.generation.verification.rules import (
     block_acceptance,
@@ -375,6 +375,19 @@ def test_nodes_beyond_the_count_are_as_if_not_drafted(rule):
         torch.testing.assert_close(accept[rows, :count], want_accept, rtol=0, atol=1e-12)
         torch.testing.assert_close(residual[rows, : count + 1], want_residual, rtol=0, atol=1e-12)
         assert (accept[rows, count:] == 0).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", [[-1, -1, 0, 1], [-1, 0, 1], [-1, 0, 0, 1]])
+def test_nodes_may_lose_all_their_children_whatever_was_drawn(shape, rule):
+    """Which do depends on the text up to them."""
+    world = World("plain", 3)
+    tree, chance = all_trees(world, shape, replacement=False)
+    before = texts(tree).gather(1, tree.parents + 1)
+    real = ((before * 7 % 5 % 2 == 0)[:, None] | ~tree.mask()[:, 1:, 1:]).all(-1)
+    left = of_real(tree, real)
+    assert 0 < left.num_nodes.double().mean() < len(shape)
+    assert (emitted_distribution(world, left, chance, rule) - world.target()).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -13,6 +13,7 @@ from tests.modeling.block.test_golden import CASES, pair
 from tests.models import left_padded
 from tokenahead import BlockDrafter, DrafterCascade, SuffixDrafter, free_buffers
 from tokenahead.generation import graphs as graphs_module
+from tokenahead.modeling.block.session import BlockSession
 from tokenahead.testing import continuation_distribution, continuation_p_value
 
 LAWS = {
@@ -151,6 +152,38 @@ def test_a_cut_comes_before_unlikely_drafts_in_each_sequence():
     assert not any(map(sum, lengths[1.0]))
     with pytest.raises(ValueError, match="confidence_threshold=0.5.*confidence head"):
         pair("zlab_llama")[1].confidence_threshold = 0.5
+
+
+TREE = {"depth": 3, "top_k": 3, "total_tokens": 12}
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_trees_lose_unlikely_drafts_and_what_is_below_them(sampled, cache, monkeypatch):
+    base, drafter = pair("deepspec_dspark_gated")
+    drafter.confidence_threshold, cut, seen = 0.5, BlockSession._sure, []
+
+    def spy(session, block, tree):
+        found = cut(session, block, tree)
+        seen.append((drafter.confidence(block, tree).sigmoid(), tree, found))
+        return found
+
+    monkeypatch.setattr(BlockSession, "_sure", spy)
+    inputs, options = left_padded(prompts(5)), dict(max_new_tokens=10, do_sample=sampled, pad_token_id=0)
+    with torch.no_grad():
+        out = base.generate(**inputs, **options, assistant_model=drafter, draft_tree=TREE, cache_implementation=cache)
+    if not sampled:
+        assert out.equal(base.generate(**inputs, **options))
+    assert cache or 1 < len({count for _, _, found in seen for count in found.num_nodes.tolist()})
+    for likely, tree, found in seen:
+        for row, count in enumerate(found.num_nodes.tolist()):
+            paths, kept = [], []
+            for token, parent, sure in zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), likely[row] >= 0.5):
+                paths.append(None if not sure or (parent >= 0 and not paths[parent]) else
+                             (*(paths[parent] if parent >= 0 else ()), token))  # fmt: skip
+            for token, parent in zip(found.tokens[row, :count].tolist(), found.parents[row, :count].tolist()):
+                kept.append((*kept[parent], token) if parent >= 0 else (token,))
+            assert kept == [path for path in paths if path]
 
 
 def test_copies_draft_alike_and_keep_their_options(tmp_path):

@@ -68,8 +68,8 @@ class OnlineLearner(Recorder):
     from these states by the backbone's present unembedding.
 
     Args:
-        drafter: Attached `MTPHeads` or `EagleHead`, an `EvaByteForMTPC`, whose drafting heads alone learn, or a
-            `DeepSeekMTP`, whose modules do; its loss options decide what it learns.
+        drafter: Attached `MTPHeads`, `EagleHead` or `BlockDrafter`, an `EvaByteForMTPC`, whose drafting heads alone
+            learn, or a `DeepSeekMTP`, whose modules do; its loss options decide what it learns.
         learning_rate: Of AdamW, whose weights and moments are float32.
         rows: Sequences of an update, chosen at random from those that are stored.
         updates: Steps of the optimizer each time that it learns.
@@ -110,7 +110,7 @@ class OnlineLearner(Recorder):
         if not isinstance(drafter, OnlineMixin):
             raise TypeError(
                 f"drafter: a {type(drafter).__name__} does not learn from a backbone's states; give attached MTPHeads, "
-                "an EagleHead, an EvaByteForMTPC or a DeepSeekMTP"
+                "an EagleHead, a BlockDrafter, an EvaByteForMTPC or a DeepSeekMTP"
             )
         self.recorded = cast(BaseDrafter, drafter)
         if self.recorded.recorder is not None:

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..generation.attach import MTPGenerationMixin
 from .evaluation.decoding import GREEDY, DecodingMode, Method, Run, acceptance_by_position, decode
 from .evaluation.methods import drafting_method, named_method, plain_method
+from .evaluation.prompts import PromptEncoder, without_thinking
 from .loading import load_model, unit_of
 from .requests import GenerateRequest
 
@@ -69,6 +70,7 @@ def complete(request: GenerateRequest, shows: bool = False) -> Completed:
     if shows:
         method.options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids = torch.tensor([_prompt_ids(request, tokenizer)], device=model.device)
+    PromptEncoder(tokenizer, request.chat, not request.no_thinking).warn_of_thinking([method.drafter])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     run = decode(method, batch, _mode(request), request.max_new_tokens, request.seed)
     return Completed(str(tokenizer.decode(run.ids[0], skip_special_tokens=True)), unit_of(tokenizer), ids.shape[1], run)
@@ -105,8 +107,8 @@ def _prompt_ids(request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) ->
     elif tokenizer.chat_template is None:
         raise ValueError(f"--chat: the tokenizer of {request.model} has no chat template; leave --chat out")
     else:
-        chat = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        chat, options = [{"role": "user", "content": prompt}], without_thinking(request.no_thinking)
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **options)
     if not ids:
         raise ValueError("the prompt is empty, and this model's tokenizer adds nothing to it; write at least one word")
     return list(ids)

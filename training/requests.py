@@ -166,6 +166,7 @@ class GenerateRequest(NamesDrafter):
     )
     plain: bool = option(False, "one token at a time, without drafts")
     chat: bool = option(False, "put the prompt into the tokenizer's chat template")
+    no_thinking: bool = option(False, "chats without thinking: the template gets enable_thinking=False")
     dtype: str = option("auto", **OF_WEIGHTS)
     device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
     temperature: float | None = option(
@@ -206,6 +207,7 @@ class BenchRequest:
     threads: int | None = option(None, "of PyTorch", read=whole(1))
     seed: int = option(0, "of the samples (%(default)s)", read=SEED)
     raw: bool = option(False, "prompts as they are, without the chat template")
+    no_thinking: bool = option(False, "chats without thinking: the template gets enable_thinking=False")
     force_length: bool = option(False, "let no answer end early; such texts often loop")
     skip_broken: bool = option(False, "leave out lines that hold no prompt")
     no_expected: bool = option(False, "expect no calls along the plain texts")

@@ -76,6 +76,11 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         return self.config.num_drafts
 
     @property
+    def learned_without_thinking(self) -> bool:
+        """Whether its authors trained it on answers without thinking, as all of the other layouts' did."""
+        return self.config.layout != "tokenahead"
+
+    @property
     def law(self) -> str:
         """The name of the joint distribution of a block's tokens."""
         return self.config.law

@@ -38,7 +38,7 @@ with needs_extra("demo", "figures"):
 RESULTS, SETTINGS = "results.json", "settings.json"
 """Names of the files of results and of settings."""
 BENCH_FIGURE, FRONTIER_FIGURE = "bench.png", "frontier.png"
-_SETTINGS = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "force_length"
+_SETTINGS = "model", "methods", "new_tokens", "dtype", "device", "threads", "seed", "raw", "no_thinking", "force_length"
 """Options that must be the same where a run continues."""
 _MARKERS = "osD^vPX*"  # of the families, in turn; colour alone would not reach every eye
 _HOLLOW: Kwargs = {"fillstyle": "full", "markerfacecolor": "white"}  # markers without a claim
@@ -70,7 +70,9 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     model, tokenizer = load_model(request.model, request.dtype, request.device)
     methods, refused = methods_of(request.methods, model)
     replace_file(request.output / SETTINGS, settings)
-    bench = Bench(methods, PromptEncoder(tokenizer, not request.raw), protocol, request.output)
+    encoder = PromptEncoder(tokenizer, not request.raw, not request.no_thinking)
+    encoder.warn_of_thinking(method.drafter for method in methods)
+    bench = Bench(methods, encoder, protocol, request.output)
     interrupted = None
     try:
         _run(bench, prompts, console)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..utils import needs_extra
+
+_THINKING = "enable_thinking"
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,21 @@ def category_of(group: Sequence[Prompt]) -> str:
     return categories.pop() if len(categories) == 1 else "mixed"
 
 
+def without_thinking(is_off: bool) -> dict[str, bool]:
+    """Return the option of chat templates that turns thinking off; templates that know none ignore it."""
+    return {_THINKING: False} if is_off else {}
+
+
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Makes ids of dialogues, by the tokenizer's chat template if `chats` and it has one; else turns are joined."""
+    """Makes ids of dialogues, by the tokenizer's chat template if `chats` and it has one; else turns are joined.
+
+    Unless `thinks`, the template is told so (`without_thinking`).
+    """
 
     tokenizer: PreTrainedTokenizerBase
     chats: bool = True
+    thinks: bool = True
 
     @property
     def template(self) -> str:
@@ -188,7 +200,15 @@ class PromptEncoder:
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
         chat = [*prompt.before, *messages]
-        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        options = without_thinking(not self.thinks)
+        return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
+
+    def warn_of_thinking(self, drafters: Iterable[object]) -> None:
+        """Warn of drafters that learned from answers without thinking, where the template lets the model think."""
+        if self._uses_template and self.thinks and _THINKING in str(self.tokenizer.chat_template):
+            for name in {type(each).__name__ for each in drafters if getattr(each, "learned_without_thinking", False)}:
+                words = f"This {name} learned from answers without thinking, which the chat template leaves on: "
+                warnings.warn(words + "--no-thinking turns it off (enable_thinking=False)", UserWarning, stacklevel=2)
 
     def answer(self, ids: Sequence[int]) -> str:
         """Return the text of new ids, for the history of the next turn."""

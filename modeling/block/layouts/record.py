@@ -48,9 +48,12 @@ def body_fields(name: object, raw: Fields, shapes: Shapes) -> Fields:
     values = {key: raw[key] for key in (*_BODY, *_ROPE) if raw.get(key) is not None}
     if raw.get("torch_dtype") is not None:
         values.setdefault("dtype", raw["torch_dtype"])
-    if missing := [key for key in ("hidden_size", "num_attention_heads") if key not in values]:
-        raise ValueError(f"{name}: config.json has no {', '.join(missing)}")
     rope = values.get("rope_parameters") or {}
+    missing = [key for key in ("hidden_size", "num_attention_heads") if key not in values]
+    if not any("rope_theta" in each for each in (values, rope, *rope.values()) if isinstance(each, dict)):
+        missing.append("rope_theta")  # any default would be wrong somewhere, and nothing but counts would tell
+    if missing:
+        raise ValueError(f"{name}: config.json has no {', '.join(missing)}")
     if isinstance(nested := rope.get("sliding_attention"), dict):  # one of these serves all layers
         values["rope_parameters"] = nested
     attention, heads = "layers.0.self_attn.{}_proj.weight", values["num_attention_heads"]

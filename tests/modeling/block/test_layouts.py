@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.models import left_padded
 from tokenahead import BlockDrafter, EagleHead
 from tokenahead.modeling.block import layouts
 from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
+from tokenahead.training.evaluation.prompts import PromptEncoder
 
 DEEPSPEC, DSPARK, DFLASH, DFLASH2 = "deepspec_dspark_gated", "speculators_dspark", "speculators_dflash", "zlab_dflash2"
 IDS = torch.tensor([[5, 9, 33, 17, 46, 9, 19]])
@@ -168,6 +171,8 @@ def test_fields_may_stand_at_the_top(edited):
         (DSPARK, {"aux_hidden_state_layer_ids": [2, 4, 6]}, r"fc.weight has 64 columns.*feature_layers=\[2, 4, 6\]"),
         (DEEPSPEC, {"target_layer_ids": None}, "target_layer_ids"),
         (DEEPSPEC, {"hidden_size": None}, "hidden_size"),
+        (DEEPSPEC, {"rope_theta": None, "rope_parameters": None}, "rope_theta"),
+        ("zlab_llama", {"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "rope_theta"),
     ],
 )
 def test_configs_that_say_too_little_or_something_else_are_refused(edited, name, fields, message):
@@ -273,3 +278,16 @@ def test_tables_in_a_checkpoint_that_differ_from_the_backbones_are_used(edited):
     assert drafts(base, again) != drafts(base, drafter)
     inputs, options = left_padded([IDS[0], IDS[0, :3]]), dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert base.generate(**inputs, **options, assistant_model=again).equal(base.generate(**inputs, **options))
+
+
+def test_templates_that_let_the_backbone_think_are_warned_of():
+    _, drafter = pair(DSPARK)
+    tokenizer = SimpleNamespace(chat_template="{% if enable_thinking is false %}<think></think>{% endif %}")
+    with pytest.warns(UserWarning, match="BlockDrafter.*enable_thinking"):
+        PromptEncoder(tokenizer).warn_of_thinking([None, drafter])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PromptEncoder(tokenizer, thinks=False).warn_of_thinking([drafter])
+        PromptEncoder(tokenizer, chats=False).warn_of_thinking([drafter])
+        PromptEncoder(tokenizer).warn_of_thinking([None])
+        PromptEncoder(SimpleNamespace(chat_template="{{ x }}")).warn_of_thinking([drafter])

@@ -93,6 +93,7 @@ TRAINER = {
         "_initial_global_step": "the step that training resumes from",
         "_load_best_model": "loads the best checkpoint of a sharded model",
         "_load_from_checkpoint": "overridden: loads what our models save",
+        "_prepare_for_training": "overridden: hides from DDP what processes share",
         "_prepare_inputs": "moves a batch to the device",
         "_remove_unused_columns": "the same of `datasets`",
         "_save": "overridden: model, tokenizer and arguments are one version of a directory",

@@ -46,7 +46,7 @@ from .drafter import BaseDrafter
 from .graphs import running
 from .loop import SpeculativeLoop
 from .plan import Call, SpeculationPlan
-from .tensors.shared_models import is_divided, readable, share_draws
+from .tensors.shared_models import readable, share_draws, tensor_parallel_size
 from .tensors.wrapped_models import Kwargs, checkpointing_paused, drop_peft_arguments, untyped
 from .trees.choice import choose_tree
 
@@ -133,7 +133,7 @@ def refuse_clocks(plan: SpeculationPlan) -> None:
         "draft_tree='auto'": options.draft_tree == "auto",
         "learn_while_decoding": call.drafter.recorder is not None,
     }
-    for name in (name for name, is_set in timed.items() if is_set and is_divided(call.backbone)):
+    for name in (name for name, is_set in timed.items() if is_set and tensor_parallel_size(call.backbone) > 1):
         raise ValueError(f"{name} goes by the clock, and a backbone in tensor parallelism needs equal drafts: drop it")
 
 

@@ -59,6 +59,7 @@ OTHERS = [
     (torch.nn.Linear(1, 1), "_backward_hooks"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
     (torch.nn.Linear(1, 1), "_forward_pre_hooks"),
+    (torch.nn.Linear(1, 1), "_parameters"),
     (torch.Tensor, "_version"),
     (torch, "_assert_async"),
     (torch, "_dynamo"),

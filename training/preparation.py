@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from ..configuration.transformers_names import obstacle_of_peft
 from ..generation.drafter import BaseDrafter
-from ..generation.tensors.wrapped_models import carries_adapters, untyped
+from ..generation.tensors.wrapped_models import WrapperMixin, carries_adapters, untyped
 from ..modeling.common.outputs import TrainableDrafter
 from ..modeling.heads.joint import JointMTPModel
 from .strategy import HeadWarmup, MTPLossWeightSchedule, TrainingStrategy
@@ -51,13 +51,11 @@ def prepare(model: nn.Module, strategy: TrainingStrategy) -> nn.Module:
             f"head_warmup={strategy.head_warmup} trains the head alone at first, and nothing waits for its end with "
             "train='drafter' and no draft layers; leave it out, or set train='all', train='lora' or draft_layers"
         )
-    if strategy.shard_backbone and (
-        not owner.is_apart or strategy.train != "drafter" or "draft_layers" in owner.parts()
-    ):
+    takes_shares = owner.is_apart or (isinstance(owner, WrapperMixin) and owner.takes_shares)
+    if strategy.shard_backbone and (not takes_shares or strategy.train != "drafter" or "draft_layers" in owner.parts()):
         raise ValueError(
-            f"shard_backbone=True is for a frozen backbone that an attached drafter neither owns nor adapts, and a "
-            f"{type(owner).__name__} with train={strategy.train!r} has none: launch it with FSDP2 "
-            "(examples/accelerate/fsdp2.yaml)"
+            f"shard_backbone=True is for a frozen backbone that a drafter does not adapt, and a {type(owner).__name__} "
+            f"with train={strategy.train!r} has none: launch it with FSDP2 (examples/accelerate/fsdp2.yaml)"
         )
     if owner.is_apart:
         return model if strategy.train == "drafter" else _joined(model, strategy)

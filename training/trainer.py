@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
@@ -99,12 +100,13 @@ class MTPTrainer(BaseTrainer):
             if model is None:
                 raise ValueError("strategy is applied to a model: pass model=, not model_init=")
             model = prepare(model, strategy)
+            if strategy.shard_backbone:
+                owner = untyped(without_peft(model))
+                shard(owner.policy if owner.is_apart else owner.inner, cast(torch.device, PartialState().device))
         self.strategy = strategy
         self.balance: LossBalance | None = None
         self._unwrapped: tuple[Any, Any] = None, None
         super().__init__(model, *args, tokens_per_batch=tokens_per_batch, **kwargs)
-        if strategy is not None and strategy.shard_backbone:
-            shard(untyped(self._drafter).policy, self.args.device)
         for callback in [] if strategy is None else callbacks_of(strategy):
             self.add_callback(callback)
         heads = self._drafter.head_config

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..configuration.fields import refuse
 from ..generation.tensors.saving import finish, whole_directory
+from ..generation.tensors.shared_models import gathered_state, shares_hidden
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
@@ -189,6 +190,11 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
         if isinstance(policy, MixedPrecisionPolicy):
             plugin.mixed_precision_policy = replace(policy, output_dtype=None)
 
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As in `Trainer`; what processes share of a frozen backbone is none of DDP's business."""
+        with shares_hidden(self._owner):
+            return super()._prepare_for_training(*args, **kwargs)
+
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Trainer`; tokens are counted for the bar."""
         if self._bar is not None:
@@ -262,6 +268,7 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in `Trainer`, but model, tokenizer and arguments become one version of the directory."""
+        state_dict = gathered_state(self._owner) if state_dict is None else state_dict  # of all processes together
         if not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
@@ -275,14 +282,16 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
         finish(resume_from_checkpoint)
         check_checkpoint(resume_from_checkpoint, owner.backbone if isinstance(owner, RegisterModel) else owner)
         if not self._load_several(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with shares_hidden(owner):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """See `_load_from_checkpoint`."""
         if self.state.best_model_checkpoint is not None:
             finish(self.state.best_model_checkpoint)
         if not self._load_several(self.state.best_model_checkpoint):
-            super()._load_best_model()
+            with shares_hidden(self._owner):
+                super()._load_best_model()
 
     def _load_several(self, checkpoint: str | None) -> bool:
         """Load a model that consists of several directories; return whether it is one. Trainer itself reads shards."""

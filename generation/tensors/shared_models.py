@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,20 +32,46 @@ def tensor_parallel_size(model: nn.Module) -> int:
 
     What FSDP2 shards is whole where it is used, and does not count.
     """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
     named = max(vars(module).get("_tp_size") or 1 for module in model.modules())
     if named > 1 or is_sharded(model):
         return named
     return max((each.device_mesh.size() for each in model.parameters() if isinstance(each, DTensor)), default=1)
 
 
-def is_divided(model: nn.Module) -> bool:
-    """Return whether transformers has divided the layers of a model by tensor parallelism."""
-    return (getattr(model, "_tp_size", None) or 1) > 1
+def _closure_of(module: nn.Module) -> Mapping[str, Any]:
+    """Return what transformers has bound to the forward of a divided module: `self`, its style, and `mesh`."""
+    forward = vars(module).get("forward")
+    is_divided = isinstance(forward, FunctionType) and forward.__name__ == "tp_forward"
+    return inspect.getclosurevars(forward).nonlocals if is_divided else {}
+
+
+def bind_forwards(copied: nn.Module) -> None:
+    """Let a copy of a divided model run its own layers: a copied forward is that of the original."""
+    for module in copied.modules():
+        if held := _closure_of(module):
+            del vars(module)["forward"]
+            held["self"].install_forward(module, held["mesh"])
+
+
+def whole_copy(part: nn.Module) -> nn.Module:
+    """Return a copy of a part of a model that each process holds and runs whole, though the model may be divided."""
+    shares = ((id(each), each) for each in part.parameters() if isinstance(each, DTensor))
+    whole = {key: nn.Parameter(_whole(each.detach()), each.requires_grad) for key, each in shares}
+    copied = copy.deepcopy(part, whole)
+    for module in filter(_closure_of, copied.modules()):
+        del vars(module)["forward"]
+    return copied
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def share_draws(model: nn.Module) -> None:
     """Let all processes that hold parts of a model draw the same random numbers, those of the first."""
-    if is_divided(model):
+    if tensor_parallel_size(model) > 1:
         mesh = next(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
         source = torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)
         state = source.get_rng_state().to(mesh.device_type)
@@ -63,6 +92,11 @@ def check_whole(model: nn.Module, purpose: str) -> None:
         )
 
 
+def holds_shares(model: nn.Module, learn: bool = False) -> bool:
+    """Return whether this process has shares of a model's weights, of such as `learn`."""
+    return any(isinstance(each, DTensor) and each.requires_grad >= learn for each in model.parameters())
+
+
 def training_size(model: nn.Module, reader: str) -> int | None:
     """Return among how many processes a model is divided on which something learns, or None: it is whole.
 
@@ -81,8 +115,8 @@ def training_size(model: nn.Module, reader: str) -> int | None:
 def shard(model: PreTrainedModel, device: torch.device) -> None:
     """Divide the layers of a frozen model among all processes (FSDP2), which gather each one for its forward.
 
-    Embeddings, norms and unembedding, which drafters read, stay whole. Nothing changes in a model that is sharded
-    already, nor in a run of one process.
+    Embeddings, norms and unembedding, which drafters read, stay whole, and so does what learns within layers. Nothing
+    changes in a model that is sharded already, nor in a run of one process.
 
     Args:
         model: On any device.
@@ -91,19 +125,47 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     Raises:
         ValueError: Tensor parallelism divides it, or its layers are not known.
     """
-    if is_unit(model) or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if is_sharded(model) or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
     check_whole(model, "shard_backbone")
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if not layers:
         raise ValueError(f"shard_backbone: {type(model).__name__} does not name its layers (_no_split_modules)")
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    learning = {each for each in model.parameters() if each.requires_grad}
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=learning)
     whole = {each for each in model.parameters() if not isinstance(each, DTensor)}
     for tensor in [*whole, *model.buffers()]:
         tensor.data = tensor.data.to(device)
-    fully_shard(model, mesh=mesh, ignored_params=whole)  # so that each layer is gathered while the one before runs
+    root = fully_shard(model, mesh=mesh, ignored_params=whole)  # so that each layer is gathered before its turn
+    root._get_fsdp_state()._lazy_init()  # now: wrappers call the model without its head, and then layers alone
+
+
+@contextmanager
+def shares_hidden(model: nn.Module) -> Iterator[None]:
+    """Take the shares of processes out of a model, which have no gradients: DDP keeps in step what is whole alone."""
+    held = [(module, dict(module._parameters)) for module in model.modules()]
+    try:
+        for module, parameters in held:
+            shares = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
+            for name in shares:
+                del module._parameters[name]
+            vars(module).update(shares)  # FSDP2 reads them
+        yield
+    finally:
+        for module, parameters in held:
+            for name in parameters.keys() & vars(module).keys():
+                del vars(module)[name]
+            module._parameters.clear()
+            module._parameters.update(parameters)
+
+
+def gathered_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return the tensors of a model that processes share, whole; None: each process has a whole model."""
+    if not holds_shares(model):
+        return None
+    return {name: _whole(each).cpu() for name, each in model.state_dict().items()}
 
 
 def gather(modules: Iterable[object]) -> None:

@@ -12,9 +12,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from .shared_models import check_whole
+from .shared_models import bind_forwards, check_whole, holds_shares, training_size
 
 Model = TypeVar("Model")
 Kwargs = dict[str, Any]
@@ -146,8 +147,12 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"weights of {type(model).__name__} are offloaded; load it without a device_map")
     # a shallow copy of a parameter of any class is another parameter over the same tensor
-    tensors = {id(parameter): copy.copy(parameter) for parameter in model.parameters()}
-    return copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
+    tensors = {id(each): copy.copy(each) for each in model.parameters() if not isinstance(each, DTensor)}
+    shares = (each for each in model.parameters() if isinstance(each, DTensor))  # whose copies would be no leaves
+    tensors |= {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in shares}
+    copied = copy.deepcopy(model, tensors | {id(buffer): buffer for buffer in model.buffers()})
+    bind_forwards(copied)
+    return copied
 
 
 def drop_collectors(model: nn.Module) -> None:
@@ -197,9 +202,14 @@ class PicklableMixin(nn.Module):
 
 
 class WrapperMixin:
-    """The embeddings of a backbone, for a model around it."""
+    """The embeddings of a backbone, for a model around it.
+
+    Attributes:
+        takes_shares: Whether it learns where processes share a frozen backbone.
+    """
 
     base_model_prefix: str
+    takes_shares = False
 
     @property
     def inner(self) -> PreTrainedModel:
@@ -209,8 +219,9 @@ class WrapperMixin:
     @property
     def tp_size(self) -> int | None:
         """As that of a drafter."""
-        check_whole(self.inner, f"a trainer of {type(self).__name__}")
-        return None
+        if not self.takes_shares or holds_shares(self.inner, learn=True):
+            check_whole(self.inner, f"a trainer of {type(self).__name__}")
+        return training_size(self.inner, type(self).__name__)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the backbone's."""

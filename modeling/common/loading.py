@@ -16,6 +16,7 @@ from transformers import CONFIG_NAME, PreTrainedConfig
 
 from ... import __version__
 from ...generation.tensors.saving import reads_whole, whole_directory
+from ...generation.tensors.shared_models import holds_shares
 from ...generation.tensors.tensor_files import (
     HUB_OPTIONS,
     building,
@@ -25,13 +26,14 @@ from ...generation.tensors.tensor_files import (
     warn_of_numbers,
     wrapped_names,
 )
-from ...generation.tensors.wrapped_models import fingerprint
+from ...generation.tensors.wrapped_models import fingerprint, untyped
 from .remote_code import TRAVELS, RemoteCodeTokenizerMixin, add_code, code_obstacle, handed, is_ours
 
 LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)
 """Whether a checkpoint is being read: what it lacks is an error, and needs no values that take minutes to draw."""
 LIBRARY = "tokenahead"
 """The name that directories carry in config.json (`library_name`), for those who find them without the package."""
+_DIVIDED = "distributed_config"
 _PUSH_OPTIONS = ("repo_id", "commit_message", "private", "create_pr", "revision", "commit_description")
 
 
@@ -177,14 +179,19 @@ class StrictLoadingMixin:
             **kwargs: As for transformers' `save_pretrained`.
 
         Raises:
-            ValueError: An unknown `remote_code`, or a class that it cannot be had for.
+            ValueError: An unknown `remote_code`, or a class that it cannot be had for; a model of which this process
+                holds a part, without `state_dict`.
             NotADirectoryError: `save_directory` is a file.
         """
+        spread = kwargs.get("distributed_checkpoint", False)
+        if state_dict is None and not spread and holds_shares(untyped(self)):
+            raise ValueError(
+                "state_dict=None: processes share this model's weights, which a trainer's save_model gathers"
+            )
         target = Path(save_directory)
         hub = {key: kwargs.pop(key) for key in _PUSH_OPTIONS if key in kwargs}
         config = self.config
         config.library_name, config.library_version = LIBRARY, __version__
-        spread = kwargs.get("distributed_checkpoint", False)
         base = vars(config).get("base_model_name_or_path")
         if base and Path(base).is_dir():  # elsewhere `runs/base` would be the name of a repository
             config.base_model_name_or_path = str(Path(base).absolute())
@@ -195,10 +202,14 @@ class StrictLoadingMixin:
             config._auto_class = None
         for name in self._optional_files if spread and is_main_process else ():
             (target / name).unlink(missing_ok=True)
-        with whole_directory(target, kwargs.get("variant"), self._optional_files, in_place=spread) as directory:
-            self._write_directory(directory, is_main_process, state_dict, **kwargs)
-            if is_main_process:
-                add_code(self, directory, remote_code)
+        divided = None if spread else vars(config).pop(_DIVIDED, None)  # transformers would wait for all processes
+        try:
+            with whole_directory(target, kwargs.get("variant"), self._optional_files, in_place=spread) as directory:
+                self._write_directory(directory, is_main_process, state_dict, **kwargs)
+                if is_main_process:
+                    add_code(self, directory, remote_code)
+        finally:
+            vars(config).update({} if divided is None else {_DIVIDED: divided})
         if push_to_hub and is_main_process:
             hub = {"repo_id": target.absolute().name, "remote_code": remote_code} | hub
             self.push_to_hub(**hub, **{key: kwargs[key] for key in ("token", "max_shard_size") if key in kwargs})

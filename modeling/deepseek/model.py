@@ -77,7 +77,7 @@ class DeepSeekMTP(
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    drafts_trees, not_served = True, None
+    drafts_trees, not_served, takes_shares = True, None, True
     silent_part = "mtp"
 
     def __init__(self, config: PreTrainedConfig, parts: tuple[PreTrainedModel, MTPModules] | None = None) -> None:

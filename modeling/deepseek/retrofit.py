@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...configuration.fields import field
 from ...configuration.mtp_families import MTPFamily, count_modules, family_of, num_layers, set_modules
-from ...generation.tensors.shared_models import check_whole
+from ...generation.tensors.shared_models import whole_copy
 from ...generation.tensors.tensor_files import HUB_OPTIONS, check_index
 from ...generation.tensors.wrapped_models import Kwargs, sharing_copy, uncompiled, unwrap
 from ..common.backbone_parts import final_norm, layer_kind
@@ -56,7 +56,6 @@ def retrofit(
     else:
         unwrap(model_or_path)  # refuses what is no model; `sharing_copy`, a PeftModel
         main = sharing_copy(uncompiled(model_or_path))
-    check_whole(main, "modules like its last layer")  # the forwards of copies would be those of the originals
     family = family_of(main.config)
     if has_towers(main.config):
         raise ValueError(f"from_backbone does not support {type(main).__name__}: a model with a tower for images")
@@ -121,7 +120,7 @@ def _new_module(main: PreTrainedModel, layer: nn.Module, family: MTPFamily, shar
     halves = [share * torch.eye(size) for share in (shares if family.embedding_first else shares[::-1])]
     with torch.no_grad():
         eh_proj.weight.copy_(torch.cat(halves, dim=1))  # [H, 2 H]
-    norm, block = copy.deepcopy(last) if family.norm_before_head else nn.Identity(), copy.deepcopy(layer)
+    norm, block = copy.deepcopy(last) if family.norm_before_head else nn.Identity(), whole_copy(layer)
     if family.rotates:
         rotate_all(block)
     module = MTPModule(enorm, hnorm, eh_proj, block, norm, family.embedding_first)

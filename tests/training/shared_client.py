@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, TrainingArguments
 
 from tests.training.conftest import ragged_rows
 from tests.training.test_evaluation_loss import llama
-from tokenahead import BlockDrafter, EagleHead, MTPHeads
+from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.training import AcceptanceCallback, MTPTrainer, TrainingStrategy
 
 PART = {"draft_ids": list(range(70, 90))}
@@ -28,9 +28,20 @@ FAMILIES = {
     "eagle3": lambda backbone: EagleHead.from_backbone(
         backbone, aux_layers=[1, 2, 3], loss_options={"steps": 2}, **PART
     ),
+    "modules": lambda backbone: DeepSeekMTP.from_backbone(backbone, num_modules=2, eh_init="both"),
     "block": lambda backbone: BlockDrafter.from_backbone(backbone, layers=1, block_size=3),
 }
-NAMES = ["tp hmm", "tp layer", "tp eagle1", "tp eagle3", "tp block", "shard part", "shard eagle3"]
+NAMES = [
+    "tp hmm",
+    "tp layer",
+    "tp eagle1",
+    "tp eagle3",
+    "tp block",
+    "tp modules",
+    "shard part",
+    "shard eagle3",
+    "shard modules",
+]
 LOGGED = ("loss", "eval_loss", "eval_expected_accepted", "eval_generated_accepted")
 
 
@@ -41,7 +52,7 @@ def save_backbone(folder: Path) -> None:
 
 
 def run(name: str, folder: Path, options: dict, processes: int = 1, rank: int = 0) -> None:
-    """Three steps, then greedy and sampled texts with drafts; files `NAME-RANK.json` and `NAME.safetensors`."""
+    """Three steps, a save, then greedy and sampled texts with drafts; `NAME-RANK.json` and `NAME.safetensors`."""
     way, family = name.split()
     backbone = LlamaForCausalLM.from_pretrained(folder / "backbone", **(options if way == "tp" else {}))
     readers = processes if way == "shard" else 1
@@ -59,15 +70,17 @@ def run(name: str, folder: Path, options: dict, processes: int = 1, rank: int = 
         drafter, arguments, train_dataset=rows, eval_dataset=rows[:5], strategy=strategy, callbacks=[measured]
     )
     trainer.train()
+    trainer.save_model(str(folder / f"{name} saved"))
     texts, ids = [], torch.arange(70, 80)[None].repeat(2, 1)
+    drafts = {"assistant_model": drafter} if drafter.is_apart else {}
     for sampled in (False, True):
         torch.manual_seed(7 if way == "shard" else 7 + rank)  # of a divided backbone, those of the first count
-        texts.append(backbone.generate(ids, max_new_tokens=8, do_sample=sampled, assistant_model=drafter).tolist())
+        texts.append(drafter.policy.generate(ids, max_new_tokens=8, do_sample=sampled, **drafts).tolist())
     history = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history]
     (folder / f"{name}-{rank}.json").write_text(json.dumps([history, texts]))
     if rank == 0:
-        state = {key: value.clone().contiguous() for key, value in drafter.state_dict().items()}
-        save_file(state, folder / f"{name}.safetensors")
+        learned = {name: each.detach() for name, each in drafter.named_parameters() if each.requires_grad}
+        save_file(learned, folder / f"{name}.safetensors")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.training.test_evaluation_loss import llama
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
+from tokenahead.modeling.deepseek import retrofit
 from tokenahead.training import MTPTrainer, MuToRTrainer, TrainingStrategy, cache_features, regenerate
 from tokenahead.training.processes import Processes
 
@@ -93,11 +94,18 @@ def test_training_of_models_around_it_is_refused(divided, tmp_path):
     with pytest.raises(ValueError, match="tensor parallel"):
         MTPTrainer(MTPHeads.from_backbone(divided), whole, train_dataset=ROWS, strategy=joint)
     with pytest.raises(ValueError, match="tensor parallel"):
-        DeepSeekMTP.from_backbone(divided)
-    with pytest.raises(ValueError, match="tensor parallel"):
         MTPTrainer(FAMILIES["hmm"](divided), whole, train_dataset=ROWS, strategy=TrainingStrategy(shard_backbone=True))
     with pytest.raises(ValueError, match="tensor parallel"):
         MuToRTrainer(divided, whole, train_dataset=ROWS)
+
+
+def test_modules_learn_alone_and_are_saved_by_a_trainer(divided, tmp_path, monkeypatch):
+    monkeypatch.setattr(retrofit, "check_backbone", lambda *_: None)  # the fake group gathers nothing
+    model = DeepSeekMTP.from_backbone(divided)
+    with pytest.raises(ValueError, match="state_dict=None"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tensor parallel"):
+        MTPTrainer(model, settings(tmp_path), train_dataset=ROWS, strategy=TrainingStrategy(train="all"))
 
 
 def test_rows_are_not_divided_among_its_processes(divided, tmp_path):

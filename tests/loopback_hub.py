@@ -1,9 +1,9 @@
 """A small Hub on 127.0.0.1 for tests: real HTTP, repositories and commits in memory.
 
-It speaks the part of the Hub's protocol that pushing and loading a model uses: whoami, creating repositories, checking
-a card's metadata, preupload, Git LFS, commits, model info, trees and files. It knows no branches but `main`, no
-datasets, no Xet storage and no rate limits. Anything else that a client asks for is answered with 404 and noted in
-`LoopbackHub.unknown`, so that a test notices.
+It speaks the part of the Hub's protocol that pushing and loading a model or a data set uses: whoami, creating
+repositories, checking a card's metadata, preupload, Git LFS, commits, infos, trees and files. The repository of a data
+set is `datasets/me/name`. It knows no branches but `main`, no Xet storage and no rate limits. Anything else that a
+client asks for is answered with 404 and noted in `LoopbackHub.unknown`, so that a test notices.
 
 Client settings are read at import, so a test runs its client in a subprocess, by `LoopbackHub.run`.
 """
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -30,7 +30,8 @@ import yaml  # comes with huggingface_hub; nothing else here is outside the stan
 ROOT = Path(__file__).parents[1]
 TOKEN = "hf_loopback"
 USER = "me"
-LARGE = (".safetensors", ".bin", ".png")
+LARGE = (".safetensors", ".bin", ".png", ".parquet")
+REPO = "(?P<repo>(?:datasets/)?[^/]+/[^/]+)"
 
 
 class Refusal(Exception):
@@ -193,13 +194,13 @@ _ROUTES: list[tuple[str, re.Pattern[str], str]] = [
         ("GET", r"/api/whoami-v2", "whoami"),
         ("POST", r"/api/repos/create", "create"),
         ("POST", r"/api/validate-yaml", "validate"),
-        ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)", "preupload"),
-        ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
+        ("POST", rf"/api/models/{REPO}/preupload/(?P<revision>[^/]+)", "preupload"),
+        ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
         ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", "lfs_put"),
-        ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", "commit"),
-        ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?", "info"),
-        ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "tree"),
-        ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
+        ("POST", rf"/api/models/{REPO}/commit/(?P<revision>[^/]+)", "commit"),
+        ("GET", rf"/api/models/{REPO}(/revision/(?P<revision>[^/]+))?", "info"),
+        ("GET", rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "tree"),
+        ("GET", rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
     ]
 ]
 
@@ -249,8 +250,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _route(self, body: bytes) -> object:
         method = "GET" if self.command == "HEAD" else self.command
+        path = self.path.replace("/api/datasets/", "/api/models/datasets/")
         for wanted, pattern, action in _ROUTES:
-            match = pattern.fullmatch(self.path)
+            match = pattern.fullmatch(path)
             if wanted == method and match:
                 groups = {key: unquote(value) for key, value in match.groupdict().items() if value is not None}
                 return getattr(self, f"on_{action}")(body, **groups)
@@ -298,9 +300,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._need_user()
         wanted = json.loads(body)
         name = f"{wanted.get('organization') or self.user}/{wanted['name']}"
-        url = f"{self.hub.url}/{name}"
         if not name.startswith(f"{self.user}/"):
             raise Refusal(403, f"You don't have the rights to create a model under the namespace of {name}")
+        name = f"datasets/{name}" if wanted.get("type") == "dataset" else name
+        url = f"{self.hub.url}/{name}"
         if name in self.hub.repositories:
             raise Refusal(409, "You already created this model repo", url=url)
         self.hub.repositories[name] = Repository(name, private=wanted.get("visibility") == "private")
@@ -363,15 +366,18 @@ class _Handler(BaseHTTPRequestHandler):
         return {"id": repo, "modelId": repo, "sha": commit.oid, "private": repository.private, "siblings": siblings}
 
     def on_tree(self, body: bytes, repo: str, revision: str, folder: str = "") -> list[dict]:
-        """Lists files only; a listing that is not recursive leaves out what lies in subfolders."""
+        """Lists files and folders; a listing that is not recursive leaves out what lies in subfolders."""
         files = self._repository(repo).at(revision).files
         prefix = f"{folder}/" if folder else ""
-        inside = {path: blob for path, blob in files.items() if path.startswith(prefix)}
+        inside = {path: blob.entry(path) for path, blob in files.items() if path.startswith(prefix)}
         if folder and not inside:
             raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
+        parents = {str(parent) for path in inside for parent in PurePosixPath(path).parents} - {".", folder}
+        for path in (path for path in parents if path.startswith(prefix)):
+            inside[path] = {"type": "directory", "path": path, "oid": hashlib.sha1(path.encode()).hexdigest()}
         if self.query.get("recursive", "false").lower() != "true":
-            inside = {path: blob for path, blob in inside.items() if "/" not in path[len(prefix) :]}
-        return [blob.entry(path) for path, blob in sorted(inside.items())]
+            inside = {path: entry for path, entry in inside.items() if "/" not in path[len(prefix) :]}
+        return [entry for _, entry in sorted(inside.items())]
 
     def on_resolve(self, body: bytes, repo: str, revision: str, path: str) -> tuple[Blob, Commit]:
         commit = self._repository(repo).at(revision)

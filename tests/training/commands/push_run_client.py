@@ -1,4 +1,5 @@
-"""Run by test_pushing.py as a separate process, against a loopback Hub: trains tiny heads, and pushes them.
+"""Run by test_pushing.py as a separate process, against a loopback Hub: trains tiny heads, and pushes them;
+then lets the model write answers, pushes these as a data set, and trains on that by its name.
 
 Usage: python push_run_client.py FOLDER. FOLDER has the models and `config.yaml`; `ended.json` is left there.
 """
@@ -8,8 +9,10 @@ import sys
 from pathlib import Path
 
 import yaml
+from transformers import AutoModelForCausalLM
 
 from tokenahead import cli
+from tokenahead.training import regenerate
 
 
 def ended(folder: Path, name: str, **changes: object) -> dict:
@@ -22,6 +25,14 @@ def ended(folder: Path, name: str, **changes: object) -> dict:
         return {"status": end.code, "stepped": (folder / name / "metrics.json").exists()}
 
 
+def pushed_answers(folder: Path) -> str:
+    """Name of a data set of answers, of 32 tokens each."""
+    backbone = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    rows = regenerate(backbone, [[70 + row, 71] for row in range(8)], folder / "answers", max_new_tokens=32)
+    rows.to_dataset().push_to_hub("me/answers")
+    return "me/answers"
+
+
 def main(folder: Path) -> None:
     eagle = {"drafter": "eagle", "drafter_options": {"version": 1}}
     found = {
@@ -32,6 +43,7 @@ def main(folder: Path) -> None:
         "adapters": ended(folder, "adapters", hub_model_id="me/adapters", drafter="own", drafter_options=None,
                           model_name_or_path=str(folder / "evabyte"),
                           use_peft=True, lora_target_modules=["q_proj", "v_proj"]),
+        "taught": ended(folder, "taught", hub_model_id="me/taught", dataset_name=pushed_answers(folder)),
         "another's": ended(folder, "another", hub_model_id="other/heads"),
     }  # fmt: skip
     (folder / "ended.json").write_text(json.dumps(found))

@@ -32,7 +32,7 @@ def pushed(folders, tmp_path_factory):
 
 
 RUNS = {"heads": "model.safetensors", "steps": "model.safetensors", "both": "backbone/adapter_model.safetensors",
-        "adapters": "adapter_model.safetensors"}  # fmt: skip
+        "adapters": "adapter_model.safetensors", "taught": "model.safetensors"}  # fmt: skip
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -56,6 +56,12 @@ def test_a_run_is_one_commit_with_the_name_of_its_data(pushed):
     assert [commit.message for commit in heads.commits[1:]] == ["End of training"]
     assert b"`text.jsonl`: 8 rows." in heads.files["README.md"].data
     assert b"for 2 steps" in heads.files["README.md"].data
+
+
+def test_answers_are_pushed_as_a_data_set_that_is_learned_by_its_name(pushed):
+    files = pushed.hub.repositories["datasets/me/answers"].files
+    assert [name for name in files if name.endswith(".parquet")] == ["data/train-00000-of-00001.parquet"]
+    assert b"`me/answers`: 8 rows." in pushed.hub.repositories["me/taught"].files["README.md"].data
 
 
 def test_checkpoints_are_pushed_as_models_and_whole(pushed):

@@ -59,7 +59,7 @@ def fit(make: Callable[..., Trainer], model: Any, data: Any, minutes: float, rat
 def acceptance(model: Any, drafter: dict[str, Any], prompts: list[str], mode: DecodingMode, new_tokens: int) -> float:
     """Return tokens per verification, over all texts that do not repeat themselves."""
     torch.manual_seed(0)
-    inputs = EvaByteTokenizer()(prompts, return_tensors="pt", padding=True)
+    inputs = EvaByteTokenizer()(prompts, return_tensors="pt", padding=True).to(model.device)
     how = mode.options | drafter | {"max_new_tokens": new_tokens, "return_dict_in_generate": True}
     out = model.generate(**inputs, **how)
     texts = zip(out.sequences[:, inputs.input_ids.shape[1] :].tolist(), out.speculation.rows_accepted)
@@ -81,7 +81,7 @@ def answer(arguments: argparse.Namespace, corpus: Corpus, kind: str, slots: int,
     folder = arguments.output / f"{kind}-{slots}-{seed}"
     if not folder.is_dir():
         distil(arguments, kind, slots, seed, texts(arguments, backbone, corpus), folder)
-    model, drafter = reader(kind, folder, backbone)
+    model, drafter = reader(kind, folder, backbone, arguments.device)
     prompts = code_prompts(corpus.held_out.contents(), arguments.prompts, length=PROMPT)
     ways = modes(kind, arguments.temperature)
     if arguments.acceptance:
@@ -106,6 +106,8 @@ def main() -> None:
         "--small", type=Path, help="a directory of a smaller backbone, for students of the kind `separate`"
     )
     parser.add_argument("--backbone", type=Path, help="a directory of a trained one; no minutes are spent on it")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="that decodes; students learn on a GPU where there is one")
     parser.add_argument("--acceptance", action="store_true", help="count tokens per call, and measure no times")
     parser.add_argument("--output", type=Path, default=Path("tokenahead-ptp"))
     arguments = parser.parse_args()
@@ -135,9 +137,9 @@ def texts(arguments: argparse.Namespace, backbone: Path, corpus: Corpus) -> Any:
         return windows
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))[: arguments.texts].tolist()
     prompts = [windows[index]["input_ids"][: LENGTH // 8].tolist() for index in order]
-    teacher = LlamaForCausalLM.from_pretrained(backbone).eval()
-    how = dict(batch_size=64, do_sample=True, temperature=arguments.temperature, top_k=0)
-    return regenerate(teacher, prompts, arguments.output / "texts", LENGTH - LENGTH // 8, **how)
+    teacher: Any = LlamaForCausalLM.from_pretrained(backbone).eval()
+    how: dict[str, Any] = dict(batch_size=64, do_sample=True, temperature=arguments.temperature, top_k=0)
+    return regenerate(teacher.to(arguments.device), prompts, arguments.output / "texts", LENGTH - LENGTH // 8, **how)
 
 
 def distil(arguments: argparse.Namespace, kind: str, slots: int, seed: int, data: Any, folder: Path) -> None:
@@ -157,13 +159,13 @@ def distil(arguments: argparse.Namespace, kind: str, slots: int, seed: int, data
     EvaByteTokenizer().save_pretrained(folder)
 
 
-def reader(kind: str, folder: Path, backbone: Path) -> tuple[Any, dict[str, Any]]:
+def reader(kind: str, folder: Path, backbone: Path, device: str) -> tuple[Any, dict[str, Any]]:
     """What decodes with a student, and the options that say so: itself, or the backbone that it drafts for."""
-    student = PTPForCausalLM.from_pretrained(folder).eval()
+    student: Any = PTPForCausalLM.from_pretrained(folder).eval().to(device)
     if kind != "separate":
         return student, {}
-    model = LlamaForCausalLM.from_pretrained(backbone).eval()
-    student.attach(model)
+    model: Any = LlamaForCausalLM.from_pretrained(backbone).eval()
+    student.attach(model.to(device))
     return model, {"assistant_model": student}
 
 

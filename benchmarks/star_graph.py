@@ -1,8 +1,9 @@
 """Does an MTP loss make the model itself better? Paths in star graphs, which next-token training does not find.
 
-    python benchmarks/star_graph.py --steps 4000 --device cuda --output star-graph          # six runs, one by one
-    python benchmarks/star_graph.py --steps 4000 --device cuda --only mtp 0                 # one, for a process each
-    python benchmarks/star_graph.py --table --output star-graph      # joins their files in star-graph.json
+    python benchmarks/star_graph.py --steps 4000 --device cuda        # six runs, one by one; or side by side:
+    for r in "next-token 0" "next-token 1" "mtp 0" "mtp 1" "mutor 0" "mutor 1"; do
+      python benchmarks/star_graph.py --steps 20000 --seconds 200 --device cuda --only $r & done; wait
+    python benchmarks/star_graph.py --table                           # joins their files in star-graph.json
 
 G(arms, length) of Bachmann & Nagarajan (2024, arXiv 2403.06963): paths of `length` nodes leave one centre. A row has
 all edges in random order, the centre and the end of one arm, and then that arm. Only the first step is hard: it needs
@@ -11,7 +12,8 @@ the first among the arms. A small Llama starts from random weights; rows are dra
 twice.
 
 - `next-token`: cross-entropy of the arm's tokens
-- `mtp`: the same and, jointly, heads for a window as long as the arm (`JointMTPModel`), which are then dropped
+- `mtp`: the same and, jointly, heads for a window as long as the arm (`JointMTPModel`), which are then dropped; windows
+  also begin in the prompt
 - `mutor`: the same and registers that predict up to as far ahead (`RegisterModel`), which are then dropped
 
 A figure is the share of held-out graphs whose whole path the model alone writes, greedily. A run ends early once it

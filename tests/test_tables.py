@@ -40,6 +40,7 @@ HELD = {
     "docs/box.md": ["decoding | head"],
     "docs/circuits.md": ["head | context", "width, rank | decoding", "rank | tokens per call"],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
+    "docs/methods/block.md": ["law | seeds"],
     "docs/methods/ptp.md": ["two tokens"],
     "docs/online.md": ["steps of the policy"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
@@ -147,6 +148,21 @@ def test_recorded_cycles_on_a_gpu():
             plain = by_key[shape, "1", "plain decoding", "compiled"].ms_per_token / row.ms_per_token
             assert float(rate) == pytest.approx(row.calls[-1].tokens_per_call, abs=0.0051)
         assert float(ratio) == pytest.approx(plain, abs=0.0051)
+
+
+def test_laws_of_blocks():
+    runs = read(ROOT / "docs" / "results" / "block_laws.json")["runs"]
+    for law, seeds, *shown in table("docs/methods/block.md", "law", "seeds"):
+        kind, _, states = re.sub(r"[`,]|rank 256| states?", "", law).strip().partition(" ")
+        own = [run for run in runs if run["law"] == "-".join(filter(None, (kind, states.strip())))]
+        assert len(own) == int(seeds)
+        places = [statistics.fmean(run["acceptance"][place - 1] for run in own) for place in (1, 2, 4, 7)]
+        assert [float(cell) for cell in shown[:4]] == pytest.approx(places, abs=0.00051)
+        for rule, cell in zip(("token", "block", "greedy"), shown[4:], strict=True):
+            calls = [run[rule]["expected_tokens_per_call"] for run in own]
+            values = [statistics.fmean(calls)]
+            values += [statistics.stdev(calls) / len(calls) ** 0.5] if len(own) > 1 else []
+            assert [float(part) for part in cell.split("±")] == pytest.approx(values, abs=0.00051)
 
 
 def bench_cells(row: dict[str, Any]) -> list[str]:

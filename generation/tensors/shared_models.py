@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from types import FunctionType
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -43,8 +46,9 @@ def tensor_parallel_size(model: nn.Module) -> int:
 def _closure_of(module: nn.Module) -> Mapping[str, Any]:
     """Return what transformers has bound to the forward of a divided module: `self`, its style, and `mesh`."""
     forward = vars(module).get("forward")
-    is_divided = isinstance(forward, FunctionType) and forward.__name__ == "tp_forward"
-    return inspect.getclosurevars(forward).nonlocals if is_divided else {}
+    if not isinstance(forward, FunctionType) or forward.__name__ != "tp_forward":
+        return {}
+    return inspect.getclosurevars(forward).nonlocals
 
 
 def bind_forwards(copied: nn.Module) -> None:
@@ -128,7 +132,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     if is_sharded(model) or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
     check_whole(model, "shard_backbone")
-    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    layers = [module for module in model.modules() if _is_layer(module, model)]
     if not layers:
         raise ValueError(f"shard_backbone: {type(model).__name__} does not name its layers (_no_split_modules)")
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
@@ -138,8 +142,47 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     whole = {each for each in model.parameters() if not isinstance(each, DTensor)}
     for tensor in [*whole, *model.buffers()]:
         tensor.data = tensor.data.to(device)
-    root = fully_shard(model, mesh=mesh, ignored_params=whole)  # so that each layer is gathered before its turn
-    root._get_fsdp_state()._lazy_init()  # now: wrappers call the model without its head, and then layers alone
+    _make_root(fully_shard(model, mesh=mesh, ignored_params=whole))  # so that each layer is gathered before its turn
+
+
+def load_sharded(
+    name: str | PathLike,
+    load: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a frozen causal language model whose layers are divided among all processes: none ever holds it whole.
+
+    Each process reads its own shares of the files. Embeddings, norm and unembedding, which drafters read, are whole.
+
+    Args:
+        name: Directory or Hub repository.
+        load: Loads it as transformers does.
+        **options: Of `from_pretrained`.
+
+    Example:
+        >>> backbone = load_sharded("meta-llama/Llama-3.3-70B-Instruct", dtype=torch.bfloat16)
+        >>> head = EagleHead.from_backbone(backbone)
+    """
+    world = distributed.get_world_size() if distributed.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        options["distributed_config"] = DistributedConfig(fsdp_size=world)
+    model = load(name, **options).requires_grad_(False)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule) and not _is_layer(unit, model):
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+    if isinstance(model, FSDPModule):
+        _make_root(model)
+    return model
+
+
+def _is_layer(module: nn.Module, model: PreTrainedModel) -> bool:
+    return type(module).__name__.removeprefix("FSDP") in (model._no_split_modules or ())
+
+
+def _make_root(model: FSDPModule) -> None:
+    """Name the outermost unit now: drafters call a model without its head, or a layer of it, first."""
+    model._get_fsdp_state()._lazy_init()
 
 
 @contextmanager
@@ -182,7 +225,8 @@ def readable(model: PreTrainedModel) -> Iterator[None]:
     All processes must enter, leave and call the model equally often.
     """
     parts = dict.fromkeys([model, model.base_model, model.get_input_embeddings(), model.get_output_embeddings()])
-    units = [part for part in parts if isinstance(part, FSDPModule)]
+    shared = [part for part in parts if part is not None and holds_shares(part)]  # not what is whole anyway
+    units = [part for part in shared if isinstance(part, FSDPModule)]
     gather(units)
     handle = model.register_forward_hook(lambda *_: gather(units)) if units else None  # after the hook that shards
     try:

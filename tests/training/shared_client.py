@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 -m tests.training.shared_client FOLDER NAME...
 
-A name says how the backbone is shared, and what learns on it: "tp hmm", "shard eagle1".
+A name says how the backbone is shared, and what learns on it: "tp hmm", "shard eagle1", "load eagle3".
 """
 
 import json
@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, TrainingArguments
 
 from tests.training.conftest import ragged_rows
 from tests.training.test_evaluation_loss import llama
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.generation.tensors.shared_models import load_sharded
 from tokenahead.training import AcceptanceCallback, MTPTrainer, TrainingStrategy
 
 PART = {"draft_ids": list(range(70, 90))}
@@ -54,8 +56,13 @@ def save_backbone(folder: Path) -> None:
 def run(name: str, folder: Path, options: dict, processes: int = 1, rank: int = 0) -> None:
     """Three steps, a save, then greedy and sampled texts with drafts; `NAME-RANK.json` and `NAME.safetensors`."""
     way, family = name.split()
-    backbone = LlamaForCausalLM.from_pretrained(folder / "backbone", **(options if way == "tp" else {}))
-    readers = processes if way == "shard" else 1
+    if way == "load":
+        backbone = load_sharded(folder / "backbone")
+        shares = [each.to_local() for each in backbone.parameters() if isinstance(each, DTensor)]
+        (folder / f"shares-{rank}.json").write_text(json.dumps(sum(each.numel() for each in shares)))
+    else:
+        backbone = LlamaForCausalLM.from_pretrained(folder / "backbone", **(options if way == "tp" else {}))
+    readers = 1 if way == "tp" else processes
     torch.manual_seed(0)
     drafter, rows = FAMILIES[family](backbone), ragged_rows(16, 24, vocab_size=320)
     arguments = TrainingArguments(
@@ -74,7 +81,7 @@ def run(name: str, folder: Path, options: dict, processes: int = 1, rank: int = 
     texts, ids = [], torch.arange(70, 80)[None].repeat(2, 1)
     drafts = {"assistant_model": drafter} if drafter.is_apart else {}
     for sampled in (False, True):
-        torch.manual_seed(7 if way == "shard" else 7 + rank)  # of a divided backbone, those of the first count
+        torch.manual_seed(7 + rank if way == "tp" else 7)  # of a divided backbone, those of the first count
         texts.append(drafter.policy.generate(ids, max_new_tokens=8, do_sample=sampled, **drafts).tolist())
     history = [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history]
     (folder / f"{name}-{rank}.json").write_text(json.dumps([history, texts]))

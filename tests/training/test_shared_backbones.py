@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from tests.training import shared_client
 from tests.training.conftest import ragged_rows, trainer_for
@@ -64,6 +65,12 @@ def test_two_processes_do_what_one_does(name, folder, alone):
             assert theirs == pytest.approx(mine, rel=1e-6, abs=1e-6)
         assert (folder / f"{name} saved" / "model.safetensors").exists()
         assert all((learned[key] - weights[key]).abs().max() <= 1e-6 for key in weights)
+
+
+def test_no_process_loads_all_layers(folder):
+    layers = LlamaForCausalLM.from_pretrained(folder / "backbone").model.layers
+    whole = sum(each.numel() for each in layers.parameters())
+    assert [json.loads((folder / f"shares-{rank}.json").read_text()) for rank in range(2)] == [whole / 2, whole / 2]
 
 
 def test_a_backbone_that_is_the_drafters_own_is_not_sharded_apart():

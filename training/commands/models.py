@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 from ...configuration import PTPConfig
 from ...generation.attach import MTPGenerationMixin
 from ...generation.drafter import DRAFTERS
+from ...generation.tensors.shared_models import load_sharded
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
@@ -88,7 +90,10 @@ def build(settings: Settings) -> Trainee:
     if quantization := get_quantization_config(model):
         options |= {"quantization_config": quantization, "device_map": {"": settings.training.device}}
     with_modules = arguments.kind in ("own", "modules")
-    backbone = load_backbone(source, "model_name_or_path", "drafter", with_modules, **options)
+    load = partial(load_backbone, option="model_name_or_path", of_drafters="drafter", with_modules=with_modules)
+    prepares = arguments.regenerate or (arguments.features and not arguments.features_engine)  # on whole backbones
+    is_divided = arguments.is_apart and arguments.training_strategy().shard_backbone and not prepares
+    backbone = load_sharded(source, load, **options) if is_divided else load(source, **options)
     tokenizer = _tokenizer(source, backbone)
     try:
         drafter = _drafter(arguments, backbone)

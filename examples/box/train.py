@@ -32,6 +32,9 @@ BOX_CONFIG = {
     "window_size": 256, "chunk_size": 2, "num_pred_heads": 16, "max_position_embeddings": 4096, "rope_theta": 1e5,
     "norm_add_unit_offset": True, "initializer_range": 0.04, "pad_token_id": 0,
 }  # fmt: skip
+_SMALL = {"rank": 8, "leaf_size": 64, "context": 3}
+HEADS = {"ff": {"context": 3}, "cp": _SMALL, "hmm": _SMALL | {"transition_context": True}, "btree": _SMALL}
+"""Options of every head: leaves read the three bytes before them, and those of circuits are small."""
 GAMMA = 0.9
 """Discount of the depths of a head that learns alone."""
 
@@ -46,7 +49,7 @@ class Recipe:
         matrix_rate: Peak learning rate of Muon, for the matrices of the layers.
         rate: Peak learning rate of AdamW, for the rest.
         gamma: Discount of the depths while the backbone learns.
-        ranks: Rank of each head.
+        heads: Options of each head.
         head_steps: Steps of each head, on 4 windows of 512 ids.
         head_rate: Peak learning rate of the heads (AdamW).
         save_steps: Steps between checkpoints, and between evaluations on held-out text.
@@ -60,7 +63,7 @@ class Recipe:
     matrix_rate: float = 0.02
     rate: float = 0.007
     gamma: float = 0.6
-    ranks: dict[str, int] = field(default_factory=lambda: {"ff": 1, "cp": 2, "hmm": 4, "btree": 4})
+    heads: dict[str, dict[str, Any]] = field(default_factory=lambda: dict(HEADS))
     head_steps: int = 5000
     head_rate: float = 3e-3
     save_steps: int = 500
@@ -111,13 +114,12 @@ def train(folder: Path, recipe: Recipe, until: str = "heads", callbacks: Sequenc
     set_seed(recipe.seed)
     if not (folder / "backbone").exists():
         _train_stage(folder, "backbone", new_model(recipe), recipe, recipe.phases, callbacks)
-    for kind, rank in recipe.ranks.items() if until == "heads" else ():
+    for kind, options in recipe.heads.items() if until == "heads" else ():
         if (folder / kind).exists():
             continue
         set_seed(recipe.seed)
         model = EvaByteForMTPC.from_pretrained(folder / "backbone")
-        if kind != "ff":
-            model.set_head(head_type=kind, rank=rank)
+        model.set_head(head_type=kind, **options)
         _train_stage(folder, kind, model, recipe, [(recipe.head_steps, 512, 2)], callbacks)
 
 

@@ -22,7 +22,11 @@ from tokenahead.training.demo import Measurement
 from tokenahead.training.demo_subjects import box_model
 
 RECIPE = train.Recipe(
-    config=CONFIG, phases=[(4, 32, 1), (2, 64, 1)], ranks={"ff": 1, "btree": 2}, head_steps=2, save_steps=3
+    config=CONFIG,
+    phases=[(4, 32, 1), (2, 64, 1)],
+    heads={"ff": {"context": 1}, "btree": {"rank": 2}},
+    head_steps=2,
+    save_steps=3,
 )
 FEW = Measurement(seconds=0.1, new_tokens=12, batch_size=2)
 
@@ -62,7 +66,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_killed_training_goes_on_as_if_nothing_had_been(run: Path, tmp_path: Path) -> None:
-    recipe = replace(RECIPE, ranks={})
+    recipe = replace(RECIPE, heads={})
     with pytest.raises(KeyboardInterrupt):
         train.train(tmp_path, recipe, callbacks=[Kill()])
     (tmp_path / "checkpoints" / "backbone" / "checkpoint-5").mkdir()  # which was being written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ...configuration.block import BlockDrafterConfig
 from ...configuration.block_losses import BlockLossOptions, BlockRecipe
 from ..common.backbone_parts import BackboneParts
-from ..common.learning import States, counted_positions, run_backbone
+from ..common.learning import States, run_backbone
 from ..common.outputs import BlockOutput, DraftDistributions
-from ..heads.losses import IGNORE, check_targets
+from ..heads.losses import IGNORE, check_targets, unshifted
 from .batch import BlockBatch, block_rows
 from .losses import block_loss, method_of, pooled_loss
 from .network import BlockNetwork
@@ -46,12 +46,12 @@ class BlockLearner(BlockNetwork):
     @property
     def learning_layers(self) -> list[int]:
         """Hidden states of the backbone that training reads, as indices of `output_hidden_states`."""
-        return [*dict.fromkeys(self.config.feature_layers or ()), -1]
+        return [*dict.fromkeys(self.feature_layers), -1]
 
     @property
     def hidden_layers(self) -> list[int]:
         """Hidden states of the backbone that drafting reads."""
-        return list(self.config.feature_layers or ())
+        return self.feature_layers
 
     @property
     def num_losses(self) -> int:
@@ -73,7 +73,7 @@ class BlockLearner(BlockNetwork):
 
         Arguments are those of `forward`.
         """
-        labels = cast(Tensor, _labels(labels, shift_labels))
+        labels = cast(Tensor, unshifted(labels, shift_labels))
         batch, options = BlockBatch.of(labels, labels != IGNORE, attention_mask, position_ids), self.loss_options
         may = batch.may_begin(self._recipe, self.config.block_size)  # [B, L]
         every = batch.at(batch.anchors, may).counted(self._recipe, self.config)  # [B, L, m]
@@ -119,7 +119,7 @@ class BlockLearner(BlockNetwork):
             keep: Shaped as `anchors`, False for blocks that do not count.
             **kwargs: Not read.
         """
-        labels = _labels(labels, shift_labels)
+        labels = unshifted(labels, shift_labels)
         if labels is None and loss_mask is None:
             return BlockOutput(logits=logits)
         if labels is not None:
@@ -163,18 +163,3 @@ class BlockLearner(BlockNetwork):
             return found if vocabulary is None else vocabulary.spread(found, -torch.inf)
 
         return DraftDistributions(draft, BackboneParts(self.backbone).unembed, states[-1])
-
-    def _run_backbone(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        logits_to_keep: int | Tensor = 1,
-    ) -> Any:
-        if position_ids is None and attention_mask is not None:
-            position_ids = counted_positions(input_ids[..., None], attention_mask)
-        return super()._run_backbone(input_ids, attention_mask, position_ids, logits_to_keep)
-
-
-def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
-    return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)  # [B, L]

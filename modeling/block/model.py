@@ -61,11 +61,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
     drafts_trees, attends, not_served = True, True, None
 
     @property
-    def feature_layers(self) -> list[int]:
-        """Indices of the backbone's `hidden_states` that `fuse` reads."""
-        return list(self.config.feature_layers or ())
-
-    @property
     def block_size(self) -> int:
         """S, rows of a block."""
         return self.config.block_size

@@ -112,7 +112,7 @@ class BlockNetwork(DraftModel):
         self.loss_type = "ForCausalLM"
         self._backbones = []
         width, eps = config.hidden_size, config.rms_norm_eps
-        features = len(config.feature_layers or ()) * (config.target_hidden_size or width)
+        features = len(self.feature_layers) * (config.target_hidden_size or width)
         self.fc, self.hidden_norm = nn.Linear(features, width, bias=False), Qwen3RMSNorm(width, eps)
         self.layers = nn.ModuleList([BlockLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm, self.rotary_emb = Qwen3RMSNorm(width, eps), Qwen3RotaryEmbedding(untyped(config))
@@ -130,6 +130,11 @@ class BlockNetwork(DraftModel):
         self.post_init()
 
     @property
+    def feature_layers(self) -> list[int]:
+        """Indices of the backbone's `hidden_states` that `fuse` reads."""
+        return list(self.config.feature_layers or ())
+
+    @property
     def joint_law(self) -> BlockLaw:
         """The module that makes the distribution of a block's tokens."""
         return cast(BlockLaw, getattr(self, LAWS[self.config.law].module_name))
@@ -144,7 +149,7 @@ class BlockNetwork(DraftModel):
         Args:
             hidden_states: The backbone's; those that `feature_layers` names are read.
         """
-        chosen = [cast(Tensor, hidden_states[index]) for index in self.config.feature_layers or ()]
+        chosen = [cast(Tensor, hidden_states[index]) for index in self.feature_layers]
         pieces = zip(*(state.split(_PIECE, dim=1) for state in chosen))
         fused = [
             self.hidden_norm(self.fc(torch.cat([each.to(self.fc.weight) for each in some], -1))) for some in pieces

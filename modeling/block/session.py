@@ -45,7 +45,7 @@ class BlockSession(HeadSession):
         if is_argmax:  # constraints have states
             vars(self.options)["processing"] = options.processing
         self.drafter, self.num_tokens, self.vocabulary = drafter, options.num_tokens, drafter.draft_vocabulary
-        self.hidden_layers: HiddenLayers = list(drafter.config.feature_layers or ())
+        self.hidden_layers: HiddenLayers = drafter.feature_layers
         self.column = 0 if self.vocabulary is None else int(self.vocabulary.ids[0])
         self.cache = DynamicCache(config=drafter.config)  # layers with a window keep no more than that
 

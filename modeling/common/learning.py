@@ -112,7 +112,12 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
         position_ids: Tensor | None,
         logits_to_keep: int | Tensor = 1,
     ) -> Any:
-        """Return the backbone's outputs, with the states that the drafter reads, and the last."""
+        """Return the backbone's outputs, with the states that the drafter reads, and the last.
+
+        Without `position_ids`, the real tokens are counted.
+        """
+        if position_ids is None and attention_mask is not None:
+            position_ids = counted_positions(input_ids[..., None], attention_mask)
         layers = [*dict.fromkeys([*self.learning_layers, -1])]
         with torch.no_grad():
             return run_backbone(self.backbone, input_ids, attention_mask, position_ids, layers, logits_to_keep)

@@ -26,9 +26,9 @@ from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.drafter_configs import check_kind
 from ..common.foreign import ForeignLayoutsMixin, Stored
-from ..common.learning import States, counted_positions, run_backbone
+from ..common.learning import States, run_backbone
 from ..common.outputs import DraftDistributions, EagleOutput, stacked_steps
-from ..heads.losses import IGNORE, check_targets
+from ..heads.losses import check_targets, unshifted
 from .batch import TrainingBatch
 from .conversion import (
     backbone_config,
@@ -244,7 +244,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         shift_labels: Tensor | None = None,
     ) -> Tensor:
         """Return the number of rows with a target per step, [steps] int64; arguments as for `forward`."""
-        labels = cast(Tensor, _labels(labels, shift_labels))
+        labels = cast(Tensor, unshifted(labels, shift_labels))
         batch = TrainingBatch.of(labels, labels, attention_mask, position_ids, labels)
         return counts_per_step(batch, self._loss_options())
 
@@ -306,7 +306,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
 
         Row t of step i has a target where token t + 2 + i exists, is not padding, and its label is not -100.
         """
-        labels = _labels(labels, shift_labels)
+        labels = unshifted(labels, shift_labels)
         if labels is None:
             return EagleOutput(logits=logits)
         labels = check_targets(labels, self.config.vocab_size)
@@ -319,13 +319,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, *_: int | Tensor
     ) -> Any:
         """Return the backbone's outputs, with the logits of the last position alone."""
-        if position_ids is None and attention_mask is not None:
-            position_ids = counted_positions(input_ids[..., None], attention_mask)
         return super()._run_backbone(input_ids, attention_mask, position_ids)
-
-
-def _labels(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
-    return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)  # [B, L]
 
 
 DRAFTERS["eagle"] = EagleHead

@@ -386,8 +386,6 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         Returns:
             A distribution whose tensors have leading axes [B, T].
         """
-        if position_ids is None and attention_mask is not None:
-            position_ids = counted_positions(input_ids[..., None], attention_mask)
         outputs = self._run_backbone(input_ids, attention_mask, position_ids)
         features = self.features(outputs.hidden_states, attention_mask, position_ids)
         return self.distribution_of_features(features)

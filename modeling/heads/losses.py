@@ -62,6 +62,11 @@ def _targets_of_shifted(
     return window_targets(labels, window, attention_mask, position_ids)[:, :-1]
 
 
+def unshifted(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
+    """Return labels [B, L], made of the targets of every position [B, L] where these are given."""
+    return labels if shift_labels is None else nn.functional.pad(shift_labels, (1, -1), value=IGNORE)
+
+
 def check_targets(targets: Tensor, vocab_size: int, name: str = "labels") -> Tensor:
     """Return the targets [...] int64, if every one is a token id or -100.
 

@@ -155,6 +155,9 @@ class PartWriter:
             rows: Their numbers.
             lengths: Their tokens.
             columns: [sum of lengths, ...] of each, joined in the order of `rows`, or one value per row.
+
+        Raises:
+            OSError: A full disk, say; no part is left.
         """
         rank, world = self.processes.rank, self.processes.world
         while (path := self.folder / f"part-{rank:05d}-of-{world:05d}-{next(self.numbers):05d}.safetensors").exists():
@@ -168,6 +171,8 @@ class PartWriter:
             save_file(tensors, temporary, {"of": self.of, "crc32": sums})
             temporary.chmod(mode)
             temporary.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{path} is not written ({one_line(error)}); other parts are whole") from error
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -266,6 +271,7 @@ def complete(
         The names of all parts.
 
     Raises:
+        FileNotFoundError: Parts that another process has written do not appear here.
         ValueError: A part of another directory, or a row in two parts.
     """
     folder = facts.parent
@@ -284,7 +290,13 @@ def complete(
         share = [row for row in range(total) if row // batch_size % processes.world == processes.rank]
         write(PartWriter(folder, of, processes), sorted({*share} & {*missing()}), len(share))
     until = time.monotonic() + _VISIBLE
-    while processes.world > 1 and (missing() or not facts.exists()) and time.monotonic() < until:
+    while processes.world > 1 and ((gone := missing()) or not facts.exists()):
+        if time.monotonic() >= until:
+            owners = sorted({row // batch_size % processes.world for row in gone}) or [0]
+            raise FileNotFoundError(
+                f"{folder} lacks {len(gone)} rows of processes {owners} {_VISIBLE} s after these wrote them: "
+                f"process {processes.rank} of {processes.world} sees another disk"
+            )
         time.sleep(1)  # a shared disk shows late what another machine has written
     return [path.name for path in part_files(folder)]
 

@@ -34,15 +34,8 @@ FAMILIES = {
     "block": lambda backbone: BlockDrafter.from_backbone(backbone, layers=1, block_size=3),
 }
 NAMES = [
-    "tp hmm",
-    "tp layer",
-    "tp eagle1",
-    "tp eagle3",
-    "tp block",
-    "tp modules",
-    "shard part",
-    "shard eagle3",
-    "shard modules",
+    *("tp hmm", "tp layer", "tp eagle1", "tp eagle3", "tp block", "tp modules"),
+    *("shard part", "shard eagle3", "shard modules", "load eagle3"),
 ]
 LOGGED = ("loss", "eval_loss", "eval_expected_accepted", "eval_generated_accepted")
 

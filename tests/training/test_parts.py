@@ -1,5 +1,6 @@
 """Parts of rows, of states and of answers: damage is named and written again, and processes divide the work."""
 
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.training.conftest import ragged_rows
@@ -22,7 +23,8 @@ from tokenahead.training import parts as parts_module
 from tokenahead.training import processes as processes_module
 from tokenahead.training import regeneration as regeneration_module
 from tokenahead.training.features import FeatureDataset
-from tokenahead.training.parts import part_files
+from tokenahead.training.parts import PartWriter, complete, part_files, write_facts
+from tokenahead.training.processes import Processes
 from tokenahead.training.regeneration import RegeneratedText
 
 PROMPTS = [[70 + row, 71, 72][: 1 + row % 3] for row in range(12)]
@@ -349,6 +351,36 @@ def test_processes_write_the_rows_of_one_each_its_share_and_wait_for_the_slowest
     assert equal(found, want) if kind == "answers" else len(list(found)) == ROWS
     assert all(path.stat().st_mtime_ns == time for path, time in times.items() if path != first)
     assert any("of-00003" in path.name for path in part_files(tmp_path / "two"))
+
+
+class Alone(Processes):
+    """One of two processes, whose other one sees another disk."""
+
+    def stage(self, what, progress=str):
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk_leaves_no_part_and_is_said_with_the_path(error, tmp_path, monkeypatch):
+    def half(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(parts_module, "save_file", half)
+    with pytest.raises(OSError, match=r"part-00000-of-00001-00000\.safetensors is not written.*No space left"):
+        PartWriter(tmp_path, "facts", Processes()).write([0], [1], {"ids": torch.ones(1)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_of_a_process_that_sees_another_disk_are_missed_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts_module, "_VISIBLE", 0)
+    write_facts(tmp_path / "plan.json", {})
+
+    def write(writer, rows, share):
+        writer.write(rows, [1] * len(rows), {"ids": torch.ones(len(rows))})
+
+    with pytest.raises(FileNotFoundError, match=r"lacks 2 rows of processes \[1\] 0 s after.*process 0 of 2"):
+        complete(tmp_path / "plan.json", "facts", 4, write, "rows", Alone(0, 2))
 
 
 def test_an_error_of_one_process_ends_all(tmp_path):

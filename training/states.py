@@ -5,7 +5,7 @@ All have rows of a data set, which a Trainer takes with their `collate`, and whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -68,10 +68,12 @@ class TextStates(StatesSource):
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
 
     Raises:
-        ValueError: Another dtype.
+        ValueError: Another dtype, or a stream.
     """
 
     def __init__(self, drafter: Drafter, data: Sequence[Row], dtype: str | None = None) -> None:
+        if not isinstance(data, Sized):
+            raise ValueError(f"data={type(data).__name__} is a stream, and states need all rows and their lengths")
         self.drafter, self.data, self.layers = drafter, data, list(drafter.learning_layers)
         name = str(drafter.backbone.dtype).removeprefix("torch.") if dtype is None else dtype
         if name not in DTYPES:

@@ -184,15 +184,18 @@ def run(arguments: argparse.Namespace, stars: Stars, method: str, seed: int, pat
             break
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """Return the share of paths after so many steps, a row for every run; a run that ended early keeps its last."""
-    last = max((each["curve"][-1][0] for each in runs), default=0)
-    columns = [round(last * share) for share in (0.1, 0.25, 0.5, 0.75, 1)]
+def table(runs: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows of shares of paths after so many steps; runs that found nearly all keep their last."""
+    steps = sorted({step for each in runs for step, *_ in each["curve"]})
+    columns = [steps[round(share * (len(steps) - 1))] for share in (0.1, 0.25, 0.5, 0.75, 1)]
     rows = []
-    for each in runs:
-        shares = [next((s for step, s, _ in reversed(each["curve"]) if step <= column), None) for column in columns]
-        rows.append([each["method"], str(each["seed"]), *("-" if s is None else f"{s:.3f}" for s in shares)])
-    return markdown(("method", "seed", *(f"{column} steps" for column in columns)), rows)
+    for each in sorted(runs, key=lambda each: (list(METHODS).index(each["method"]), each["seed"])):
+        last, share, _ = each["curve"][-1]
+        known = [column for column in columns if column <= last or share >= SOLVED]
+        shares = [next((s for step, s, _ in reversed(each["curve"]) if step <= column), None) for column in known]
+        cells = ["-" if share is None else f"{share:.2f}" for share in shares] + ["-"] * (len(columns) - len(known))
+        rows.append([each["method"], str(each["seed"]), *cells])
+    return ["loss", "seed", *(f"{column} steps" for column in columns)], rows
 
 
 def main() -> None:
@@ -223,7 +226,7 @@ def main() -> None:
             run(arguments, stars, method, seed, path)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(arguments.output.glob("*.json"))]
     replace_file(arguments.output.with_suffix(".json"), json.dumps(runs))
-    print(table(runs))
+    print(markdown(*table(runs)), end="")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmark_modules import ROOT, gpu
+from tests.benchmark_modules import ROOT, gpu, star_graph
 
 Table = list[list[str]]
 SMOL = ROOT / "model_cards" / "smollm2"
@@ -44,7 +44,7 @@ HELD = {
     "docs/methods/ptp.md": ["two tokens"],
     "docs/online.md": ["steps of the policy"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
-    "docs/strategies.md": ["the text's token is"],
+    "docs/strategies.md": ["the text's token is", "loss | seed"],
     "docs/training.md": ["trainer | "],
 }
 """How tables begin that are compared with raw results."""
@@ -273,6 +273,11 @@ def test_what_smollm2_implies_of_tokens_ahead():
         cells = [found[f"{name}, top {most}, depth {depth}"] for name, depth in names]
         expected.append([f"top {most}", *(f"{mean:.3f} ± {error:.3f}" for mean, error in cells)])
     assert table("docs/strategies.md", "the text's token is") == expected
+
+
+def test_paths_in_star_graphs():
+    _, rows = star_graph.table(read(ROOT / "docs" / "results" / "star_graph.json"))
+    assert table("docs/strategies.md", "loss", "seed") == rows
 
 
 def test_contexts_on_the_box():

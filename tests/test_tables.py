@@ -44,7 +44,7 @@ HELD = {
     "docs/methods/ptp.md": ["two tokens"],
     "docs/online.md": ["steps of the policy"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
-    "docs/strategies.md": ["the text's token is", "loss | seed"],
+    "docs/strategies.md": ["the text's token is", "loss | seed", "backbone | seed"],
     "docs/training.md": ["trainer | "],
 }
 """How tables begin that are compared with raw results."""
@@ -273,6 +273,20 @@ def test_what_smollm2_implies_of_tokens_ahead():
         cells = [found[f"{name}, top {most}, depth {depth}"] for name, depth in names]
         expected.append([f"top {most}", *(f"{mean:.3f} ± {error:.3f}" for mean, error in cells)])
     assert table("docs/strategies.md", "the text's token is") == expected
+
+
+def test_what_a_fine_tuned_backbone_implies_against_heads():
+    expected = []
+    for name, figures in read(ROOT / "docs" / "results" / "fine_tuned.json").items():
+        _, kind, _, seed = (name + ", as it is, 0 steps, seed -").split(", ")[:4]
+        kept = [(m, d) for d in (1, 2) for m in (1, 5)]
+        source = "heads" if kind == "heads" else "summed out"
+        cells = [figures[f"{source}, top {most}, depth {depth}"] for most, depth in kept]
+        shown = [f"{mean:.3f} ± {error:.3f}" for mean, error in cells]
+        names = {"heads": "heads that learned with it", "as it is": "as it is, summed out"}
+        row = [names.get(kind, f"{kind}, summed out"), seed.removeprefix("seed ")]
+        expected.append([*row, f"{figures['bits of a token'][0]:.3f}", *shown])
+    assert table("docs/strategies.md", "backbone", "seed") == expected
 
 
 def test_paths_in_star_graphs():

@@ -37,7 +37,7 @@ SCRIPTS = {
     "heads": "--window 4 --rank 2 --counts",
     "heads, timed": "--window 4 --rank 2",
     "lexicon": "--table families --seeds 1 --steps 3 --texts 2 --heads ff",
-    "marginal": "llama --depth 2 --rows 2 --branches 2",
+    "marginal": "llama --depth 2 --rows 2 --branches 2 --every 90 --steps 1 --others 4",
     "marginal, answers": "llama --answers answers.npz --depth 2 --rows 2 --length 60 --first 52 --branches 2",
     "cache, loops": "--loop --shapes 20x1",
     "memory": "eagle --vocab 64 --tokens 16 --hidden 16 --counts 1",

@@ -19,7 +19,9 @@ from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.testing import letters
 from tokenahead.training.doctor import diagnose, diagnose_source
 from tokenahead.training.doctor.files import is_new
+from tokenahead.training.doctor.texts import Drafted, is_easier
 from tokenahead.training.doctor.trials import shifted_rows
+from tokenahead.training.evaluation.expected import ExpectedCalls
 from tokenahead.training.evaluation.prompts import Prompt
 
 RELEASED = Path(__file__).parents[2] / "model_cards" / "smollm2"
@@ -270,6 +272,16 @@ def test_a_dtype_that_cannot_hold_the_weights(copied):
     half.load_state_dict(coder("llama").state_dict())
     found = seen(folder, half.half())
     assert faults(found)[-1] == "dtype" and "norm.weight" in found.verdict
+
+
+@pytest.mark.parametrize(("tokens", "is_told"), [(32, False), (512, True)])
+def test_chance_tells_no_form_of_prompts(tokens, is_told):
+    """The same rates of calls, of two short answers and of eight."""
+    easy, hard = (
+        Drafted(ExpectedCalls(torch.tensor([tokens]), torch.tensor([rate * tokens]), torch.zeros(1, 3)))
+        for rate in (0.53, 0.72)
+    )
+    assert is_easier(easy, hard) is is_told and not is_easier(hard, easy)
 
 
 def test_heads_that_run_layers_of_the_model(tmp_path):

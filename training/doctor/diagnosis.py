@@ -21,14 +21,13 @@ from ..evaluation.prompts import Prompt, PromptEncoder, groups_of
 from ..utils import one_line
 from .files import Source, contradictions, of_backbone, of_layers, of_tokenizers, stored_tokenizer, too_large, untrained
 from .findings import FAULT, OK, SKIPPED, Accepted, Diagnosis, Finding
-from .texts import Drafted, along, answered, is_better, reach, remembered
+from .texts import Drafted, along, answered, is_better, is_easier, reach, remembered
 from .trials import trials_of
 
 COVERED = 0.85
 """Least share of a text's tokens that a draft vocabulary holds; every other token ends a draft."""
-_LOOPING, _MORE = 0.5, 1.25
-"""Texts that repeat themselves more are left out where forms of prompts are compared; and what tells one form from the
-other, in tokens per call."""
+_LOOPING = 0.5
+"""Texts that repeat themselves more are left out where forms of prompts are compared."""
 _CLOSE = 0.03
 """Shares of accepted drafts that differ by less are one: near-ties round differently in blocks."""
 _ENDS = 3
@@ -152,8 +151,7 @@ class _Examination:
         found = along(self.drafter, texts, len(base.by_position))
         words = f"{found.tokens_per_call:.2f} tokens per call {'without' if chats else 'with'} it, "
         words += f"{base.tokens_per_call:.2f} {'with' if chats else 'without'} it"
-        is_other = found.tokens_per_call > _MORE * base.tokens_per_call
-        yield Finding("form of prompts", FAULT if is_other else OK, f"chat template: {words}")
+        yield Finding("form of prompts", FAULT if is_easier(found, base) else OK, f"chat template: {words}")
 
 
 def _accepted(runs: Sequence[Run]) -> Accepted:

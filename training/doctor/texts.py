@@ -20,6 +20,8 @@ from .trials import replaced
 
 _LEAST, _ERRORS = 0.02, 3.0
 """Share of the calls that a convention must save to be the better one, and their least number of standard errors."""
+_MORE = 1.25
+"""Times the calls per token, which tell one form of prompts from the other."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +121,11 @@ def is_better(other: Drafted, base: Drafted) -> bool:
     error = float(saved.std() * len(saved) ** 0.5) if len(saved) > 1 else 0.0
     total = float(saved.sum())
     return total > _LEAST * float(base.calls.calls.sum()) and total > _ERRORS * error
+
+
+def is_easier(other: Drafted, base: Drafted) -> bool:
+    """Return whether other texts take fewer calls per token, more than chance among their tokens would."""
+    tokens = [float(each.calls.tokens.sum()) for each in (base, other)]
+    rates = [float(each.calls.calls.sum()) / count for each, count in zip((base, other), tokens)]
+    error = sum(rate * (1 - rate) / count for rate, count in zip(rates, tokens)) ** 0.5
+    return rates[0] > _MORE * rates[1] and rates[0] - rates[1] > _ERRORS * error

@@ -67,8 +67,8 @@ class TrainingStrategy:
         draft_layers: MtPC's draft LoRA: the drafter runs the backbone's last k layers with adapters of its own
             (`MTPHeads`, EvaByte); None: as the heads have it.
         draft_lora_rank: Of these adapters; None: as they are, and 8 where they are new.
-        shard_backbone: Divide the layers of a frozen backbone, which an attached drafter does not own, among all
-            processes (FSDP2): for one that no device holds whole.
+        shard_backbone: Divide the layers of a frozen backbone, which drafters do not adapt, among processes (FSDP2):
+            for one that no device holds whole.
         loss: Options of the drafter's loss that change (`drafter.loss_options`: `target`, `divergence`, `decay`, ...).
         loss_weight: lambda, the weight of the drafter's loss relative to the backbone's.
         loss_weight_last: Its value at the end of a schedule.

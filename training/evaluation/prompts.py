@@ -151,7 +151,7 @@ def category_of(group: Sequence[Prompt]) -> str:
     return categories.pop() if len(categories) == 1 else "mixed"
 
 
-def without_thinking(is_off: bool) -> dict[str, bool]:
+def without_thinking(is_off: bool) -> dict[str, Any]:
     """Return the option of chat templates that turns thinking off; templates that know none ignore it."""
     return {_THINKING: False} if is_off else {}
 

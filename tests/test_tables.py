@@ -38,7 +38,7 @@ HELD = {
     "README.md": ["drafter | training"],
     "docs/benchmarks.md": ["decoding | method", "category"],
     "docs/box.md": ["decoding | head"],
-    "docs/circuits.md": ["head | context", "width, rank | decoding", "rank | tokens per call"],
+    "docs/circuits.md": ["head | context", "head, context 3", "width, rank | decoding", "rank | tokens per call"],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/methods/block.md": ["law | seeds"],
     "docs/methods/ptp.md": ["two tokens"],
@@ -163,6 +163,14 @@ def test_laws_of_blocks():
             values = [statistics.fmean(calls)]
             values += [statistics.stdev(calls) / len(calls) ** 0.5] if len(own) > 1 else []
             assert [float(part) for part in cell.split("±")] == pytest.approx(values, abs=0.00051)
+
+
+def test_released_heads_of_the_box():
+    rows = {row["cell"]["head_type"]: row for row in read(ROOT / "docs" / "results" / "box_released.json")}
+    for name, steps, *shown in table("docs/circuits.md", "head, context 3"):
+        row = rows[name.lower()]
+        assert int(steps) == row["steps"]
+        assert [float(cell) for cell in shown] == pytest.approx([row["nll"], row["token"], row["block"]], abs=0.0051)
 
 
 def bench_cells(row: dict[str, Any]) -> list[str]:

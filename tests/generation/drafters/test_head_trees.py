@@ -167,6 +167,7 @@ def _all_draws(heads, processing, monkeypatch):
         do_sample=True,
         processing=processing,
         draft_tree=dict(depth=1, top_k=2, total_tokens=6),
+        has_likely_tree=False,
         masks=lambda tokens: None,
         numbers=NumberCheck(),
     )
@@ -240,6 +241,7 @@ def test_growing_never_makes_the_host_wait(kind, do_sample):
                 do_sample=do_sample,
                 processing=Processing(LogitsProcessorList([])),
                 draft_tree=tree,
+                has_likely_tree="choices" in tree,
                 masks=lambda tokens: None,
                 numbers=NumberCheck(),
             )

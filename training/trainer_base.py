@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
@@ -192,8 +193,12 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """As in `Trainer`; what processes share of a frozen backbone is none of DDP's business."""
-        with shares_hidden(self._owner):
+        with self._shares_hidden():
             return super()._prepare_for_training(*args, **kwargs)
+
+    def _shares_hidden(self) -> AbstractContextManager[None]:
+        """Hide shares of a frozen backbone, but not what FSDP2 made of a model that learns."""
+        return nullcontext() if self.is_fsdp_enabled else shares_hidden(self._owner)
 
     def training_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `Trainer`; tokens are counted for the bar."""
@@ -282,7 +287,7 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
         finish(resume_from_checkpoint)
         check_checkpoint(resume_from_checkpoint, owner.backbone if isinstance(owner, RegisterModel) else owner)
         if not self._load_several(resume_from_checkpoint):
-            with shares_hidden(owner):
+            with self._shares_hidden():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -290,7 +295,7 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
         if self.state.best_model_checkpoint is not None:
             finish(self.state.best_model_checkpoint)
         if not self._load_several(self.state.best_model_checkpoint):
-            with shares_hidden(self._owner):
+            with self._shares_hidden():
                 super()._load_best_model()
 
     def _load_several(self, checkpoint: str | None) -> bool:

@@ -188,20 +188,24 @@ def _make_root(model: FSDPModule) -> None:
 @contextmanager
 def shares_hidden(model: nn.Module) -> Iterator[None]:
     """Take the shares of processes out of a model, which have no gradients: DDP keeps in step what is whole alone."""
-    held = [(module, dict(module._parameters)) for module in model.modules()]
+    shares = {
+        module: {name: each for name, each in module._parameters.items() if isinstance(each, DTensor)}
+        for module in model.modules()
+    }
+    held = [(module, own, list(module._parameters)) for module, own in shares.items() if own]
     try:
-        for module, parameters in held:
-            shares = {name: each for name, each in parameters.items() if isinstance(each, DTensor)}
-            for name in shares:
+        for module, own, _ in held:
+            for name in own:
                 del module._parameters[name]
-            vars(module).update(shares)  # FSDP2 reads them
+            vars(module).update(own)  # FSDP2 reads them
         yield
     finally:
-        for module, parameters in held:
-            for name in parameters.keys() & vars(module).keys():
+        for module, own, names in held:
+            for name in own:
                 del vars(module)[name]
+            whole = module._parameters | own
             module._parameters.clear()
-            module._parameters.update(parameters)
+            module._parameters.update({name: whole[name] for name in names})
 
 
 def gathered_state(model: nn.Module) -> dict[str, Tensor] | None:

@@ -98,8 +98,12 @@ def measure_again(box: Path, drafts: dict[str, int], measurement: Measurement, h
             for kind, folder in heads.items():
                 check_same_backbone(models[kind], other := EvaByteForMTPC.from_pretrained(folder).eval())
                 other.generation_config, models[kind] = models[kind].generation_config, other
-                with (scratch / LOG).open("a") as log:
-                    log.write((Path(folder) / "log.jsonl").read_text())
+                log = (scratch / LOG).read_text().splitlines()
+                if kind != "ff":  # a circuit starts from the FF heads, not from the circuit that it replaces
+                    stages = (json.loads(line)["stage"].removeprefix("head-") for line in log)
+                    log = [line for line, stage in zip(log, stages) if not stage.startswith(kind)]
+                log += (Path(folder) / "log.jsonl").read_text().splitlines()
+                (scratch / LOG).write_text("".join(f"{line}\n" for line in log))
             lengths = {kind: int(model.generation_config.num_assistant_tokens) for kind, model in models.items()}
             save_box(scratch, models, lengths | drafts)
             seal(scratch)

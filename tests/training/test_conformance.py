@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.test_cli import run
-from tokenahead.testing import ALARM, DECODERS, chi_square, disturbed, verify
+from tokenahead.testing import ALARM, DECODERS, chi_square, disturbed, verify, verify_greedy
+from tokenahead.training.conformance.decoders import plain, small_model
 from tokenahead.training.conformance.kit import BROKEN, KEPT, REFUSED
 
 DRAFTS = 2
@@ -161,6 +162,14 @@ def test_a_loop_that_forgets_what_is_asked():
     asked = ["eos", "stop strings", "processors"]
     broken = [check for check, result in found.items() if result == BROKEN]
     assert broken == [each for check in asked for each in (check, f"{check}, ragged batch")]
+
+
+def test_a_model_that_has_learned_is_compared_with_its_own_texts():
+    model = small_model(1, 8)
+    for _ in range(2):
+        assert {each.result for each in verify_greedy(plain, model)} == {KEPT}
+        with torch.no_grad():
+            model.get_output_embeddings().weight.copy_(model.get_output_embeddings().weight.roll(1, 0))
 
 
 def test_the_chi_square_test_agrees_with_scipy():

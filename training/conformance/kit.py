@@ -84,8 +84,8 @@ def verify(decode: Decoder, samples: int = 4000, seed: int = 0) -> list[Verified
         >>> from tokenahead.testing import verify
         >>> all(found.result == "kept" for found in verify(my_decoding_function))
     """
-    greedy, sampled = _small_models(getattr(decode, "small_model", small_model))
-    return [*verify_greedy(decode, greedy), *_drawn(decode, sampled, samples, seed)]
+    greedy, checks, sampled = _small_models(getattr(decode, "small_model", small_model))
+    return [*_compared(decode, greedy, checks), *_drawn(decode, sampled, samples, seed)]
 
 
 def verify_all(decoders: Mapping[str, Decoder] = DECODERS, samples: int = 4000) -> dict[str, list[Verified]]:
@@ -107,16 +107,21 @@ def verify_greedy(
         tokenizer: Of stop strings; `letters` by default.
         reference: Writes the model's plain texts.
     """
-    checks = _greedy_checks(model, tokenizer, reference)
+    return _compared(decode, model, _greedy_checks(model, tokenizer, reference))
+
+
+def _compared(decode: Decoder, model: PreTrainedModel, checks: Mapping[str, list[_Call]]) -> list[Verified]:
+    """Return what a decoding function keeps of known greedy texts."""
     return [_checked(check, partial(_differing, decode, model, calls)) for check, calls in checks.items()]
 
 
 @cache
-def _small_models(make_model: MakesModel) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return make_model(1, 8), make_model(3, 6)
+def _small_models(make_model: MakesModel) -> tuple[PreTrainedModel, dict[str, list[_Call]], PreTrainedModel]:
+    """Return the model of greedy checks, their calls, and the model of sampled ones; made once."""
+    greedy = make_model(1, 8)
+    return greedy, _greedy_checks(greedy, None, plain), make_model(3, 6)
 
 
-@cache
 def _greedy_checks(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, reference: Decoder
 ) -> dict[str, list[_Call]]:

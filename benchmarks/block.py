@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from studies import read_answers, row_of
 from studies import train as fit
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -53,19 +53,6 @@ class HeldRows(StatesSource):
     def rows(self, numbers: Sequence[int], done: Callable[[int], object] = int) -> list[Row]:
         """See `StatesSource`."""
         return [self.held[number] for number in numbers]
-
-
-def read_answers(path: Path, longest: int) -> list[tuple[torch.Tensor, int]]:
-    """Return ids of prompts and answers, cut, and the lengths of prompts."""
-    stored = np.load(path)
-    ids, ends = torch.from_numpy(stored["ids"].astype(np.int64)), stored["lengths"].cumsum()
-    pairs = zip(ids.tensor_split(torch.from_numpy(ends[:-1].astype(np.int64))), stored["prompts"].tolist())
-    return [(text[:longest], prompt) for text, prompt in pairs if min(len(text), longest) - prompt > 8]
-
-
-def row_of(text: torch.Tensor, prompt: int) -> Row:
-    """Return a row whose prompt is not scored."""
-    return {"input_ids": text, "labels": text.clone().index_fill(0, torch.arange(prompt), -100)}
 
 
 def options_of(name: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ acceptance needs, and the block loss is exact. `losses` compares them, all other
 compares draft LoRA, and `contexts` leaves that read the bytes before them, after equal steps (`--steps`); everything
 else gets equal processor time. `contexts` learns by likelihood from states that are computed once, an HMM's transitions
 read the last byte where its leaves read any, and `--only` chooses cells by the beginnings of their names. `released`
-trains the heads of the box: leaves that read three bytes, and circuits with small ones. A GPU is used where there is
-one. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes,
+trains the heads of the box (leaves that read three bytes, circuits with small ones) and Hydra's beside them. A GPU is
+used where there is one. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes,
 expected along texts that the backbone has drawn behind held-out files; `nll` is the heads' loss per window on them, in
 nats.
 
@@ -69,6 +69,7 @@ def cells(table: str) -> Iterator[dict[str, Any]]:
         for kind, shape in {"ff": {"rank": 1}, **{kind: {"rank": 8} | small for kind in FAMILIES[1:]}}.items():
             moves = {"transition_context": True} if kind == "hmm" else {}
             yield {"head_type": kind, "window": 16, **shape, "context": 3} | moves | block
+        yield {"head_type": "hydra", "window": 16} | block
     elif table == "contexts":
         for n, context, (kind, small) in product((8, 16), (0, 1, 3), [(kind, {}) for kind in FAMILIES] + SMALL):
             moves = {"transition_context": True} if kind == "hmm" and context else {}
@@ -106,9 +107,9 @@ def head_of(cell: dict[str, Any]) -> EvaByteForMTPC | MTPHeads:
     Hydra's heads are apart from it, and start as new ones.
     """
     model = load_box("ff")[0].to(DEVICE)
-    if cell["head_type"] == "hydra":
-        return MTPHeads.from_backbone(model, **cell)
     options = {name: value for name, value in cell.items() if name not in ("loss", "draft_layers")}
+    if cell["head_type"] == "hydra":
+        return MTPHeads.from_backbone(model, **options)
     model.set_head(**options)
     if cell.get("draft_layers"):
         model.add_draft_layers(cell["draft_layers"])
@@ -124,7 +125,7 @@ def fit(cell: dict[str, Any], data: list[dict[str, torch.Tensor]], arguments: ar
         loss["label_weight"] = 0.1
     strategy = TrainingStrategy(loss=loss)
     begun = time.process_time()
-    is_counted = "draft_layers" in cell or ("context" in cell and "loss" not in cell) or cell["head_type"] == "hydra"
+    is_counted = "draft_layers" in cell or ("loss" not in cell and ("context" in cell or cell["head_type"] == "hydra"))
     steps = arguments.steps if is_counted else None
     how = {"seed": arguments.seed, "steps": steps, "bfloat16": arguments.bfloat16, "rows": arguments.batch}
     done = train(model, strategy, data, arguments.seconds, RATE, **how)

@@ -6,6 +6,7 @@
     python benchmarks/smollm2.py train hydra --minutes 20
     python benchmarks/smollm2.py train cp --minutes 14 --divergence lk --options '{"rank": 4, "unembedding": "shared"}'
     python benchmarks/smollm2.py train masked --minutes 20 --rate 2e-3
+    python benchmarks/smollm2.py train ff --name ff-1 --options '{"context": 1}' --answers answers.npz --rows 2000
     python benchmarks/smollm2.py measure --questions spec_bench.jsonl
     tokenahead bench --methods eagle:smollm2/eagle3/final ...
 
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from smollm2_kinds import KINDS, drafter_of, heads
+from studies import read_answers, row_of
 from studies import train as fit
 from transformers import (
     AutoModelForCausalLM,
@@ -98,18 +100,21 @@ class SavesOnTheWay(TrainerCallback):
             self.head.save_pretrained(self.folder / f"at-{self.marks.pop(0)}")
 
 
+def own_answers(arguments: argparse.Namespace) -> list[tuple[torch.Tensor, int]]:
+    """Return ids of prompts and answers that `answers` has written, and the lengths of prompts."""
+    folders = (folder / "answers" for folder in (*arguments.also, arguments.folder))
+    rows = (row for folder in folders if folder.is_dir() for row in RegeneratedText(folder).rows)
+    return [(torch.tensor(row["ids"]), row["prompt"]) for row in rows if len(row["ids"]) - row["prompt"] >= 8]
+
+
 def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     """Train a head for some minutes, on features that are computed once."""
     torch.manual_seed(arguments.seed)
-    folders = (folder / "answers" for folder in (*arguments.also, arguments.folder))
-    written = [RegeneratedText(folder) for folder in folders if folder.is_dir()]
-    rows = [row for text in written for row in text.rows if len(row["ids"]) - row["prompt"] >= 8]
+    texts = read_answers(arguments.answers, 512)[: arguments.rows] if arguments.answers else own_answers(arguments)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    draft_ids = frequent_tokens((row["ids"][row["prompt"] :] for row in rows), arguments.draft_tokens, tokenizer)
+    draft_ids = frequent_tokens((ids[prompt:].tolist() for ids, prompt in texts), arguments.draft_tokens, tokenizer)
     learner = KINDS.get(arguments.kind, heads)(model, draft_ids, arguments)
-    texts = [torch.tensor(row["ids"]) for row in rows]
-    hidden = [torch.cat([torch.full((row["prompt"],), -100), ids[row["prompt"] :]]) for row, ids in zip(rows, texts)]
-    data = [{"input_ids": ids, "labels": labels} for ids, labels in zip(texts, hidden)]
+    data: Any = [row_of(*text) for text in texts]
     if learner.features is not None:
         data = cache_features(learner.drafter, data, arguments.folder / learner.features)
     folder, seconds = arguments.folder / (arguments.name or arguments.kind), 60 * arguments.minutes
@@ -158,6 +163,8 @@ def add_training(step: argparse.ArgumentParser) -> None:
     step.add_argument("--draft-tokens", type=int, default=8192)
     step.add_argument("--start", help="directory of a head to go on with")
     step.add_argument("--also", type=Path, nargs="+", default=[], help="folders with answers, beyond those of --folder")
+    step.add_argument("--answers", type=Path, help="ids, lengths and prompts of answers, .npz, in place of --folder's")
+    step.add_argument("--rows", type=int, help="answers of that file that are learned, from its beginning")
     step.add_argument("--seed", type=int, default=0)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from corpus import ByteWindows, Corpus
 from torch.optim.lr_scheduler import LambdaLR
@@ -103,6 +104,19 @@ def train(
         trainer.train()
     model.eval()
     return trainer
+
+
+def read_answers(path: Path, longest: int) -> list[tuple[torch.Tensor, int]]:
+    """Return ids of prompts and answers, cut, and the lengths of prompts, of a file of `ids`, `lengths`, `prompts`."""
+    stored = np.load(path)
+    ids, ends = torch.from_numpy(stored["ids"].astype(np.int64)), stored["lengths"].cumsum()
+    pairs = zip(ids.tensor_split(torch.from_numpy(ends[:-1].astype(np.int64))), stored["prompts"].tolist())
+    return [(text[:longest], prompt) for text, prompt in pairs if min(len(text), longest) - prompt > 8]
+
+
+def row_of(text: torch.Tensor, prompt: int) -> dict[str, torch.Tensor]:
+    """Return a row whose prompt is not scored."""
+    return {"input_ids": text, "labels": text.clone().index_fill(0, torch.arange(prompt), -100)}
 
 
 def chosen_rows(corpus: Corpus, count: int) -> list[dict[str, torch.Tensor]]:

@@ -1,5 +1,7 @@
 """Losses and gradients against plain definitions: every drafter and objective, however an update is cut."""
 
+import datetime
+
 import pytest
 import torch
 from torch import nn
@@ -112,7 +114,8 @@ def compare(name: str, objective: str, dtype: torch.dtype, bound: float) -> None
 def in_one_of_two(rank: int, file: str) -> None:
     """Half of the rows, joined, under DDP: gradients are those of all rows, for every objective."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    limit = datetime.timedelta(seconds=120)  # of collectives
+    torch.distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2, timeout=limit)
     with pytest.MonkeyPatch.context() as patch:
         exact_and_cut(patch)
         for name, objective in CASES:

@@ -1,11 +1,7 @@
 """Drafters that learn while a policy does: what they accept, what texts follow, and runs that are stopped and go on."""
 
 import copy
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.families import family_model
+from tests.programs import Program
 from tests.training.conftest import small_model
 from tests.training.test_evaluation_loss import llama
 from tokenahead import BlockDrafter, EagleHead, MTPHeads
@@ -20,7 +17,6 @@ from tokenahead.modeling.common import online as online_module
 from tokenahead.testing import continuation_distribution, continuation_p_value
 from tokenahead.training import OnlineDrafterTraining
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZE = 24
 MAKERS = {
     "heads": lambda model: MTPHeads.from_backbone(model, window=3),
@@ -167,9 +163,8 @@ run(sys.argv[1], stop=Killed())
 
 
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, env=environment, timeout=300)
-    assert process.returncode == -signal.SIGKILL and (tmp_path / "checkpoint-4" / "model.safetensors").exists()
+    Program("-c", SCRIPT, tmp_path).ended(code=-signal.SIGKILL)
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
     with pytest.raises(FileNotFoundError, match="checkpoint-2"):
         run(tmp_path, resume=str(tmp_path / "checkpoint-4"))
     check_equal(run(tmp_path, resume=str(tmp_path / "checkpoint-2")), run(tmp_path / "whole"))
@@ -247,10 +242,9 @@ save_file({name: tensor.clone() for name, tensor in drafter.state_dict().items()
 
 
 def test_two_processes_have_one_drafter_and_learn_from_both_rollouts(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROCESS, str(tmp_path)]
-    started = [subprocess.Popen([*command, str(rank), "2"], cwd=ROOT, env=environment) for rank in range(2)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    started = [Program("-c", PROCESS, tmp_path, str(rank), "2") for rank in range(2)]
+    for program in started:
+        program.ended()
     one, other = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     assert {path.name for path in (tmp_path / "online_drafter").glob("buffer-*")} == {

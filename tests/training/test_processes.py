@@ -1,9 +1,6 @@
 """Two processes on a CPU: the losses, metrics and weights of one, for every kind of model."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.programs import ROOT, Program
 from tests.training import process_client
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.training import trainer_base
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 EXAMPLES = ROOT / "examples" / "accelerate"
 LAUNCHERS = {
@@ -36,19 +31,14 @@ def two(tmp_path_factory):
     """What two processes have written, by launcher."""
     names = {launcher: [name for name in PLAIN if PLAIN[name] == launcher] for launcher in LAUNCHERS}
     names["fsdp2"] = SHARDED
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     folders = {launcher: tmp_path_factory.mktemp(launcher) for launcher in LAUNCHERS}
     started = {}
     for launcher, words in LAUNCHERS.items():
         port = ["--main_process_port", "0"] if launcher != "torchrun" else []
         client = ["-m", "tests.training.process_client", str(folders[launcher]), *names[launcher]]
-        started[launcher] = subprocess.Popen(
-            [sys.executable, "-m", *words, *port, *client], cwd=ROOT, env=environment, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )  # fmt: skip
-    for launcher, process in started.items():
-        errors = process.communicate()[1]
-        assert process.returncode == 0, f"{launcher}: {errors[-3000:]}"
+        started[launcher] = Program("-m", *words, *port, *client)
+    for program in started.values():
+        program.ended(600)
     return folders
 
 

@@ -4,14 +4,14 @@ is the process that shards."""
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import Program
+
 DEPTHS = 4
 ENVIRONMENT = {
     "RANK": "0",
@@ -23,9 +23,6 @@ ENVIRONMENT = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "ACCELERATE_MIXED_PRECISION": "bf16",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(ROOT),
 }
 
 
@@ -81,14 +78,7 @@ def found(tmp_path_factory):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = {"MASTER_PORT": str(server.getsockname()[1])}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, str(folder)],
-        cwd=ROOT,
-        env=os.environ | ENVIRONMENT | port,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    Program("-W", "ignore", __file__, folder, **ENVIRONMENT, **port).ended()
     return dict(zip(["drafter", "all"], json.loads((folder / "found.json").read_text())))
 
 

@@ -1,14 +1,11 @@
 """Rollouts of a policy that two processes share (FSDP2): the texts of plain ones, in fewer forwards, and learning."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, Program
+
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
@@ -53,12 +50,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "client.py").write_text(SCRIPT)
     settings = ["--config_file", str(ROOT / "examples" / "accelerate" / "fsdp2.yaml"), "--main_process_port", "0"]
-    process = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *settings, str(folder / "client.py"), str(folder)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=600,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr[-6000:]
+    Program("-m", "accelerate.commands.launch", *settings, folder / "client.py", folder).ended(600)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

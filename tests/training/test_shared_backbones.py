@@ -1,23 +1,18 @@
 """Two processes that share a backbone, by tensor parallelism or FSDP2: drafters learn and draft as in one process."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from tests.programs import Program
 from tests.training import shared_client
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama, modules
 from tokenahead import MTPHeads
 from tokenahead.training import TrainingStrategy
 from tokenahead.training.preparation import prepare
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +21,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     shared_client.save_backbone(folder)
     client = ["tests.training.shared_client", str(folder), *shared_client.NAMES]
-    process = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *client],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr[-3000:]
+    Program("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *client).ended(600)
     return folder
 
 

@@ -388,11 +388,9 @@ def taken(states: Tensor, index: Tensor) -> Tensor:
 
 @made_once
 def _chain_parents(length: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(-1, length - 1, device=device)  # [m]
+    return torch.arange(-1, length - 1, device=device)  # [m]
 
 
 @made_once
 def _triangle(length: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones(length, length, dtype=torch.bool, device=device).tril()  # [m + 1, m + 1]
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()  # [m + 1, m + 1]

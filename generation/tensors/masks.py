@@ -149,7 +149,8 @@ _READ: list[list[object]] = []
 
 def made_once(function: Callable[P, R], newest: int = 256) -> Callable[P, R]:
     """Return a function that makes its newest results once, tensors that nobody writes to; see `constants`."""
-    cached = cast(Callable[P, R], lru_cache(maxsize=newest)(function))
+    usual = torch.inference_mode(False)(function)  # they may serve a later call that is not in inference mode
+    cached = cast(Callable[P, R], lru_cache(maxsize=newest)(usual))
 
     @wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -175,8 +176,7 @@ def constants() -> Iterator[list[object]]:
 @made_once
 def cached_arange(length: int, device: torch.device) -> Tensor:
     """Return 0, 1, .., length - 1, made once; never write to it."""
-    with torch.inference_mode(False):  # it may serve a later call that is not in inference mode
-        return torch.arange(length, device=device)
+    return torch.arange(length, device=device)
 
 
 def cached_range(start: int, length: int, device: torch.device) -> Tensor:
@@ -189,8 +189,7 @@ def cached_range(start: int, length: int, device: torch.device) -> Tensor:
 @partial(made_once, newest=4096)
 def numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Return numbers as a tensor, copied to the device once; never write to it."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.long, device=device)
+    return torch.tensor(values, dtype=torch.long, device=device)
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -308,16 +308,15 @@ def _plan(choices: tuple[tuple[int, ...], ...], size: int, device: torch.device)
     paths, levels = _sorted_paths(choices), list[_Level]()
     frontier: dict[tuple[int, ...], int] = {(): 0}
     inside = {path[:-1] for path in paths}
-    with torch.inference_mode(False):
-        for length in range(1, len(paths[-1]) + 1):
-            nodes = [path for path in paths if len(path) == length]
-            width = max(path[-1] for path in nodes) + 1
-            slots = [frontier[path[:-1]] * width + path[-1] for path in nodes]
-            inner = [i for i, path in enumerate(nodes) if path in inside]
-            before = [frontier[nodes[i][:-1]] if length > 1 else -1 for i in inner]
-            levels.append(_Level(width, *(torch.tensor(part, device=device) for part in (slots, inner, before))))
-            frontier = {nodes[i]: index for index, i in enumerate(inner)}
-        return parents.to(device), levels
+    for length in range(1, len(paths[-1]) + 1):
+        nodes = [path for path in paths if len(path) == length]
+        width = max(path[-1] for path in nodes) + 1
+        slots = [frontier[path[:-1]] * width + path[-1] for path in nodes]
+        inner = [i for i, path in enumerate(nodes) if path in inside]
+        before = [frontier[nodes[i][:-1]] if length > 1 else -1 for i in inner]
+        levels.append(_Level(width, *(torch.tensor(part, device=device) for part in (slots, inner, before))))
+        frontier = {nodes[i]: index for index, i in enumerate(inner)}
+    return parents.to(device), levels
 
 
 def static_tree(choices: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -198,8 +198,7 @@ class TreeDistribution(LatentDistribution):
 @made_once
 def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return 1, made once; never write to it."""
-    with torch.inference_mode(False):
-        return torch.ones((), dtype=dtype, device=device)
+    return torch.ones((), dtype=dtype, device=device)
 
 
 def _select(values: Tensor, indices: list[int], dim: int) -> Tensor:

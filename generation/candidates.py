@@ -81,6 +81,7 @@ class CandidateAdapter(CandidateGenerator):
         length = min(self.session.num_tokens, self.options.max_length - input_ids.shape[1] - 1)
         tree = self.session.propose(Sequences(input_ids), max(length, 0))
         self.drafted = tree.tokens.shape[1]
+        self.block = torch.cat([input_ids[:, -1:], tree.tokens], dim=1)  # [1, m + 1]
         numbers = self.options.numbers.taken(input_ids.device)
         if numbers is not None and not bool((numbers < torch.inf).all()):
             self.is_left_out = True
@@ -107,9 +108,9 @@ class CandidateAdapter(CandidateGenerator):
         tokens = input_ids[:, -(matches + 1) :]
         padded = torch.nn.functional.pad(tokens, (0, self.drafted - matches))
         accepted = torch.full((1,), matches, device=device)
-        self.session.advance(
-            TargetOutput(cast(Tensor, outputs.logits), outputs.hidden_states), VerificationResult(accepted, padded)
-        )
+        logits = cast(Tensor, outputs.logits)
+        taken = TargetOutput(logits, outputs.hidden_states, block=(self.block, logits))
+        self.session.advance(taken, VerificationResult(accepted, padded))
 
 
 def candidate_generator(

@@ -197,12 +197,14 @@ class TargetOutput:
         hidden_states: Per layer [B, F, D] or None; those that were requested.
         auxiliary: [B, A, v] logits of the auxiliary positions.
         auxiliary_states: Their `hidden_states`.
+        block: The ids [B, m + 1] and logits of all positions, also of an output `along` a path.
     """
 
     logits: Tensor
     hidden_states: tuple[Tensor | None, ...] | None = None
     auxiliary: Tensor | None = None
     auxiliary_states: tuple[Tensor | None, ...] | None = None
+    block: tuple[Tensor, Tensor] | None = None
 
     def state(self, layer: int = -1) -> Tensor:
         """Return the hidden states [B, F, D] of a layer that the session reads."""
@@ -224,7 +226,7 @@ class TargetOutput:
             return taken(values, result.path.to(values.device))
 
         states = each_state(self.hidden_states, along_path)
-        return TargetOutput(along_path(self.logits), states, self.auxiliary, self.auxiliary_states)
+        return TargetOutput(along_path(self.logits), states, self.auxiliary, self.auxiliary_states, self.block)
 
 
 class PrefillOutput(Protocol):
@@ -248,9 +250,11 @@ class CacheView(Protocol):
         counts: [B] int64, real tokens per sequence now.
         new_tokens: How many tokens each sequence got in the last cycle, known to the host where shapes are not fixed.
         is_fixed: Whether shapes are fixed; see the file.
+        takes_trees: Whether drafts may branch.
     """
 
     is_fixed: bool = False
+    takes_trees: bool = False
     has_columns: bool
     mask: Tensor
     is_padded: bool

@@ -254,6 +254,7 @@ class SpeculativeLoop(Results):
             self.target.keywords = self.keywords.of_block(self.tokens, tree.tokens, tree.depth, self.done)
         outputs = self.target.forward(block, tree, self.hidden_layers)
         outputs.logits = to_device(outputs.logits, block.device, torch.float32)  # [B, m + 1, V]
+        outputs.block = block, outputs.logits
         self.called = time.perf_counter()
         return outputs
 

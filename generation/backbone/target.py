@@ -107,6 +107,7 @@ class OwnCacheBackbone(Target):
 
     def __init__(self, model: PreTrainedModel, cache: SpeculativeCache, mask: Tensor | None = None) -> None:
         self.model, self.cache = model, cache
+        self.takes_trees = bool(getattr(cache, "takes_trees", False))
         self.cache.activate_past_recording()  # a draft may be longer than what a forward leaves for rollback by itself
         self.mask = cast(Tensor, mask)  # None without padding; only sessions of such caches read it
 
@@ -116,7 +117,7 @@ class OwnCacheBackbone(Target):
         Raises:
             ValueError: A draft that is no chain, on a cache that takes none.
         """
-        if not tree.is_chain and not getattr(self.cache, "takes_trees", False):
+        if not (tree.is_chain or self.takes_trees):
             raise ValueError(f"{type(self.cache).__name__} takes chains, and no trees of drafts: leave draft_tree out")
         self.count = block.shape[1]
         options = self.keywords if tree.is_chain else {**self.keywords, "draft_tree": tree}
@@ -216,6 +217,7 @@ class DynamicCacheBackbone(Target):
         self.is_padded = mask is not None and not bool(self.mask.all())
         self.continuation = Continuation(model_kwargs or {}, self.mask.sum(1))
         self.replay = Replay(model.get_decoder(), cache) if is_recurrent(cache) else None
+        self.takes_trees = self.takes_trees and self.replay is None
 
     def forward(self, block: Tensor, tree: DraftTree, hidden_layers: HiddenLayers) -> TargetOutput:
         """See `Target`; positions count real tokens.
@@ -224,7 +226,7 @@ class DynamicCacheBackbone(Target):
             ValueError: A tree where the cache or recurrent layers take chains alone.
         """
         is_chain = tree.is_chain and tree.auxiliary is None
-        if not is_chain and (self.replay is not None or not self.takes_trees):
+        if not (is_chain or self.takes_trees):
             reason = "a cache that takes" if self.replay is None else "recurrent layers, which take"
             raise ValueError(
                 f"{type(self.model).__name__} has {reason} chains and no trees of drafts: leave draft_tree out"

@@ -262,7 +262,12 @@ def check_size(depth: int, top_k: int, total_tokens: int, best_first: bool = Fal
         raise ValueError(f"best_first={best_first!r} of draft_tree must be True or False")
 
 
-def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Expand) -> DraftTree:
+def ranked_tree(
+    choices: Sequence[Sequence[int]],
+    log_probs: Tensor,
+    expand: Expand,
+    best: Callable[[Tensor, int], Tensor] = lambda scores, count: scores.topk(count).indices,
+) -> DraftTree:
     """Return a tree of fixed shape (EAGLE-1, Medusa): node (r_1, .., r_j) is the r_j-th most likely token below its
     parent.
 
@@ -270,6 +275,7 @@ def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Exp
         choices: The paths of all nodes as ranks, counted from 0.
         log_probs: [B, V] of the first token, or any scores that rank it.
         expand: Returns the same [B, k, V] for the frontier, which is the nodes that have children.
+        best: From scores [B, k, V] and a number to so many tokens [B, k, number], the best first.
 
     Raises:
         ValueError: A path whose parent is missing, or that is there twice; a rank beyond the vocabulary.
@@ -277,7 +283,7 @@ def ranked_tree(choices: Sequence[Sequence[int]], log_probs: Tensor, expand: Exp
     parents, levels = _plan(tuple(tuple(path) for path in choices), log_probs.shape[-1], log_probs.device)
     batch, scores, tokens = len(log_probs), log_probs[:, None], []
     for number, level in enumerate(levels):
-        tokens.append(scores.topk(level.width).indices.flatten(1)[:, level.slots])
+        tokens.append(best(scores, level.width).flatten(1)[:, level.slots])
         if number + 1 < len(levels):
             scores = expand(tokens[-1][:, level.inner], level.before.expand(batch, -1))  # [B, k, V]
     return DraftTree(torch.cat(tokens, dim=1), parents.expand(batch, -1), depth=len(levels))

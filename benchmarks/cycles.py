@@ -38,6 +38,7 @@ from tokenahead import (
     MTPHeads,
     NgramDrafter,
     PTPForCausalLM,
+    RecyclingDrafter,
 )
 
 TREE = {"depth": 3, "top_k": 3, "total_tokens": 10}
@@ -149,10 +150,12 @@ def blocks() -> Ways:
 
 
 def ngrams() -> Ways:
-    """Look-ups in the text, as chains and as trees."""
+    """Look-ups in the text, as chains and as trees, and of recycled candidates."""
     for branches in (1, 3):
         model = backbone()
         yield f"n-gram, {branches} branches", model, {"assistant_model": NgramDrafter(branches=branches).attach(model)}
+    model = backbone()
+    yield "recycled candidates", model, {"assistant_model": RecyclingDrafter(total_tokens=16).attach(model)}
 
 
 def assistants() -> Ways:

@@ -27,6 +27,7 @@ def test_public_names_are_pinned():
         "PTPForCausalLM",
         "PTPStudent",
         "PTPStudentConfig",
+        "RecyclingDrafter",
         "Speculation",
         "SuffixDrafter",
         "free_buffers",

@@ -46,6 +46,7 @@ from .generation.assistant.drafter import AssistantDrafter
 from .generation.call.grammar import GrammarConstraint
 from .generation.lookups.cascade import DrafterCascade
 from .generation.lookups.ngram import NgramDrafter
+from .generation.lookups.recycling import RecyclingDrafter
 from .generation.lookups.suffix import SuffixDrafter
 from .generation.tensors.buffers import free_buffers
 from .modeling import (
@@ -107,6 +108,7 @@ __all__ = [
     "PTPForCausalLM",
     "PTPStudent",
     "PTPStudentConfig",
+    "RecyclingDrafter",
     "Speculation",
     "SuffixDrafter",
     "free_buffers",

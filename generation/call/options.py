@@ -33,7 +33,7 @@ Sources = tuple[dict[str, Any] | GenerationConfig | None, ...]
 LONGEST_PATH = 32
 """More tokens than a path of any usual draft has: drafts of the longest sequences go beyond the end, and slots follow
 them. Shorter ones are never cut before a call, so that what schedules learned holds for calls of any length."""
-_LARGEST_TREE, _MOST_BRANCHES = 64, 16
+_LARGEST_TREE, _MOST_BRANCHES = 96, 16
 """The same for the tokens of a tree, and for the branches of one without a size."""
 _ASSISTED = "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from tests.every_model import llama
 from tests.ptp_models import student
-from tokenahead import DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPStudent, SuffixDrafter
+from tokenahead import DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPStudent, RecyclingDrafter, SuffixDrafter
 from tokenahead.generation.call.options import CallOptions
 from tokenahead.generation.trees.building import ranked_tree
 
@@ -21,6 +21,7 @@ DRAFTERS = {
     "ngram": lambda base: NgramDrafter().attach(base),
     "branches": lambda base: NgramDrafter(num_tokens=10**9, branches=10**9).attach(base),
     "suffix": lambda base: SuffixDrafter().attach(base),
+    "recycling": lambda base: RecyclingDrafter().attach(base),
     "heads": lambda base: MTPHeads.from_backbone(base, window=4),
     "eagle 1": lambda base: EagleHead.from_backbone(base, version=1),
     "eagle 3": lambda base: EagleHead.from_backbone(base, draft_length=10**9),
@@ -58,7 +59,7 @@ def test_huge_drafts_change_nothing(base, kind, options):
             assert options["do_sample"] or torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "suffix", "heads", "eagle 1", "cascade"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "recycling", "heads", "eagle 1", "cascade"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_huge_trees_change_nothing(base, kind, do_sample):
     with detaching(DRAFTERS[kind](base)) as drafter:
@@ -100,7 +101,7 @@ def test_cuts_are_the_tokens_left_or_the_context(base):
 
 
 def test_usual_drafts_are_never_cut_beforehand(base):
-    tree = {"depth": 7, "top_k": 10, "total_tokens": 60}
+    tree = {"depth": 7, "top_k": 10, "total_tokens": 81}
     options = CallOptions(num_assistant_tokens=8, draft_tree=tree).cut(base, PROMPT, 8)
     assert (options.num_assistant_tokens, options.draft_tree) == (8, tree)
 

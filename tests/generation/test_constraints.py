@@ -13,7 +13,7 @@ from transformers.generation import logits_process as library
 from tests import ptp_models
 from tests.backbones import backbone, code, prompts, train_heads
 from tests.no_sync import NoSync
-from tokenahead import GrammarConstraint, NgramDrafter, SuffixDrafter
+from tokenahead import GrammarConstraint, NgramDrafter, RecyclingDrafter, SuffixDrafter
 from tokenahead.extending import AutomatonProcessor, TableAutomaton
 from tokenahead.generation.call.options import DraftOptions, chosen
 from tokenahead.generation.call.processing import Processing
@@ -29,6 +29,7 @@ HEADS = {
     "hmm": dict(head_type="hmm", rank=3, unembedding="own"),
     "hydra": dict(head_type="hydra", unembedding=None),
 }
+LOOK_UPS = {"ngram": NgramDrafter, "suffix": SuffixDrafter, "recycling": RecyclingDrafter}
 BANNED = list(range(0, V, 3))
 ALLOWED = [token for token in range(V) if token % 3]
 
@@ -59,11 +60,11 @@ def only(mask):
 def drafter_of(name, model):
     if name in HEADS:
         return train_heads(model, steps=20, **HEADS[name])
-    return (NgramDrafter if name == "ngram" else SuffixDrafter)(num_tokens=4).attach(model)
+    return LOOK_UPS[name](num_tokens=4).attach(model)
 
 
 @pytest.mark.parametrize("options", [{}, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", [*HEADS, "ngram", "suffix"])
+@pytest.mark.parametrize("name", [*HEADS, *LOOK_UPS])
 def test_all_ways_to_say_one_distribution_draft_alike(name, options):
     """Seed by seed the same tokens, and as many of them per call."""
     if name not in HEADS and options:
@@ -81,7 +82,7 @@ def test_all_ways_to_say_one_distribution_draft_alike(name, options):
         outs = []
         for way in ways:
             torch.manual_seed(seed)
-            if name == "suffix":  # what it has read changes its drafts
+            if name in ("suffix", "recycling"):  # what it has read changes its drafts
                 drafter.forget()
             outs.append(
                 model.generate(
@@ -117,7 +118,7 @@ CONSTRAINTS = {
 
 
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
-@pytest.mark.parametrize("name", ["ff", "hydra", "ngram", "suffix"])
+@pytest.mark.parametrize("name", ["ff", "hydra", *LOOK_UPS])
 def test_greedy_text_is_the_backbones_own_in_ragged_batches(name, constraint):
     model = backbone()
     drafter = drafter_of(name, model)

@@ -29,6 +29,7 @@ from tokenahead import (
     MTPHeads,
     NgramDrafter,
     PTPStudent,
+    RecyclingDrafter,
     SuffixDrafter,
 )
 from tokenahead.modeling.ptp.assistant_session import ParallelAssistant
@@ -279,6 +280,9 @@ _MAKE: dict[str, Callable[[], Entry]] = {
     ),
     "suffix-mistral": lambda: _attached(
         "suffix-mistral", random_backbone("mistral"), SuffixDrafter(factor=2.0), tree=HEADS_TREE
+    ),
+    "recycling-qwen3": lambda: _attached(
+        "recycling-qwen3", random_backbone("qwen3"), RecyclingDrafter(4, num_tokens=4, total_tokens=16), tree=HEADS_TREE
     ),
     "cascade-qwen3": look_ups_before_heads,
     "translation-llama": translation,

@@ -101,8 +101,8 @@ class LookUpConformance(DrafterConformance):
     def entry(self):
         """Without memories of other tests."""
         entry = models.entry(self.name)
-        suffixes = entry.drafter.drafters[0] if isinstance(entry.drafter, DrafterCascade) else entry.drafter
-        suffixes.forget()
+        look_ups = entry.drafter.drafters[0] if isinstance(entry.drafter, DrafterCascade) else entry.drafter
+        look_ups.forget()
         return entry
 
     def test_rows_draft_what_they_draft_alone(self, entry):
@@ -115,6 +115,10 @@ class LookUpConformance(DrafterConformance):
 
 class TestSuffixes(LookUpConformance):
     name = "suffix-mistral"
+
+
+class TestRecycling(LookUpConformance):
+    name = "recycling-qwen3"
 
 
 class TestCascade(LookUpConformance):

@@ -15,6 +15,7 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrai
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import AttachableDrafter
 from ...generation.lookups.ngram import NgramDrafter
+from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.wrapped_models import untyped
 from ...modeling import BlockDrafter, EagleHead, MTPHeads
@@ -137,6 +138,7 @@ DECODERS: dict[str, Decoder] = {
     "vLLM: ngram": OnModels(vllm, partial(small_model, width=64)),  # heads of 32, its smallest
     "ngram": drafted_by(lambda model: NgramDrafter()),
     "suffix": drafted_by(lambda model: SuffixDrafter()),
+    "recycling": drafted_by(lambda model: RecyclingDrafter()),
     "assistant": drafted_by(lambda model: AssistantDrafter(_assistant(model))),
     "assistant, by token": drafted_by(lambda model: AssistantDrafter(_assistant(model)), verification="token"),
     "heads": drafted_by(lambda model: _shaken(MTPHeads.from_backbone(model, unembedding="own"))),

@@ -16,6 +16,7 @@ from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import AttachableDrafter, MTPGenerationMixin
 from ...generation.lookups.cascade import DrafterCascade
 from ...generation.lookups.ngram import NgramDrafter
+from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
 from ...generation.tensors.tensor_files import check_index
 from ...generation.tensors.wrapped_models import Kwargs, carries_adapters
@@ -45,8 +46,8 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
 
     Args:
         specs: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
-            that drafts for itself), `ngram`, `suffix[:SOURCE]`, `assistant:SOURCE`, `heads:SOURCE`, `eagle:SOURCE`,
-            `block:SOURCE`, `student:SOURCE`, `auto:SOURCE` (any of these four, in any layout that is read),
+            that drafts for itself), `ngram`, `suffix[:SOURCE]`, `recycling`, `assistant:SOURCE`, `heads:SOURCE`,
+            `eagle:SOURCE`, `block:SOURCE`, `student:SOURCE`, `auto:SOURCE` (any of these four, in any layout),
             `cascade:SOURCE` (suffixes, and such heads where these are not sure), `transformers:prompt_lookup`,
             `transformers:assistant:SOURCE`, `transformers:use_mtp`.
         model: The backbone; drafters are attached to it.
@@ -167,6 +168,7 @@ def _assistant(model: PreTrainedModel, source: str, options: Kwargs) -> Assistan
 _DRAFTERS: dict[str, Callable[..., Any]] = {
     "ngram": lambda model, source, options: NgramDrafter(branches=options.pop("branches", 1)).attach(model),
     "suffix": _suffix,
+    "recycling": lambda model, source, options: RecyclingDrafter().attach(model),
     "assistant": _assistant,
     "auto": _trained(None),
     "heads": _trained("heads"),

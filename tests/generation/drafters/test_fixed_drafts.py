@@ -13,7 +13,16 @@ from tests.fake_graphs import BlindGraph, FakeGraph
 from tests.modeling.heads.backbones import shaken
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
-from tokenahead import DeepSeekMTP, DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPForCausalLM, SuffixDrafter
+from tokenahead import (
+    DeepSeekMTP,
+    DrafterCascade,
+    EagleHead,
+    MTPHeads,
+    NgramDrafter,
+    PTPForCausalLM,
+    RecyclingDrafter,
+    SuffixDrafter,
+)
 from tokenahead.generation import graphs as graphs_module
 from tokenahead.testing import chi_square
 
@@ -78,6 +87,8 @@ LOOK_UPS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
     ),
     "suffixes": (lambda: SuffixDrafter(num_tokens=5).attach(model_of()), {}),
     "suffixes, branches": (lambda: SuffixDrafter().attach(model_of()), {"draft_tree": {"top_k": 2, "total_tokens": 8}}),
+    "recycled": (lambda: RecyclingDrafter(top_k=3, num_tokens=4, total_tokens=12).attach(model_of()), {}),
+    "recycled, chain": (lambda: RecyclingDrafter().attach(model_of()), {"draft_tree": {"depth": 3, "top_k": 1}}),
     "suffixes and EAGLE": (lambda: DrafterCascade([SuffixDrafter(), trained_eagle(1)]).attach(model_of()), {}),
 }
 """Drafters whose blocks are wider where shapes are fixed, so that a seed gives another text."""
@@ -99,7 +110,7 @@ def modules(count: int) -> DeepSeekMTP:
 
 
 RECORDED = (
-    DRAFTERS | {name: LOOK_UPS[name] for name in LOOK_UPS if "n-grams" in name} | {"slots": (lambda: slots(), {})}
+    DRAFTERS | {name: LOOK_UPS[name] for name in LOOK_UPS if "suffixes" not in name} | {"slots": (lambda: slots(), {})}
 )
 SAMPLING = [{"do_sample": False}, {"do_sample": True, "top_k": 8}]
 
@@ -126,7 +137,7 @@ def test_look_ups_on_a_static_cache_are_those_on_a_cache_that_grows(name):
     for rows in (1, 3, 8):
         batch, found = left_padded(prompts(rows)), list[object]()
         for more in ({}, STATIC):
-            drafter = make()  # suffixes remember the first call
+            drafter = make()  # others than n-grams remember the first call
             found.append([decoded(drafter, batch, **options, **more)[0] for _ in range(2)])
         assert found[0] == found[1] and sum(map(sum, found[0][1][1]))
 
@@ -175,7 +186,7 @@ def test_ends_and_processors_are_on_the_device(name, asked, monkeypatch):
     assert graphs.replayed["cycle"] and not graphs.reasons
     if asked == "greedy":
         eager, _ = decoded(drafter, batch, **call, eos_token_id=ends)
-        is_chain = "draft_tree" not in options and name not in ("slots", "n-grams, branches")
+        is_chain = "draft_tree" not in options and name not in ("slots", "n-grams, branches", "recycled")
         assert fixed[0] == eager[0] and (fixed == eager or not is_chain)  # near the limit, other trees are smaller
 
 
@@ -194,7 +205,7 @@ def test_the_host_may_stand_between_draft_and_verification(name, fake):
     assert graphs.replayed["forward"] > 2 and graphs.reasons == {"cycle": "nothing, which the host calls"}
 
 
-@pytest.mark.parametrize("name", ["n-grams", "n-grams, branches", "suffixes", "EAGLE-1 chain", "slots"])
+@pytest.mark.parametrize("name", ["n-grams", "n-grams, branches", "suffixes", "recycled", "EAGLE-1 chain", "slots"])
 def test_sampled_texts_of_recorded_cycles_have_the_distribution_of_the_model(name, monkeypatch):
     monkeypatch.setitem(graphs_module.GRAPHS, "cpu", BlindGraph)
     make, options = (RECORDED | LOOK_UPS)[name]

@@ -1,0 +1,155 @@
+"""Token recycling: what the backbone thought of as the next token, the last time that it saw a token, may come now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..backbone.backbones import takes_dense_masks
+from ..call.options import CallOptions, DraftOptions
+from ..call.sequences import Sequences
+from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
+from ..tensors.masks import cached_arange
+from ..trees.building import choices_from_accuracies, ranked_tree
+from .base import LookUpDrafter
+
+_FIRST, _FALL = 0.6, 1.3
+"""How often the first candidate of a token is right, and the power of its rank that the others' share falls with."""
+
+
+class RecyclingDrafter(LookUpDrafter):
+    """Drafts the candidates that the backbone itself had for the tokens of a path, without a model or a search in text.
+
+    A table holds the `top_k` most likely next tokens for every token, by the logits of the last position that was
+    verified at it: those of rejected drafts, too, which cost nothing more. A draft is a tree of fixed shape, found in
+    the table level by level (Token Recycling, Luo et al. 2024). Drafts are deterministic tokens, so that sampling
+    stays exact. The table is shared by all sequences, and by all calls until `forget`; one for 128,000 tokens has 8 MB.
+    Where the backbone takes no trees, the most likely path alone is drafted.
+
+    As look-ups do that remember text, drafts tell a user what others have sent: give each his own drafter where they
+    must not.
+
+    Args:
+        top_k: Candidates of every token.
+        num_tokens: The longest path, unless `num_assistant_tokens` says otherwise.
+        total_tokens: Size of the block, the last verified token included; `draft_tree=` sets another tree for a call.
+
+    Raises:
+        ValueError: A value out of range.
+
+    Example:
+        >>> drafter = RecyclingDrafter().attach(model)
+        >>> out = model.generate(**inputs, assistant_model=drafter)
+        >>> drafter.forget()
+    """
+
+    table: Tensor | None = None
+
+    def __init__(self, top_k: int = 8, num_tokens: int = 6, total_tokens: int = 81) -> None:
+        least = {"top_k": (top_k, 1), "num_tokens": (num_tokens, 1), "total_tokens": (total_tokens, 2)}
+        for name, (value, smallest) in least.items():
+            if type(value) is not int or value < smallest:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {smallest}")
+        self.top_k, self.num_tokens, self.total_tokens = top_k, num_tokens, total_tokens
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """See `BaseDrafter`; a tree is drafted where the call requests none and the backbone takes one."""
+        if options.draft_tree is None and takes_dense_masks(self.backbone):
+            longest = options.num_assistant_tokens or self.num_tokens
+            tree = {"depth": longest - 1, "top_k": self.top_k, "total_tokens": self.total_tokens}
+            options = replace(options, draft_tree=tree)
+        return super().prepare_call(options, config)
+
+    def prepare_tree(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """Complete `draft_tree`: rank paths, or sizes, of which a session makes the fixed shape that promises most.
+
+        Raises:
+            ValueError: An invalid tree, or one of more candidates than a token has.
+        """
+        prepared = super().prepare_tree(options, config)
+        tree = prepared.draft_tree if isinstance(prepared.draft_tree, dict) else {}
+        if tree.get("best_first"):
+            raise ValueError(f"draft_tree={tree!r}: trees of {type(self).__name__} have a fixed shape: no best_first")
+        if max((rank for path in tree.get("choices", ()) for rank in path), default=0) >= self.top_k:
+            raise ValueError(f"draft_tree={tree['choices']!r}: ranks must be below top_k={self.top_k}")
+        return prepared
+
+    def start(self, options: DraftOptions) -> RecyclingSession:
+        """Return the session of one call."""
+        size, device = options.backbone.config.get_text_config().vocab_size, options.prompt.device
+        if self.table is None or len(self.table) != size + 1:
+            with torch.inference_mode(False):  # later calls may be in another mode
+                self.table = torch.arange(min(self.top_k, size)).repeat(size + 1, 1)  # [V + 1, k]; the last is unread
+        self.table = self.table.to(device)
+        return RecyclingSession(options, self.table)
+
+    def forget(self) -> None:
+        """Forget all candidates, in place: recorded cycles read the same table."""
+        if self.table is not None:
+            self.table.copy_(cached_arange(self.table.shape[1], self.table.device))
+
+    def restore_point(self) -> Callable[[], None]:
+        """Return a function by which the drafter forgets the candidates that it has read since."""
+        known = None if self.table is None else self.table.clone()
+
+        def restore() -> None:
+            self.forget()
+            if self.table is not None and known is not None and known.shape == self.table.shape:
+                self.table.copy_(known)
+
+        return restore
+
+
+@cache
+def _shape(depth: int, top_k: int, nodes: int) -> list[tuple[int, ...]]:
+    """Return the best tree, if candidates were right by their rank alone: paths of ranks, at most `depth` long."""
+    accuracies = _FIRST / torch.arange(1.0, top_k + 1) ** _FALL
+    return choices_from_accuracies(accuracies.expand(depth, -1), nodes)
+
+
+class RecyclingSession(DraftSession):
+    """The drafts of one call; see `RecyclingDrafter`."""
+
+    takes_fixed = True
+
+    def __init__(self, options: DraftOptions, table: Tensor) -> None:
+        self.options, self.table, self.num_tokens = options, table, options.num_tokens
+
+    def begin(self, outputs: object, view: CacheView) -> None:
+        """Choose the shape of the drafts: a chain where none is requested, or the cache takes no trees."""
+        self.view = view
+        tree = (view.takes_trees and self.options.draft_tree) or {"top_k": 1, "total_tokens": self.num_tokens + 1}
+        size = min(tree.get("top_k", 1), self.table.shape[1]), tree.get("total_tokens", 2) - 1
+        self.choices: list[tuple[int, ...]] = tree.get("choices") or _shape(self.num_tokens, *size)
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """See `DraftSession`; with constraints, allowed candidates of the last token come first."""
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        first = self.table[tokens.last()]  # [B, k]
+        if (masks := self.options.masks(tokens, is_warped=False)) is not None:
+            allowed = masks.allowed((len(first), len(self.table) - 1), first.device).gather(1, first)  # [B, k]
+            first = first.gather(1, (~allowed).sort(stable=True).indices)
+        choices = [path for path in self.choices if len(path) <= length]
+        tree = ranked_tree(
+            choices, first, lambda nodes, parents: self.table[nodes], lambda rows, width: rows[..., :width]
+        )
+        return DraftTree.chain(tree.tokens) if len(choices) == tree.depth else tree
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Note the candidates at all positions of the block but those of sequences that had ended; the last of equal
+        tokens counts."""
+        if outputs.block is None:
+            return
+        block, logits = outputs.block
+        unread = len(self.table) - 1
+        rows = torch.where(self.view.new_tokens.on_device[:, None] > 0, block, unread).flatten()  # [N]
+        candidates = logits[..., :unread].topk(self.table.shape[1]).indices.flatten(0, 1)  # [N, k]
+        order = cached_arange(len(rows), rows.device)
+        newest = torch.zeros_like(self.table[:, 0]).scatter_reduce_(0, rows, order, "amax")  # [V + 1]
+        self.table[rows] = candidates[newest[rows]]

@@ -3,6 +3,7 @@
     python benchmarks/block.py --model SMOLLM2 --answers answers.npz --laws independent markov hmm-4 --steps 1000
     python benchmarks/block.py --model SMOLLM2 --answers answers.npz --laws cp-8 hmm-8 btree-8 --minutes 30
     python benchmarks/block.py --model SMOLLM2 --answers answers.npz --device cuda --steps 20000 --seed 0 1 2
+    python benchmarks/block.py --results docs/results/block_laws.json --figure docs/laws.png
     tokenahead bench --methods block:block/markov-1000-0/final ...
 
 Three layers and blocks of eight rows over the tokens that the answers have most often. A law is a name and, of
@@ -104,7 +105,7 @@ def run(name: str, seed: int, model: PreTrainedModel, arguments: argparse.Namesp
     drafter = drafter_of(model, name, data["draft_ids"], arguments).to(torch.float32)
     begun, limit = time.process_time(), {"steps": arguments.steps} if arguments.minutes is None else {}
     seconds, rows = 60 * (arguments.minutes or 0), arguments.rows
-    how = {"rate": arguments.rate, "seed": seed, "rows": rows, "bfloat16": arguments.device != "cpu"}
+    how = {"rate": arguments.rate, "seed": seed, "rows": rows, "bfloat16": arguments.bfloat16}
     trainer = fit(drafter, TrainingStrategy(), data["train"], seconds, **how, **limit)
     facts = {"law": name, "seed": seed, "steps": trainer.state.global_step, "seconds": time.process_time() - begun}
     facts |= {"parameters": sum(each.numel() for each in drafter.parameters() if each.requires_grad)}
@@ -113,14 +114,35 @@ def run(name: str, seed: int, model: PreTrainedModel, arguments: argparse.Namesp
     file.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def runs_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the results in a folder."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*/result.json"))]
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draw acceptance by place of every law that has several seeds, with its standard error over them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="place in the draft", ylabel="accepted, given the true tokens before")
+    for law in sorted({run["law"] for run in runs}, key=lambda law: LAWS.index(law)):
+        places = torch.tensor([run["acceptance"] for run in runs if run["law"] == law])  # [seeds, m]
+        if len(places) > 1:
+            errors = places.std(0) / len(places) ** 0.5
+            numbers = range(1, places.shape[1] + 1)
+            axes.errorbar(numbers, places.mean(0).tolist(), errors.tolist(), capsize=3, marker="o", label=law)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
 def table(folder: Path) -> str:
     """Return the runs of a folder as a table."""
     lines = [
         "| law | steps | seconds | acceptance by place | token | block | greedy |",
         "|---|---|---|---|---|---|---|",
     ]
-    for file in sorted(folder.glob("*/result.json")):
-        row = json.loads(file.read_text())
+    for row in runs_of(folder):
         places = " ".join(f"{value:.3f}".removeprefix("0") for value in row["acceptance"])
         calls = " | ".join(_calls(row[rule]) for rule in ("token", "block", "greedy"))
         lines.append(f"| {row['law']} ({row['seed']}) | {row['steps']} | {row['seconds']:.0f} | {places} | {calls} |")
@@ -135,7 +157,7 @@ def _calls(fields: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--answers", type=Path, required=True, help="ids, lengths and prompts of answers, .npz")
+    parser.add_argument("--answers", type=Path, help="ids, lengths and prompts of answers, .npz")
     parser.add_argument("--laws", nargs="+", default=LAWS, help="by default " + " ".join(LAWS))
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the order of the data")
     parser.add_argument("--init", type=int, default=0, help="seed of the first weights")
@@ -152,11 +174,21 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=32, help="held-out answers along which calls are expected")
     parser.add_argument("--folder", type=Path, default=Path("block"), help="where everything is written")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bfloat16", action="store_true", help="where the processor multiplies bfloat16 fast")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--figure", type=Path, help="draw what --folder or --results holds, and train nothing")
+    parser.add_argument("--results", type=Path, help="runs in one file, to draw")
     arguments = parser.parse_args()
+    if arguments.figure:
+        results = arguments.results
+        draw(json.loads(results.read_text())["runs"] if results else runs_of(arguments.folder), arguments.figure)
+        return
+    if arguments.answers is None:
+        parser.error("--answers is needed")
     torch.set_num_threads(arguments.threads)
     if arguments.device != "cpu":
         chunks.LOGITS_PER_CHUNK = _LOGITS_ON_GPU  # fewer kernels, a GB more
+        arguments.bfloat16 = True
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype="float32").eval().to(arguments.device)
     every = read_answers(arguments.answers, arguments.longest)
     count = min(HELD_OUT, len(every) // 2)

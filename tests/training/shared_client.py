@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m tests.training.shared_client FOLDER NAME...
 A name says how the backbone is shared, and what learns on it: "tp hmm", "shard eagle1", "load eagle3".
 """
 
+import datetime
 import json
 import os
 import sys
@@ -86,7 +87,7 @@ def run(name: str, folder: Path, options: dict, processes: int = 1, rank: int = 
 def main() -> None:
     torch.set_num_threads(1)
     folder, names, rank = Path(sys.argv[1]), sys.argv[2:], int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=3))  # of each collective
     for name in names:
         run(name, folder, {"tp_plan": "auto"}, int(os.environ["WORLD_SIZE"]), rank)
     torch.distributed.barrier()

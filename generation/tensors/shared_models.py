@@ -7,15 +7,17 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
@@ -56,7 +58,59 @@ def bind_forwards(copied: nn.Module) -> None:
     for module in copied.modules():
         if held := _closure_of(module):
             del vars(module)["forward"]
-            held["self"].install_forward(module, held["mesh"])
+            if "self" in held:  # else it adds gradients of a norm up, of which a frozen one has none
+                held["self"].install_forward(module, held["mesh"])
+
+
+@dataclass(frozen=True)
+class LayerDivision:
+    """How tensor parallelism divides a linear layer: each process reads, or returns, some of the features.
+
+    Attributes:
+        mesh: The processes.
+        placement: Of the weight [out, in] among them.
+        of_inputs: Whether the features that it reads are divided, or those that it returns.
+    """
+
+    mesh: DeviceMesh
+    placement: Placement
+    of_inputs: bool
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> LayerDivision | None:
+        """Return the division of a layer; None: it reads and returns all features.
+
+        Raises:
+            ValueError: Gradients of what it returns are not those of all processes.
+        """
+        held = _closure_of(layer)
+        if not held:
+            return None
+        style, weight = held["self"], layer.get_parameter("weight")
+        if not isinstance(weight, DTensor):
+            raise ValueError(f"tensor parallelism by {type(style).__name__}: adapters cannot follow it; load it whole")
+        [placement] = weight.placements
+        of_inputs = placement.is_shard(1)
+        outside = getattr(style, "input_layouts" if of_inputs else "output_layouts", Shard(-1))
+        return None if outside == Replicate() else cls(held["mesh"], placement, of_inputs)
+
+    def product(self, x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        """Return B (A x) as the layer returns its features; gradients of A [r, in] and B [out, r] are whole."""
+        if self.of_inputs:
+            return linear(self.summed(linear(x, self.share(down))), up)
+        low = self._replicated(linear(x, down)).to_local(grad_placements=[Partial()])
+        return linear(low, self.share(up))
+
+    def share(self, weight: Tensor) -> Tensor:
+        """Return this process's share of a weight of the layer's features."""
+        return self._replicated(weight).redistribute(placements=[self.placement]).to_local()
+
+    def summed(self, parts: Tensor) -> Tensor:
+        """Return the sum of what all processes have."""
+        return DTensor.from_local(parts, self.mesh, [Partial()], run_check=False).full_tensor()
+
+    def _replicated(self, tensor: Tensor) -> DTensor:
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
 
 def whole_copy(part: nn.Module) -> nn.Module:

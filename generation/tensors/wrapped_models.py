@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from .shared_models import bind_forwards, check_whole, holds_shares, training_size
+from .shared_models import bind_forwards, check_whole, holds_shares, is_sharded, training_size
 
 Model = TypeVar("Model")
 Kwargs = dict[str, Any]
@@ -144,6 +144,9 @@ def sharing_copy(model: PreTrainedModel, ignore_adapters: bool = False) -> PreTr
     """
     if hasattr(model, "peft_config") and not ignore_adapters:
         raise ValueError(f"{type(model).__name__} carries adapters of peft: merge_and_unload() them first")
+    if is_sharded(model):
+        name = type(model).__name__
+        raise ValueError(f"FSDP2 shards {name}, and cannot copy it: load it whole, and let a trainer shard the copy")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"weights of {type(model).__name__} are offloaded; load it without a device_map")
     # a shallow copy of a parameter of any class is another parameter over the same tensor

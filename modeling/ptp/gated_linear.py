@@ -10,6 +10,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ...generation.tensors.shared_models import LayerDivision
 from .gated_lora import ADAPTER, PackedMixin, current_gate, join_siblings, with_adapter
 
 
@@ -25,6 +26,9 @@ class GatedLinear(PackedMixin, Linear):
         """Make the adapter, once."""
         if self.lora_A:
             raise ValueError("PTPForCausalLM has gated adapters and takes no others: merge them before from_backbone")
+        if isinstance(layer := self.base_layer, nn.Linear):  # peft counts the features of this process
+            self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.division = LayerDivision.of(layer)
         super().update_layer(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...generation.tensors.shared_models import LayerDivision
 from ...generation.tensors.wrapped_models import Kwargs
 
 Products = list[tuple[Tensor, Tensor]]
@@ -126,6 +127,8 @@ class SharedInputAdapters:
                 return False
             down, ups = packed
             low = nn.functional.linear(gate.unflattened(x)[:, gate.start :].to(down.dtype), down)  # [B, A, n r]
+            if layer.division is not None and layer.division.of_inputs:
+                low = layer.division.summed(low)
             parts = list(zip(low.split(len(down) // len(ups), dim=-1), ups))  # n of [B, A, r] and [r, out]
             gate.shared = x, self, parts
         low, up = parts[self.layers.index(layer)]
@@ -150,9 +153,9 @@ class SharedInputAdapters:
         known = self._packed
         if known is not None and known[0] == key and all(map(operator.is_, known[1], halves)):
             return known[2], known[3]
-        down = torch.cat(halves[::2]).to(dtype)  # [n r, in]
-        scales = (layer.scaling[ADAPTER] for layer in self.layers)
-        ups = [(up * scale).to(dtype).t().contiguous() for up, scale in zip(halves[1::2], scales)]  # n of [r, out]
+        down = torch.cat([_share(layer, half, True) for layer, half in zip(self.layers, halves[::2])]).to(dtype)
+        ups = [_share(layer, half, False) * layer.scaling[ADAPTER] for layer, half in zip(self.layers, halves[1::2])]
+        ups = [up.to(dtype).t().contiguous() for up in ups]  # n of [r, out]
         self._packed = key, halves, down, ups  # with the weights, so that no other can be taken for one of them
         return down, ups
 
@@ -167,14 +170,22 @@ class SharedInputAdapters:
         return [kind[ADAPTER].weight for kind in kinds]
 
 
+def _share(layer: Any, weight: Tensor, of_inputs: bool) -> Tensor:
+    """Return what this process needs of an A [r, in] or a B [out, r]."""
+    division: LayerDivision | None = layer.division
+    return weight if division is None or division.of_inputs != of_inputs else division.share(weight)
+
+
 class PackedMixin(nn.Module):
     """A layer's adapter, whose packed weights are made again where it is moved, cast or set to another mode.
 
     Attributes:
         siblings: The adapters that read the same input, this one among them.
+        division: Of the layer, among processes; None: each has the whole layer.
     """
 
     siblings: SharedInputAdapters | None = None
+    division: LayerDivision | None = None
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode, as of any module."""
@@ -218,6 +229,7 @@ def with_adapter(layer: Any, gate: Gate, x: Tensor, result: Tensor) -> Tensor:
         return result
     # the halves are called, not read: weights that are offloaded arrive with the call of their own layer
     base, down, up, start = gate.unflattened(result), layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], gate.start
-    added = up(down(gate.unflattened(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))))  # [B, A, out]
+    x = gate.unflattened(x)[:, start:].to(torch.promote_types(x.dtype, torch.float32))  # [B, A, in]
+    added = up(down(x)) if layer.division is None else layer.division.product(x, down.weight, up.weight)
     added = base[:, start:].add(added.to(result.dtype), alpha=layer.scaling[ADAPTER])  # [B, A, out]
     return (added if start == 0 else torch.cat([base[:, :start], added], dim=1)).view(result.shape)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...generation.tensors.shared_models import LayerDivision
 from ...generation.tensors.wrapped_models import base_layer
 from .gated_lora import ADAPTER, Gate, PackedMixin, current_gate, opened, with_adapter
 from .inputs import check_positions, has_slots
@@ -86,6 +87,8 @@ class HookedBackbone:
         layers = {name: base_layer(layer) for name, layer in backbone.named_modules()}
         named = [(name, adapter) for name, adapter in adapters.named_modules() if isinstance(adapter, LayerAdapter)]
         self.pairs = [(layers[name], adapter) for name, adapter in named]
+        for layer, adapter in self.pairs:
+            adapter.division = LayerDivision.of(layer)
         self.lock, self.calls, self.handles = Lock(), 0, list["RemovableHandle"]()
 
     @contextmanager

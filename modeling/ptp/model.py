@@ -16,7 +16,6 @@ from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import additive_mask, selected_positions
-from ...generation.tensors.shared_models import check_whole
 from ...generation.tensors.tensor_files import check_index
 from ...generation.tensors.wrapped_models import (
     Kwargs,
@@ -43,7 +42,7 @@ _OF_UNIFORMS = {"features": "arithmetic", "projection": "mlp"}
 
 
 class PTPForCausalLM(
-    OwnLossMixin, StrictLoadingMixin, PicklableMixin, ParallelGenerationMixin, WrapperMixin, PreTrainedModel
+    OwnLossMixin, StrictLoadingMixin, PicklableMixin, WrapperMixin, ParallelGenerationMixin, PreTrainedModel
 ):
     """A causal language model that also predicts blocks of tokens from uniforms (PTP), or from mask tokens.
 
@@ -74,6 +73,7 @@ class PTPForCausalLM(
     mask_embedding: nn.Embedding | None
     sampler: Sampler | None
     remote_classes = {"AutoModelForCausalLM": "PTPForCausalLM"}
+    takes_shares = True
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -89,7 +89,6 @@ class PTPForCausalLM(
         if attention is not None:  # the new model resets it as well
             self.backbone.config._attn_implementation = attention
         check_model(self.backbone)
-        check_whole(self.backbone, type(self).__name__)
         parts = slot_parts(config, config.backbone_config.hidden_size)
         for name, part in parts.items():
             setattr(self, name, part)
@@ -145,7 +144,9 @@ class PTPForCausalLM(
         attention = base.config._attn_implementation
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
         options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
+        divided = vars(base.config).pop("distributed_config", None)  # where `Trainer` reads it, and nothing is saved
         config = PTPConfig(backbone_config=base.config, **_recommended({"variant": variant} | options))
+        config.distributed_config = divided
         base.config._attn_implementation = attention  # the config around it resets it
         model = cls(config, base)
         for part in model.slot_parts():

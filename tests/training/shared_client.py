@@ -16,13 +16,17 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, TrainingArguments
 
+from tests.ptp_models import Places
 from tests.training.conftest import ragged_rows
 from tests.training.test_evaluation_loss import llama
-from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
 from tokenahead.generation.tensors.shared_models import load_sharded
-from tokenahead.training import AcceptanceCallback, MTPTrainer, TrainingStrategy
+from tokenahead.training import AcceptanceCallback, MTPTrainer, PTPOptions, PTPTrainer, TrainingStrategy
+from tokenahead.training.ptp import tasks
 
 PART = {"draft_ids": list(range(70, 90))}
+SLOTS = {"num_slots": 3, "lora_rank": 2}
+SMOOTH = {"features": "interpolate", "feature_dim": 3}  # others magnify rounding: they are digits of uniforms
 FAMILIES = {
     "hmm": lambda backbone: MTPHeads.from_backbone(backbone, head_type="hmm", rank=2),
     "part": lambda backbone: MTPHeads.from_backbone(backbone, **PART, loss_options={"target": "teacher"}),
@@ -33,12 +37,16 @@ FAMILIES = {
     ),
     "modules": lambda backbone: DeepSeekMTP.from_backbone(backbone, num_modules=2, eh_init="both"),
     "block": lambda backbone: BlockDrafter.from_backbone(backbone, layers=1, block_size=3),
+    "uniforms": lambda backbone: PTPForCausalLM.from_backbone(backbone, **SLOTS, **SMOOTH),
+    "masks": lambda backbone: PTPForCausalLM.from_backbone(backbone, "mask", **SLOTS, lcm_weight=0.01),
+    "student": lambda backbone: PTPStudent.from_backbone(backbone, "categorical", **SLOTS, **SMOOTH),
 }
 NAMES = [
     *("tp hmm", "tp layer", "tp eagle1", "tp eagle3", "tp block", "tp modules"),
     *("shard part", "shard eagle3", "shard modules", "load eagle3"),
+    *("tp masks", "tp student", "shard masks"),
 ]
-LOGGED = ("loss", "eval_loss", "eval_expected_accepted", "eval_generated_accepted")
+LOGGED = ("loss", "num_correct", "eval_loss", "eval_expected_accepted", "eval_generated_accepted")
 
 
 def save_backbone(folder: Path) -> None:
@@ -66,10 +74,15 @@ def run(name: str, folder: Path, options: dict, processes: int = 1, rank: int = 
         per_device_eval_batch_size=2, train_sampling_strategy="sequential", dataloader_pin_memory=False,
     )  # fmt: skip
     measured = AcceptanceCallback(rows=None, generate_every=1, prompts=1, prompt_tokens=6, new_tokens=4)
-    strategy = TrainingStrategy(shard_backbone=way == "shard")
-    trainer = MTPTrainer(
-        drafter, arguments, train_dataset=rows, eval_dataset=rows[:5], strategy=strategy, callbacks=[measured]
-    )
+    given = {"train_dataset": rows, "eval_dataset": rows[:5], "callbacks": [measured]}
+    if isinstance(drafter, PTPForCausalLM | PTPStudent):
+        tasks.RandomDraws = lambda _: Places()  # what a step draws must not depend on the rank
+        options = PTPOptions(completions=3, loss="kl", greedy_share=0.4)
+        whole = drafter.whole if drafter.is_apart else drafter
+        trainer = PTPTrainer(whole, arguments, options=options, shard_backbone=way == "shard", **given)
+    else:
+        strategy = TrainingStrategy(shard_backbone=way == "shard")
+        trainer = MTPTrainer(drafter, arguments, strategy=strategy, **given)
     trainer.train()
     trainer.save_model(str(folder / f"{name} saved"))
     texts, ids = [], torch.arange(70, 80)[None].repeat(2, 1)

@@ -7,11 +7,12 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tests.programs import Program
+from tests.ptp_models import student
 from tests.training import shared_client
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama, modules
 from tokenahead import MTPHeads
-from tokenahead.training import TrainingStrategy
+from tokenahead.training import PTPTrainer, TrainingStrategy
 from tokenahead.training.preparation import prepare
 
 
@@ -71,6 +72,13 @@ def test_a_backbone_that_is_the_drafters_own_is_not_sharded_apart():
     ):
         with pytest.raises(ValueError, match="shard_backbone=True.*FSDP2"):
             prepare(drafter, strategy)
+
+
+def test_slots_are_trained_on_a_frozen_backbone_that_is_whole_at_first(tmp_path):
+    model = student()
+    model.train_only("all")
+    with pytest.raises(ValueError, match="shard_backbone=True.*frozen"):
+        PTPTrainer(model, shard_backbone=True)
 
 
 def test_one_process_has_the_whole_backbone(tmp_path):

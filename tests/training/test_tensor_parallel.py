@@ -9,10 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import AllReduceParallel
 
+from tests.ptp_models import CONFIGS, VOCABULARY, backbone
 from tests.training.test_evaluation_loss import llama
 from tokenahead import AssistantDrafter, DeepSeekMTP, EagleHead, MTPHeads, PTPForCausalLM, PTPStudent
+from tokenahead.generation.tensors.shared_models import LayerDivision
 from tokenahead.modeling.deepseek import retrofit
 from tokenahead.training import MTPTrainer, MuToRTrainer, TrainingStrategy, cache_features, regenerate
 from tokenahead.training.processes import Processes
@@ -29,11 +33,10 @@ FAMILIES = {
     "eagle1": lambda backbone: EagleHead.from_backbone(backbone, version=1),
     "eagle3": lambda backbone: EagleHead.from_backbone(backbone, aux_layers=[1, 2, 3]),
     "eagle3_part": lambda backbone: EagleHead.from_backbone(backbone, aux_layers=[1, 2, 3], **PART),
+    "student": lambda backbone: PTPStudent.from_backbone(backbone, num_slots=2, lora_rank=2),
 }
 REFUSED = {
     "draft_layers": lambda backbone: MTPHeads.from_backbone(backbone, draft_layers=1),
-    "PTPForCausalLM": PTPForCausalLM.from_backbone,
-    "student": PTPStudent.from_backbone,
     "layers=2": AssistantDrafter.from_backbone,
 }
 
@@ -52,8 +55,8 @@ def divided(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:  # which accelerate must not see
             for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
                 patch.setenv(name, value)
-            backbone = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto")
-        yield backbone
+            model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))
+        yield model
     finally:
         torch.distributed.destroy_process_group()
 
@@ -72,8 +75,30 @@ def test_a_drafter_is_made_and_drafts(name, divided):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_drafter_that_reads_layers_is_refused(name, divided):
-    with pytest.raises(ValueError, match=f"{name if name != 'student' else 'PTP'}.*tensor parallel.*tp_size=2"):
+    with pytest.raises(ValueError, match=f"{name}.*tensor parallel.*tp_size=2"):
         REFUSED[name](divided)
+
+
+def test_slots_of_a_model_with_norms_of_heads(divided, tmp_path):
+    config = CONFIGS["qwen3"]()
+    config.num_key_value_heads = 2
+    backbone(config).save_pretrained(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        base = Qwen3ForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig(tp_plan="auto"))
+    model = PTPForCausalLM.from_backbone(base, num_slots=2, lora_rank=2)
+    layer = model.backbone.model.layers[0].self_attn
+    shapes = {name: tuple(part.shape) for name, part in layer.named_parameters() if "lora" in name}
+    assert shapes["q_proj.lora_B.default.weight"] == (16, 2) and shapes["o_proj.lora_A.default.weight"] == (2, 16)
+    assert model.generate(IDS % VOCABULARY, max_new_tokens=4, do_sample=False).shape[1] <= 14
+    assert "distributed_config" not in model.config.backbone_config.to_dict()
+
+
+def test_layers_whose_gradients_are_partial_take_no_adapters(divided):
+    layer = torch.nn.Linear(4, 4)
+    AllReduceParallel().install_forward(layer, init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="AllReduceParallel.*adapters"):
+        LayerDivision.of(layer)
 
 
 @pytest.mark.core
@@ -116,10 +141,10 @@ def test_rows_are_not_divided_among_its_processes(divided, tmp_path):
 
 
 def test_other_ways_of_dividing_are_found(divided):
-    mesh, backbone = init_device_mesh("cpu", (2,)), plain()
-    parallelize_module(backbone, mesh, {"model.layers.*.mlp.up_proj": ColwiseParallel()})
+    mesh, model = init_device_mesh("cpu", (2,)), plain()
+    parallelize_module(model, mesh, {"model.layers.*.mlp.up_proj": ColwiseParallel()})
     with pytest.raises(ValueError, match="tp_size=2"):
-        Processes.of(backbone)
+        Processes.of(model)
     sharded = fully_shard(plain(), mesh=mesh)
     with pytest.raises(ValueError, match="FSDP2 shards"):
         Processes.of(sharded)

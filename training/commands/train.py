@@ -159,8 +159,10 @@ def make_trainer(settings: Settings, trainee: Trainee, callbacks: Sequence[Train
         "peft_config": get_peft_config(settings.model),
     }
     if is_parallel(trainee.model):
-        if settings.drafter.strategy:
-            raise ValueError(f"strategy={settings.drafter.strategy}: a PTPForCausalLM has loss_options instead")
+        strategy = settings.drafter.options("strategy")
+        options["shard_backbone"] = settings.drafter.training_strategy().shard_backbone
+        if strategy.keys() - {"shard_backbone"}:
+            raise ValueError(f"strategy={strategy}: a PTPForCausalLM has loss_options and shard_backbone alone")
         trainer_class, options["options"] = PTPSFTTrainer, ptp_options(settings.drafter)
     else:
         trainer_class = MTPSFTTrainer

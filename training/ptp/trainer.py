@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...configuration.ptp import SAMPLING
-from ...generation.tensors.shared_models import check_whole
+from ...generation.tensors.shared_models import check_whole, shard
 from ...generation.tensors.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
@@ -84,7 +85,8 @@ class UpdateTrainer(BaseTrainer):
             return batches, None
         if self.state.global_step == self._initial_global_step:
             check_ids(batches, self._owner.config.vocab_size)
-        with self._drawing(f"{self.args.seed} {self.state.global_step} {self.args.process_index}"):
+        reader = self.args.process_index // self.get_tp_size()  # processes that divide a model read the same rows
+        with self._drawing(f"{self.args.seed} {self.state.global_step} {reader}"):
             model = cast(nn.Module, self.model_wrapped)
             tasks = [self._task(model, self._prepare_inputs(batch), True) for batch in batches]
         if len(tasks) > 1:
@@ -92,7 +94,7 @@ class UpdateTrainer(BaseTrainer):
                 task.release()
         totals = torch.stack([self._counts(task) for task in tasks]).sum(0)
         if self.args.world_size > 1:
-            totals = cast(Tensor, self.accelerator.reduce(totals, "sum"))
+            totals = cast(Tensor, self.accelerator.reduce(totals, "sum")) / self.get_tp_size()
         if self.state.global_step == 0:
             check_depths(totals[:1], lambda batch: Sequences.of(batch).startable.any()[None], self.get_train_dataloader)
         return [{**batch, TASK: task} for batch, task in zip(batches, tasks)], totals
@@ -114,7 +116,7 @@ class UpdateTrainer(BaseTrainer):
         totals = num_items_in_batch if isinstance(num_items_in_batch, Tensor) else counts
         loss, outputs = self._learn(model, task, totals, counts)
         if num_items_in_batch is not None:
-            loss = loss * self.args.world_size  # ranks average their gradients
+            loss = loss * (self.args.world_size // self.get_tp_size())  # ranks average their gradients
         return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -173,6 +175,7 @@ class PTPTrainer(UpdateTrainer):
         args: `TrainingArguments`.
         options: What to learn, and from what.
         teacher: A teacher other than the model's own backbone, with the same vocabulary.
+        shard_backbone: Divide the layers of the backbone, which is frozen, among processes (`TrainingStrategy`).
         **kwargs: For `Trainer`.
 
     Raises:
@@ -191,10 +194,13 @@ class PTPTrainer(UpdateTrainer):
         *,
         options: PTPOptions | None = None,
         teacher: nn.Module | None = None,
+        shard_backbone: bool = False,
         **kwargs: Any,
     ) -> None:
         self.options = options or PTPOptions()
-        self._owner: PTPForCausalLM = _checked(model, self.options, teacher)
+        self._owner: PTPForCausalLM = _checked(model, self.options, teacher, shard_backbone)
+        if shard_backbone:
+            shard(self._owner.backbone, cast(torch.device, PartialState().device))
         super().__init__(model, _with_rate(args), **kwargs)
         if self.args.neftune_noise_alpha:
             noise = self.args.neftune_noise_alpha
@@ -271,13 +277,18 @@ def _with_rate(args: TrainingArguments | None) -> TrainingArguments:
     return args
 
 
-def _checked(model: nn.Module, options: PTPOptions, teacher: nn.Module | None) -> PTPForCausalLM:
+def _checked(model: nn.Module, options: PTPOptions, teacher: nn.Module | None, shards: bool) -> PTPForCausalLM:
     """Return the model, or refuse options that it cannot learn."""
     if not isinstance(model, PTPForCausalLM):
         hint = "see PTPForCausalLM.from_backbone; of a PTPStudent, give it student.whole"
         raise TypeError(f"PTPTrainer trains a PTPForCausalLM, not {type(model).__name__}: {hint}")
     if teacher is not None:
         check_whole(teacher, "teacher=")
+    if shards and model.trains_backbone:
+        raise ValueError(
+            "shard_backbone=True is for a frozen backbone: call train_only('drafter'), or launch with FSDP2 "
+            "(examples/accelerate/fsdp2.yaml)"
+        )
     variant = model.config.variant
     if options.sequences == "student" and not model.config.reads_uniforms:
         raise ValueError("sequences='student' is for slots that read uniforms; choose 'dataset' for masks")

@@ -146,7 +146,7 @@ def check_whole(model: nn.Module, purpose: str) -> None:
     if (size := tensor_parallel_size(model)) > 1:
         raise ValueError(
             f"{purpose}: tensor parallelism divides the layers of {type(model).__name__} among tp_size={size} "
-            "processes; load it whole, without tp_plan"
+            "processes; load it whole, without distributed_config"
         )
 
 
@@ -165,7 +165,8 @@ def training_size(model: nn.Module, reader: str) -> int | None:
     if size > 1 and (size != world or getattr(model, "_tp_size", None) != size):
         raise ValueError(
             f"a trainer of {reader}: tensor parallelism divides {type(model).__name__} among tp_size={size} of {world} "
-            "processes: load it with tp_plan='auto' over all of them, or whole, with strategy shard_backbone"
+            "processes: load it with distributed_config=DistributedConfig(tp_plan='auto') over all of them, or whole, "
+            "with strategy shard_backbone"
         )
     return size if size > 1 else None
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from tests.ptp_models import Places
 from tests.training.conftest import ragged_rows
@@ -101,8 +102,9 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, names, rank = Path(sys.argv[1]), sys.argv[2:], int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(minutes=3))  # of each collective
+    options = {"distributed_config": DistributedConfig(tp_plan="auto")}
     for name in names:
-        run(name, folder, {"tp_plan": "auto"}, int(os.environ["WORLD_SIZE"]), rank)
+        run(name, folder, options, int(os.environ["WORLD_SIZE"]), rank)
     torch.distributed.barrier()
     os._exit(0)  # without the destructors of gloo's threads
 

@@ -21,6 +21,7 @@ from tokenahead.modeling.deepseek import retrofit
 from tokenahead.training import MTPTrainer, MuToRTrainer, TrainingStrategy, cache_features, regenerate
 from tokenahead.training.processes import Processes
 
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of ways to load that transformers takes away
 IDS = torch.arange(70, 80)[None]
 ROWS = [{"input_ids": IDS[0], "labels": IDS[0]}]
 PART = {"draft_ids": list(range(70, 90))}

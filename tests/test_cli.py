@@ -148,6 +148,12 @@ def test_a_name_that_the_hub_cannot_give(capsys, folder, option):
     assert line.endswith("HF_HUB_OFFLINE is set, and the cache does not hold it")
 
 
+@pytest.mark.parametrize("command", [["generate", "x"], ["doctor"], ["demo"]], ids=lambda words: words[0])
+def test_a_directory_of_heads_that_is_not_there(capsys, folder, command):
+    code, line = error_of(capsys, *command, "--model", folder, "--heads", "./nowhere")
+    assert code == 1 and line.startswith(f"tokenahead {command[0]}: --heads ./nowhere: no such directory")
+
+
 def test_a_hub_that_does_not_answer_is_named(capsys, monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("We couldn't connect to 'https://huggingface.co'")

@@ -85,7 +85,7 @@ def _mode(request: GenerateRequest) -> DecodingMode:
 
 def _method(request: GenerateRequest, model: PreTrainedModel) -> Method:
     if (spec := request.method()) is not None:
-        method = named_method(spec, model, request.named_by)
+        method = named_method(spec, model)
     elif request.plain or not isinstance(model, MTPGenerationMixin):
         method = plain_method(model)
     else:

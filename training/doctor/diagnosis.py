@@ -62,16 +62,19 @@ def diagnose_source(
         OSError: What the Hub cannot give.
     """
     source = spec.partition(":")[2].partition("?")[0] or None
-    found = [*contradictions(source)] if source is not None and drafter_class(source) is EagleHead else []
     try:
         method = named_method(spec, model)
     except ValueError as error:
         if source is None or drafter_class(source) is None:
             raise
-        return Diagnosis([*found, Finding("loading", FAULT, one_line(error))])
+        return Diagnosis([*_by_files(source), Finding("loading", FAULT, one_line(error))])
     options = {key: value for key, value in method.options.items() if key not in ("assistant_model", "use_mtp")}
     rest = diagnose(model, tokenizer, method.drafter, prompts, chats, new_tokens, source, **options)
-    return Diagnosis([*found, *rest.findings], rest.accepted)
+    return Diagnosis([*_by_files(source), *rest.findings], rest.accepted)
+
+
+def _by_files(source: str | None) -> list[Finding]:
+    return [*contradictions(source)] if source is not None and drafter_class(source) is EagleHead else []
 
 
 def diagnose(

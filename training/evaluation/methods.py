@@ -74,29 +74,30 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
     return methods, refused
 
 
-def named_method(spec: str, model: PreTrainedModel, option: str = "--drafter") -> Method:
+def named_method(spec: str, model: PreTrainedModel) -> Method:
     """Return one requested method, of those that draft with this library; see `methods_of`.
 
     Args:
         spec: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`.
         model: The backbone; the drafter is attached to it.
-        option: The argument that names the drafter, for messages.
 
     Raises:
         ValueError: No kind of drafter, or one that does not fit.
         OSError: What neither a directory nor the Hub gives.
     """
+    of_any = spec.startswith("auto:")  # `--heads SOURCE` is short for it
+    option, named = ("--heads", spec.removeprefix("auto:")) if of_any else ("--drafter", spec)
     try:
         name, kind, source, options = (PLAIN, PLAIN, "", {}) if spec == PLAIN else _parsed(spec)
         if kind in _ALONE:  # nobody else uses the backbone
             options["shared"] = False
         method = plain_method(model) if kind == PLAIN else _method(name, kind, model, source, options)
     except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
-        words = one_line(error).replace("--methods", option)
-        words = words if words.startswith("--") else f"{option} {spec}: {words}"
+        words = one_line(error).replace(f"--methods {spec}", f"{option} {named}").replace("--methods", option)
+        words = words if words.startswith("--") else f"{option} {named}: {words}"
         raise (OSError if isinstance(error, OSError) else ValueError)(words) from error
     if method.drafter is None:
-        raise ValueError(f"{option} {spec}: its drafts cannot be watched")
+        raise ValueError(f"{option} {named}: its drafts cannot be watched")
     return method
 
 

@@ -82,10 +82,10 @@ class RecyclingDrafter(LookUpDrafter):
     def start(self, options: DraftOptions) -> RecyclingSession:
         """Return the session of one call."""
         size, device = options.backbone.config.get_text_config().vocab_size, options.prompt.device
-        if self.table is None or len(self.table) != size + 1:
-            with torch.inference_mode(False):  # later calls may be in another mode
+        with torch.inference_mode(False):  # later calls may be in another mode
+            if self.table is None or len(self.table) != size + 1:
                 self.table = torch.arange(min(self.top_k, size)).repeat(size + 1, 1)  # [V + 1, k]; the last is unread
-        self.table = self.table.to(device)
+            self.table = self.table.to(device)
         return RecyclingSession(options, self.table)
 
     def forget(self) -> None:

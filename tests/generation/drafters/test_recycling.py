@@ -71,7 +71,8 @@ def test_a_table_lasts_until_it_is_forgotten():
         options = OPTIONS | {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
         return model.generate(prompt, assistant_model=drafter, **options).speculation.drafts
 
-    fresh = drafts()
+    with torch.inference_mode():  # other calls need not be in it
+        fresh = drafts()
     known, restore, copied = drafter.table.clone(), drafter.restore_point(), copy.deepcopy(drafter)
     assert drafts() != fresh and not drafter.table.equal(known) and copied.table.equal(known)
     restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -186,6 +187,12 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
         if self.args.device.type == "cpu" and getattr(self.model, "tp_size", None) and not self.args.parallelism_config:
             self.args.parallelism_config = CpuParallelism()  # which gets its sizes from the model
         super().create_accelerator_and_postprocess()
+        started, found = int(os.environ.get("WORLD_SIZE", 1)), self.accelerator.num_processes
+        if started > found:
+            raise ValueError(
+                f"WORLD_SIZE={started} processes were started, and accelerate joins {found}: each would train alone "
+                "in the same directory. Without accelerators, pass use_cpu=True, and no FSDP in accelerate's config"
+            )
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         policy = None if plugin is None else plugin.mixed_precision_policy
         if isinstance(policy, MixedPrecisionPolicy):

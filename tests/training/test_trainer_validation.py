@@ -112,3 +112,12 @@ def test_weights_in_bfloat16_that_learn_are_warned_of(dtype, tmp_path, monkeypat
     heads = MTPHeads.from_backbone(ptp_models.backbone().to(torch.bfloat16), window=3).to(dtype)
     MTPTrainer(heads, quiet(tmp_path, MTPTrainer), train_dataset=Dataset.from_dict({"input_ids": [[3, 4, 5, 6]]}))
     assert len(said) == (dtype is torch.bfloat16) and all("learns in bfloat16" in each for each in said)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_that_accelerate_does_not_join_are_refused(kind, tmp_path, monkeypatch):
+    config = quiet(tmp_path, kind)
+    assert config.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2.*use_cpu=True"):
+        kind(small_model(), config, train_dataset=text(), processing_class=EvaByteTokenizer())

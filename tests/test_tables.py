@@ -38,7 +38,13 @@ HELD = {
     "README.md": ["drafter | training"],
     "docs/benchmarks.md": ["decoding | method", "category"],
     "docs/box.md": ["decoding | head"],
-    "docs/circuits.md": ["head | context", "head, context 3", "width, rank | decoding", "rank | tokens per call"],
+    "docs/circuits.md": [
+        "head | context",
+        "head, context 3",
+        "drafter | steps",
+        "width, rank | decoding",
+        "rank | tokens per call",
+    ],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
     "docs/methods/block.md": ["law | seeds"],
     "docs/methods/ptp.md": ["two tokens"],
@@ -300,6 +306,17 @@ def test_what_a_fine_tuned_backbone_implies_against_heads():
 def test_paths_in_star_graphs():
     _, rows = star_graph.table(read(ROOT / "docs" / "results" / "star_graph.json"))
     assert table("docs/strategies.md", "loss", "seed") == rows
+
+
+def test_contexts_on_tokens():
+    runs = {run["drafter"]: run for run in read(ROOT / "docs" / "results" / "smollm2_contexts.json")["runs"]}
+    shown = table("docs/circuits.md", "drafter", "steps")
+    assert len(shown) == len(runs)
+    for name, *cells in shown:
+        run = runs["eagle1" if name == "EAGLE-1" else name.lower().replace(", context ", "-")]
+        calls, error = run["expected_tokens_per_call"], run["expected_standard_error"]
+        figures = [f"{run['expected_by_position'][0]:.3f}", f"{calls:.3f} ± {error:.3f}"]
+        assert cells == [str(run["steps"]), f"{run['parameters'] / 1e6:.1f} M", *figures]
 
 
 def test_contexts_on_the_box():

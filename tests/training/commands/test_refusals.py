@@ -82,6 +82,7 @@ WRONG = {
     "half a completion": (
         {"drafter": "parallel", "loss_options": {"completions": 2.5}}, "loss_options: argument --completions"
     ),
+    "a strategy of slots": ({"drafter": "parallel", "strategy": {"train": "all"}}, "shard_backbone alone"),
     "a file that is not there": ({"dataset_name": "nofile.jsonl"}, "dataset_name=nofile.jsonl"),
     "a column that is missing": ({"dataset_text_field": "body"}, "'body'"),
 }  # fmt: skip

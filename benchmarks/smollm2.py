@@ -110,7 +110,8 @@ def own_answers(arguments: argparse.Namespace) -> list[tuple[torch.Tensor, int]]
 def train(arguments: argparse.Namespace, model: PreTrainedModel) -> None:
     """Train a head for some minutes, on features that are computed once."""
     torch.manual_seed(arguments.seed)
-    texts = read_answers(arguments.answers, 512)[: arguments.rows] if arguments.answers else own_answers(arguments)
+    texts = read_answers(arguments.answers, 512) if arguments.answers else own_answers(arguments)
+    texts = texts[: arguments.rows]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     draft_ids = frequent_tokens((ids[prompt:].tolist() for ids, prompt in texts), arguments.draft_tokens, tokenizer)
     learner = KINDS.get(arguments.kind, heads)(model, draft_ids, arguments)
@@ -164,7 +165,7 @@ def add_training(step: argparse.ArgumentParser) -> None:
     step.add_argument("--start", help="directory of a head to go on with")
     step.add_argument("--also", type=Path, nargs="+", default=[], help="folders with answers, beyond those of --folder")
     step.add_argument("--answers", type=Path, help="ids, lengths and prompts of answers, .npz, in place of --folder's")
-    step.add_argument("--rows", type=int, help="answers of that file that are learned, from its beginning")
+    step.add_argument("--rows", type=int, help="answers that are learned, from the first on; all by default")
     step.add_argument("--seed", type=int, default=0)
 
 

@@ -1,4 +1,4 @@
-"""Programs that tests start: none outlives its time, nor do the processes that it starts."""
+"""Programs that tests start: one that hangs is ended, and what it printed is said."""
 
 import os
 import signal

@@ -103,11 +103,6 @@ class NamesDrafter:
         """Return what drafts, as a method of `tokenahead bench`."""
         return f"auto:{self.heads}" if self.heads else self.drafter
 
-    @property
-    def named_by(self) -> str:
-        """The option that names the drafter."""
-        return "--heads" if self.heads else "--drafter"
-
 
 @dataclass(frozen=True)
 class DemoRequest(NamesDrafter):
@@ -183,7 +178,7 @@ class GenerateRequest(NamesDrafter):
 
     def __post_init__(self) -> None:
         if self.plain and self.method():
-            raise ValueError(f"argument --plain: not allowed with argument {self.named_by}")
+            raise ValueError(f"argument --plain: not allowed with argument {'--heads' if self.heads else '--drafter'}")
 
 
 @dataclass(frozen=True)

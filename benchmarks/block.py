@@ -199,7 +199,8 @@ def main() -> None:
     data: dict[str, Any] = {"draft_ids": draft_ids, "texts": held_out[: arguments.texts]}
     for part, texts in (("train", learned), ("held out", held_out[: 2 * arguments.texts])):
         rows = [row_of(*text) for text in texts]
-        stored = cache_features(of_states, rows, arguments.folder / f"states of {part}", "bfloat16")
+        with torch.autocast("cpu", torch.bfloat16, enabled=arguments.bfloat16 and arguments.device == "cpu"):
+            stored = cache_features(of_states, rows, arguments.folder / f"states of {part}", "bfloat16")
         data[part] = stored if arguments.device == "cpu" else HeldRows(stored, arguments.device)
     for seed in arguments.seed:
         for name in arguments.laws:

@@ -35,6 +35,7 @@ from tokenahead import (
     EagleHead,
     EvaByteConfig,
     EvaByteForMTPC,
+    LookaheadDrafter,
     MTPHeads,
     NgramDrafter,
     PTPForCausalLM,
@@ -150,12 +151,14 @@ def blocks() -> Ways:
 
 
 def ngrams() -> Ways:
-    """Look-ups in the text, as chains and as trees, and of recycled candidates."""
+    """Look-ups in the text, as chains and as trees, of recycled candidates, and lookahead."""
     for branches in (1, 3):
         model = backbone()
         yield f"n-gram, {branches} branches", model, {"assistant_model": NgramDrafter(branches=branches).attach(model)}
     model = backbone()
     yield "recycled candidates", model, {"assistant_model": RecyclingDrafter(total_tokens=16).attach(model)}
+    model = backbone()
+    yield "lookahead", model, {"assistant_model": LookaheadDrafter(3, 4, 2).attach(model)}
 
 
 def assistants() -> Ways:

@@ -20,6 +20,7 @@ def test_public_names_are_pinned():
         "EvaByteTokenizer",
         "GenerateSpeculativeOutput",
         "GrammarConstraint",
+        "LookaheadDrafter",
         "MTPHeadConfig",
         "MTPHeads",
         "NgramDrafter",

@@ -9,7 +9,16 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.every_model import llama
-from tokenahead import EagleHead, MTPHeads, NgramDrafter, PTPStudent, RecyclingDrafter, SuffixDrafter, cli
+from tokenahead import (
+    EagleHead,
+    LookaheadDrafter,
+    MTPHeads,
+    NgramDrafter,
+    PTPStudent,
+    RecyclingDrafter,
+    SuffixDrafter,
+    cli,
+)
 from tokenahead.model_cards.push import hide_local_names
 from tokenahead.training import web as web_module
 
@@ -90,11 +99,12 @@ class Interrupting(LogitsProcessor):
         lambda base: NgramDrafter().attach(base),
         lambda base: SuffixDrafter().attach(base),
         lambda base: RecyclingDrafter().attach(base),
+        lambda base: LookaheadDrafter().attach(base),
         lambda base: MTPHeads.from_backbone(base, window=4),
         lambda base: EagleHead.from_backbone(base, version=1),
         lambda base: PTPStudent.from_backbone(base, num_slots=3, lora_rank=2),
     ],
-    ids=["ngram", "suffix", "recycling", "heads", "eagle", "slots"],
+    ids=["ngram", "suffix", "recycling", "lookahead", "heads", "eagle", "slots"],
 )
 def test_an_error_in_a_call_leaves_everything_as_it_was(make, error):
     base = llama()

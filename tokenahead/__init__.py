@@ -45,6 +45,7 @@ from .generation import GenerateSpeculativeOutput, Speculation
 from .generation.assistant.drafter import AssistantDrafter
 from .generation.call.grammar import GrammarConstraint
 from .generation.lookups.cascade import DrafterCascade
+from .generation.lookups.lookahead import LookaheadDrafter
 from .generation.lookups.ngram import NgramDrafter
 from .generation.lookups.recycling import RecyclingDrafter
 from .generation.lookups.suffix import SuffixDrafter
@@ -101,6 +102,7 @@ __all__ = [
     "EvaByteTokenizer",
     "GenerateSpeculativeOutput",
     "GrammarConstraint",
+    "LookaheadDrafter",
     "MTPHeadConfig",
     "MTPHeads",
     "NgramDrafter",

@@ -18,9 +18,10 @@ NAME = "directory, or name on the Hub (owner/name)"
 OF_WEIGHTS: dict[str, Any] = {"choices": _DTYPES, "help": "of the weights (auto: the checkpoint's)"}
 _KEEPS = "; as the card there says if left out"
 _METHODS = (
-    "of plain, own, ngram, suffix[:SOURCE], recycling, assistant:SOURCE, heads:SOURCE, eagle:SOURCE, block:SOURCE, "
-    "student:SOURCE, auto:SOURCE, cascade:SOURCE, transformers:prompt_lookup, transformers:assistant:SOURCE, "
-    "transformers:use_mtp; NAME= before one names its row, and ?OPTION=VALUE&... after it are options of generate"
+    "of plain, own, ngram, suffix[:SOURCE], recycling, lookahead, assistant:SOURCE, heads:SOURCE, eagle:SOURCE, "
+    "block:SOURCE, student:SOURCE, auto:SOURCE, cascade:SOURCE, transformers:prompt_lookup, "
+    "transformers:assistant:SOURCE, transformers:use_mtp; NAME= before one names its row, and ?OPTION=VALUE&... after "
+    "it are options of generate"
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -14,15 +13,14 @@ from ..backbone.backbones import takes_dense_masks
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
 from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
-from ..tensors.masks import cached_arange
 from ..trees.building import choices_from_accuracies, ranked_tree
-from .base import LookUpDrafter
+from .base import TableDrafter, write_newest
 
 _FIRST, _FALL = 0.6, 1.3
 """How often the first candidate of a token is right, and the power of its rank that the others' share falls with."""
 
 
-class RecyclingDrafter(LookUpDrafter):
+class RecyclingDrafter(TableDrafter):
     """Drafts the candidates that the backbone itself had for the tokens of a path, without a model or a search in text.
 
     A table holds the `top_k` most likely next tokens for every token, by the logits of the last position that was
@@ -47,8 +45,6 @@ class RecyclingDrafter(LookUpDrafter):
         >>> out = model.generate(**inputs, assistant_model=drafter)
         >>> drafter.forget()
     """
-
-    table: Tensor | None = None
 
     def __init__(self, top_k: int = 8, num_tokens: int = 6, total_tokens: int = 81) -> None:
         least = {"top_k": (top_k, 1), "num_tokens": (num_tokens, 1), "total_tokens": (total_tokens, 2)}
@@ -79,30 +75,13 @@ class RecyclingDrafter(LookUpDrafter):
             raise ValueError(f"draft_tree={tree['choices']!r}: ranks must be below top_k={self.top_k}")
         return prepared
 
+    def first_entry(self, vocabulary: int) -> Tensor:
+        """Return the first tokens, [k] int64."""
+        return torch.arange(min(self.top_k, vocabulary))
+
     def start(self, options: DraftOptions) -> RecyclingSession:
         """Return the session of one call."""
-        size, device = options.backbone.config.get_text_config().vocab_size, options.prompt.device
-        with torch.inference_mode(False):  # later calls may be in another mode
-            if self.table is None or len(self.table) != size + 1:
-                self.table = torch.arange(min(self.top_k, size)).repeat(size + 1, 1)  # [V + 1, k]; the last is unread
-            self.table = self.table.to(device)
-        return RecyclingSession(options, self.table)
-
-    def forget(self) -> None:
-        """Forget all candidates, in place: recorded cycles read the same table."""
-        if self.table is not None:
-            self.table.copy_(cached_arange(self.table.shape[1], self.table.device))
-
-    def restore_point(self) -> Callable[[], None]:
-        """Return a function by which the drafter forgets the candidates that it has read since."""
-        known = None if self.table is None else self.table.clone()
-
-        def restore() -> None:
-            self.forget()
-            if self.table is not None and known is not None and known.shape == self.table.shape:
-                self.table.copy_(known)
-
-        return restore
+        return RecyclingSession(options, self.table_of(options))
 
 
 @cache
@@ -150,6 +129,4 @@ class RecyclingSession(DraftSession):
         unread = len(self.table) - 1
         rows = torch.where(self.view.new_tokens.on_device[:, None] > 0, block, unread).flatten()  # [N]
         candidates = logits[..., :unread].topk(self.table.shape[1]).indices.flatten(0, 1)  # [N, k]
-        order = cached_arange(len(rows), rows.device)
-        newest = torch.zeros_like(self.table[:, 0]).scatter_reduce_(0, rows, order, "amax")  # [V + 1]
-        self.table[rows] = candidates[newest[rows]]
+        write_newest(self.table, rows, candidates)

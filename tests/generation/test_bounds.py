@@ -11,7 +11,16 @@ from transformers import GenerationConfig
 
 from tests.every_model import llama
 from tests.ptp_models import student
-from tokenahead import DrafterCascade, EagleHead, MTPHeads, NgramDrafter, PTPStudent, RecyclingDrafter, SuffixDrafter
+from tokenahead import (
+    DrafterCascade,
+    EagleHead,
+    LookaheadDrafter,
+    MTPHeads,
+    NgramDrafter,
+    PTPStudent,
+    RecyclingDrafter,
+    SuffixDrafter,
+)
 from tokenahead.generation.call.options import CallOptions
 from tokenahead.generation.trees.building import ranked_tree
 
@@ -22,6 +31,7 @@ DRAFTERS = {
     "branches": lambda base: NgramDrafter(num_tokens=10**9, branches=10**9).attach(base),
     "suffix": lambda base: SuffixDrafter().attach(base),
     "recycling": lambda base: RecyclingDrafter().attach(base),
+    "lookahead": lambda base: LookaheadDrafter().attach(base),
     "heads": lambda base: MTPHeads.from_backbone(base, window=4),
     "eagle 1": lambda base: EagleHead.from_backbone(base, version=1),
     "eagle 3": lambda base: EagleHead.from_backbone(base, draft_length=10**9),

@@ -26,6 +26,7 @@ from tokenahead import (
     DrafterCascade,
     EagleHead,
     EvaByteTokenizer,
+    LookaheadDrafter,
     MTPHeads,
     NgramDrafter,
     PTPStudent,
@@ -283,6 +284,9 @@ _MAKE: dict[str, Callable[[], Entry]] = {
     ),
     "recycling-qwen3": lambda: _attached(
         "recycling-qwen3", random_backbone("qwen3"), RecyclingDrafter(4, num_tokens=4, total_tokens=16), tree=HEADS_TREE
+    ),
+    "lookahead-mistral": lambda: _attached(
+        "lookahead-mistral", random_backbone("mistral"), LookaheadDrafter(3, 3, 3), tree=None
     ),
     "cascade-qwen3": look_ups_before_heads,
     "translation-llama": translation,

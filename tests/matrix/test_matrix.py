@@ -121,6 +121,10 @@ class TestRecycling(LookUpConformance):
     name = "recycling-qwen3"
 
 
+class TestLookahead(LookUpConformance):
+    name = "lookahead-mistral"
+
+
 class TestCascade(LookUpConformance):
     name = "cascade-qwen3"
 

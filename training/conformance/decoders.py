@@ -14,6 +14,7 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrai
 
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import AttachableDrafter
+from ...generation.lookups.lookahead import LookaheadDrafter
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
@@ -139,6 +140,7 @@ DECODERS: dict[str, Decoder] = {
     "ngram": drafted_by(lambda model: NgramDrafter()),
     "suffix": drafted_by(lambda model: SuffixDrafter()),
     "recycling": drafted_by(lambda model: RecyclingDrafter()),
+    "lookahead": drafted_by(lambda model: LookaheadDrafter(5, 4, 4)),
     "assistant": drafted_by(lambda model: AssistantDrafter(_assistant(model))),
     "assistant, by token": drafted_by(lambda model: AssistantDrafter(_assistant(model)), verification="token"),
     "heads": drafted_by(lambda model: _shaken(MTPHeads.from_backbone(model, unembedding="own"))),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ...generation.assistant.drafter import AssistantDrafter
 from ...generation.attach import AttachableDrafter, MTPGenerationMixin
 from ...generation.lookups.cascade import DrafterCascade
+from ...generation.lookups.lookahead import LookaheadDrafter
 from ...generation.lookups.ngram import NgramDrafter
 from ...generation.lookups.recycling import RecyclingDrafter
 from ...generation.lookups.suffix import SuffixDrafter
@@ -46,9 +47,9 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
 
     Args:
         specs: `[NAME=]KIND[:SOURCE][?OPTION=VALUE&...]`, with options of `generate`. Kinds: `plain`, `own` (a model
-            that drafts for itself), `ngram`, `suffix[:SOURCE]`, `recycling`, `assistant:SOURCE`, `heads:SOURCE`,
-            `eagle:SOURCE`, `block:SOURCE`, `student:SOURCE`, `auto:SOURCE` (any of these four, in any layout),
-            `cascade:SOURCE` (suffixes, and such heads where these are not sure), `transformers:prompt_lookup`,
+            that drafts for itself), `ngram`, `suffix[:SOURCE]`, `recycling`, `lookahead`, `assistant:SOURCE`,
+            `heads:SOURCE`, `eagle:SOURCE`, `block:SOURCE`, `student:SOURCE`, `auto:SOURCE` (any of these, in any
+            layout), `cascade:SOURCE` (suffixes, and such heads where these are not sure), `transformers:prompt_lookup`,
             `transformers:assistant:SOURCE`, `transformers:use_mtp`.
         model: The backbone; drafters are attached to it.
 
@@ -156,6 +157,11 @@ def _suffix(model: PreTrainedModel, source: str, options: Kwargs) -> SuffixDraft
     return (SuffixDrafter.from_pretrained(source) if source else SuffixDrafter()).attach(model)
 
 
+def _lookahead(model: PreTrainedModel, source: str, options: Kwargs) -> LookaheadDrafter:
+    own = {name: options.pop(name) for name in ("window", "ngram_size", "candidates") if name in options}
+    return LookaheadDrafter(**own).attach(model)
+
+
 def _cascade(model: PreTrainedModel, source: str, options: Kwargs) -> DrafterCascade:
     own = {name: options.pop(name) for name in ("least", "joins") if name in options}
     last = load_drafter(source, model, "--methods", shared=True)
@@ -170,6 +176,7 @@ _DRAFTERS: dict[str, Callable[..., Any]] = {
     "ngram": lambda model, source, options: NgramDrafter(branches=options.pop("branches", 1)).attach(model),
     "suffix": _suffix,
     "recycling": lambda model, source, options: RecyclingDrafter().attach(model),
+    "lookahead": _lookahead,
     "assistant": _assistant,
     "auto": _trained(None),
     "heads": _trained("heads"),

@@ -17,6 +17,7 @@ from tokenahead import (
     DeepSeekMTP,
     DrafterCascade,
     EagleHead,
+    LookaheadDrafter,
     MTPHeads,
     NgramDrafter,
     PTPForCausalLM,
@@ -89,6 +90,7 @@ LOOK_UPS: dict[str, tuple[Callable[[], object], dict[str, object]]] = {
     "suffixes, branches": (lambda: SuffixDrafter().attach(model_of()), {"draft_tree": {"top_k": 2, "total_tokens": 8}}),
     "recycled": (lambda: RecyclingDrafter(top_k=3, num_tokens=4, total_tokens=12).attach(model_of()), {}),
     "recycled, chain": (lambda: RecyclingDrafter().attach(model_of()), {"draft_tree": {"depth": 3, "top_k": 1}}),
+    "lookahead": (lambda: LookaheadDrafter(3, 3, 2).attach(model_of()), {}),
     "suffixes and EAGLE": (lambda: DrafterCascade([SuffixDrafter(), trained_eagle(1)]).attach(model_of()), {}),
 }
 """Drafters whose blocks are wider where shapes are fixed, so that a seed gives another text."""
@@ -186,7 +188,7 @@ def test_ends_and_processors_are_on_the_device(name, asked, monkeypatch):
     assert graphs.replayed["cycle"] and not graphs.reasons
     if asked == "greedy":
         eager, _ = decoded(drafter, batch, **call, eos_token_id=ends)
-        is_chain = "draft_tree" not in options and name not in ("slots", "n-grams, branches", "recycled")
+        is_chain = "draft_tree" not in options and name not in ("slots", "n-grams, branches", "recycled", "lookahead")
         assert fixed[0] == eager[0] and (fixed == eager or not is_chain)  # near the limit, other trees are smaller
 
 
@@ -205,7 +207,9 @@ def test_the_host_may_stand_between_draft_and_verification(name, fake):
     assert graphs.replayed["forward"] > 2 and graphs.reasons == {"cycle": "nothing, which the host calls"}
 
 
-@pytest.mark.parametrize("name", ["n-grams", "n-grams, branches", "suffixes", "recycled", "EAGLE-1 chain", "slots"])
+@pytest.mark.parametrize(
+    "name", ["n-grams", "n-grams, branches", "suffixes", "recycled", "lookahead", "EAGLE-1 chain", "slots"]
+)
 def test_sampled_texts_of_recorded_cycles_have_the_distribution_of_the_model(name, monkeypatch):
     monkeypatch.setitem(graphs_module.GRAPHS, "cpu", BlindGraph)
     make, options = (RECORDED | LOOK_UPS)[name]

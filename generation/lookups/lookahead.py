@@ -1,0 +1,187 @@
+"""Lookahead decoding: guesses of the text ahead that the backbone corrects in every call, and the n-grams they pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..backbone.backbones import takes_dense_masks
+from ..call.options import CallOptions, DraftOptions
+from ..call.sequences import Sequences
+from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
+from ..tensors.masks import cached_arange, made_once
+from .base import TableDrafter, write_newest
+
+
+class LookaheadDrafter(TableDrafter):
+    """Drafts n-grams that the backbone itself has made while it decoded, without a model or text that repeats itself.
+
+    Every block carries a window of guesses: `window` places ahead, and behind each of them the tokens that the last
+    `ngram_size` - 1 cycles had there (Jacobi iterations). The backbone's own next tokens behind them are the next
+    guesses, and with each place an n-gram is complete: a table keeps the `candidates` newest n-grams of every first
+    token, and those of the last token are verified in the same block (Lookahead decoding, Fu et al. 2024). Guesses are
+    deterministic given the text before them, so that sampling stays exact. The table is shared by all sequences, and
+    by all calls until `forget`. Where the backbone takes no trees, the guesses alone are drafted, as a chain (Jacobi
+    decoding).
+
+    As look-ups do that remember text, drafts tell a user what others have sent: give each his own drafter where they
+    must not.
+
+    Args:
+        window: Places ahead, W.
+        ngram_size: Tokens of an n-gram with its first one, N.
+        candidates: N-grams that are kept for every first token, and verified, G.
+
+    Raises:
+        ValueError: A value out of range.
+
+    Example:
+        >>> drafter = LookaheadDrafter().attach(model)
+        >>> out = model.generate(**inputs, assistant_model=drafter)
+        >>> drafter.forget()
+    """
+
+    def __init__(self, window: int = 15, ngram_size: int = 5, candidates: int = 15) -> None:
+        least = {"window": (window, 1), "ngram_size": (ngram_size, 2), "candidates": (candidates, 1)}
+        for name, (value, smallest) in least.items():
+            if type(value) is not int or value < smallest:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {smallest}")
+        self.window, self.ngram_size, self.candidates = window, ngram_size, candidates
+        self.num_tokens = window + ngram_size - 2
+
+    def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
+        """See `BaseDrafter`; its tree is its own.
+
+        Raises:
+            ValueError: Another `draft_tree`.
+        """
+        levels, window = self.sizes(options.num_assistant_tokens or self.num_tokens)
+        nodes = levels * (self.candidates + window)
+        tree = {"depth": levels + window - 2, "top_k": self.candidates + 1, "total_tokens": nodes + 1}
+        if options.draft_tree not in (None, tree):
+            own = "window, ngram_size and candidates"
+            raise ValueError(f"draft_tree={options.draft_tree!r}: {type(self).__name__} makes its trees of its {own}")
+        if takes_dense_masks(self.backbone):
+            options = replace(options, draft_tree=tree)
+        return super().prepare_call(options, config)
+
+    def sizes(self, longest: int) -> tuple[int, int]:
+        """Return the tokens of an n-gram behind its first one, and the places of the window, for paths of a length."""
+        levels = min(self.ngram_size - 1, longest)
+        return levels, min(self.window, longest - levels + 1)
+
+    def first_entry(self, vocabulary: int) -> Tensor:
+        """Return n-grams of one token each, [G, N - 1] int64."""
+        return (torch.arange(self.candidates) % vocabulary)[:, None].repeat(1, self.ngram_size - 1)
+
+    def start(self, options: DraftOptions) -> LookaheadSession:
+        """Return the session of one call."""
+        return LookaheadSession(options, self)
+
+
+class LookaheadSession(DraftSession):
+    """The drafts of one call; see `LookaheadDrafter`. L = N - 1 levels of guesses behind every place of the window.
+
+    The block is b, the candidates [G, L], the first guesses [W], a chain, and the L - 1 further ones behind each.
+    """
+
+    takes_fixed = True
+    guesses: Tensor
+    """[B, L, W] int64; level l of place i follows level l - 1 of it, and level 0 that of place i - 1."""
+
+    def __init__(self, options: DraftOptions, drafter: LookaheadDrafter) -> None:
+        self.options = options
+        self.levels, self.places = drafter.sizes(options.num_tokens)
+        self.table = drafter.table_of(options)[..., : self.levels]  # [V + 1, G, L]
+        self.num_tokens = self.levels + self.places - 1
+
+    def begin(self, outputs: object, view: CacheView) -> None:
+        """Begin with guesses from the prompt; without trees, with one level of them, and no candidates."""
+        self.view = view
+        if not (view.takes_trees and self.options.draft_tree):
+            self.levels, self.places, self.table = 1, self.num_tokens, self.table[:, :0, :1]
+        prompt, count = self.options.prompt, self.levels * self.places
+        spread = (cached_arange(count, prompt.device) * 7 + 1) % prompt.shape[1]
+        self._keep(prompt[:, spread].unflatten(1, (self.levels, self.places)))
+
+    def propose(self, tokens: Sequences, length: int) -> DraftTree:
+        """See `DraftSession`; where less than the longest path is requested, candidates alone, or first guesses."""
+        if length < 1:
+            return DraftTree.chain(tokens.ids[:, :0])
+        if not self.table.shape[1]:
+            return DraftTree.chain(self.guesses[:, 0, :length])
+        grams = self._allowed(self.table[tokens.last()][..., :length], tokens)  # [B, G, l]
+        parents, nodes = _merged(grams), grams.flatten(1)  # [B, G l] each
+        if length < self.num_tokens:
+            return DraftTree(nodes, parents, depth=grams.shape[2])
+        behind = self.guesses[:, 1:].transpose(1, 2).flatten(1)  # [B, W (L - 1)]
+        window = _window_parents(self.levels, self.places, parents.shape[1], nodes.device).expand(len(nodes), -1)
+        nodes = torch.cat([nodes, self.guesses[:, 0], behind], 1)  # [B, m]
+        parents = torch.cat([parents, window], 1)
+        return DraftTree(nodes, parents, depth=self.num_tokens)
+
+    def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
+        """Note an n-gram for every place, and move the window behind what was added."""
+        if outputs.block is None or outputs.block[0].shape[1] != 1 + self.levels * (self.table.shape[1] + self.places):
+            return
+        added, unread = self.view.new_tokens.on_device, len(self.table) - 1
+        ends = _window_ends(self.levels, self.places, added.device) - self.levels * self.places
+        new = outputs.block[1][:, ends, :unread].argmax(-1)  # [B, W]
+        grown = torch.cat([self.guesses[:, 1:], new[:, None]], 1)  # [B, L, W], behind each first guess
+        if self.table.shape[1]:
+            first = torch.where(added[:, None] > 0, self.guesses[:, 0], unread).flatten()  # [B W]
+            self._note(first, grown.transpose(1, 2).flatten(0, 1))
+        shift = cached_arange(self.places, added.device) + (added[:, None] - 1).clamp(min=0)  # [B, W]
+        self._keep(grown.gather(2, (shift % self.places)[:, None].expand_as(grown)))
+
+    def _keep(self, guesses: Tensor) -> None:
+        self.guesses = self.view.held("lookahead.guesses", guesses)
+
+    def _allowed(self, grams: Tensor, tokens: Sequences) -> Tensor:
+        """Return n-grams [B, G, l], those first whose first token the constraints allow."""
+        if (masks := self.options.masks(tokens, is_warped=False)) is None:
+            return grams
+        allowed = masks.allowed((len(grams), len(self.table) - 1), grams.device).gather(1, grams[..., 0])  # [B, G]
+        order = (~allowed).sort(stable=True).indices
+        return grams.gather(1, order[..., None].expand_as(grams))
+
+    def _note(self, first: Tensor, grams: Tensor) -> None:
+        """Put n-grams [n, L] in front of those of their first tokens [n]; one that is there already moves there."""
+        known = self.table[first]  # [n, G, L]
+        newer = torch.cat([grams[:, None], known[:, :-1]], 1)
+        is_same = (known == grams[:, None]).all(-1).long()  # [n, G]
+        moves = is_same.cumsum(1) == is_same  # up to the old place, or all
+        write_newest(self.table, first, torch.where(moves[..., None], newer, known))
+
+
+def _merged(grams: Tensor) -> Tensor:
+    """Return the parents [B, G l] of candidates [B, G, l] that begin alike: the first of them goes on for all.
+
+    What is there twice is a node that nothing follows, and that is never accepted.
+    """
+    same = (grams[:, :, None] == grams[:, None]).long().cumprod(-1)  # [B, G, G, l]
+    first = same.argmax(2)  # [B, G, l], the first candidate that agrees so far
+    length = grams.shape[2]
+    before = first[..., :-1] * length + cached_arange(length - 1, grams.device)  # its node one level up
+    return torch.nn.functional.pad(before, (1, 0), value=-1).flatten(1)
+
+
+@made_once
+def _window_parents(levels: int, places: int, before: int, device: torch.device) -> Tensor:
+    """Return the parents of the window's nodes [L W], which follow `before` nodes of candidates."""
+    places_behind = torch.arange(places)[:, None]  # [W, 1]
+    behind = places + places_behind * (levels - 1) + torch.arange(levels - 1) - 1  # [W, L - 1], the node before each
+    behind[:, :1] = places_behind
+    parents = before + torch.cat([torch.arange(-1, places - 1), behind.flatten()])
+    parents[0] = -1
+    return parents.to(device)
+
+
+@made_once
+def _window_ends(levels: int, places: int, device: torch.device) -> Tensor:
+    """Return the last node of every place [W] in the window."""
+    ends = torch.arange(places)
+    return (ends if levels == 1 else places + (levels - 1) * (ends + 1) - 1).to(device)

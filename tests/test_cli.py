@@ -56,6 +56,12 @@ def test_the_help_of_a_command_has_its_options(capsys, command, named):
     assert named in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["demo", "generate", "doctor"])
+def test_one_drafter_is_named_once(capsys, command):
+    code, line = error_of(capsys, command, "--model", "m", "--drafter", "ngram", "--heads", "h")
+    assert code == 2 and "--heads: not allowed with argument --drafter (ngram)" in line
+
+
 @pytest.mark.parametrize("command", ["demo", "generate", "bench", "card"])
 def test_the_help_of_a_command_names_each_field_of_its_request(capsys, command):
     run(command, "--help")

@@ -128,7 +128,7 @@ def run_demo(
         OSError: An output directory that cannot be used; it is checked before anything is measured.
         ValueError: Nothing could be measured; the message says why.
     """
-    console, output = console or Console(highlight=False), Path(output)
+    console, output = console or Console(highlight=False, emoji=False), Path(output)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     check_output(output, overwrite)

@@ -100,6 +100,12 @@ class NamesDrafter:
         aliases=["--eagle", "--student"], metavar="SOURCE",
     )  # fmt: skip
 
+    def __post_init__(self) -> None:
+        if self.heads and self.drafter:
+            raise ValueError(
+                f"argument --heads: not allowed with argument --drafter ({self.drafter}): name one drafter"
+            )
+
     def method(self) -> str | None:
         """Return what drafts, as a method of `tokenahead bench`."""
         return f"auto:{self.heads}" if self.heads else self.drafter
@@ -129,6 +135,7 @@ class DemoRequest(NamesDrafter):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.prompts and (self.web is not None or not self.model):
             raise ValueError("--prompts needs a --model that answers them, in the terminal: leave out --web")
 
@@ -166,7 +173,7 @@ class GenerateRequest(NamesDrafter):
     dtype: str = option("auto", **OF_WEIGHTS)
     device: str | None = option(None, "such as cpu or cuda:1; a GPU where there is one if left out")
     temperature: float | None = option(
-        None, "sample; 0 is greedy, the default", read=number("at least 0", lambda x: x >= 0)
+        None, "sample; 0: greedy, as without any of these three", read=number("at least 0", lambda x: x >= 0)
     )
     top_k: int | None = option(None, "sample from the k most probable tokens (0: from all)", read=whole(0))
     top_p: float | None = option(
@@ -178,6 +185,7 @@ class GenerateRequest(NamesDrafter):
     json: bool = option(False, "write one JSON object: the text and statistics")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.plain and self.method():
             raise ValueError(f"argument --plain: not allowed with argument {'--heads' if self.heads else '--drafter'}")
 

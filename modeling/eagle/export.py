@@ -142,7 +142,7 @@ def check_layout(config: EagleHeadConfig, layout: str) -> None:
     has_part = config.version == 1 and config.draft_vocab_size != config.vocab_size
     reasons = [
         (at_once, "vLLM alone runs rows at once (mask_token_id)"),
-        (has_part, f"version 1 drafts every token elsewhere (draft_vocab_size={config.draft_vocab_size})"),
+        (has_part, f"others read no draft vocabulary for version 1 (draft_vocab_size={config.draft_vocab_size})"),
         *readers[layout],
     ]
     refuse((refused, f"layout={layout!r} cannot hold this head: {reason}") for refused, reason in reasons)

@@ -4,6 +4,7 @@ import json
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from tests.modeling.test_stored_drafters import written
 from tests.ptp_models import backbone as slots_backbone
 from tests.ptp_models import student
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
+from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
 from tokenahead.testing import letters
-from tokenahead.training.doctor import diagnose, diagnose_source
+from tokenahead.training.doctor import diagnose, diagnose_source, diagnosis
 from tokenahead.training.doctor.files import is_new
 from tokenahead.training.doctor.texts import Drafted, is_easier
 from tokenahead.training.doctor.trials import shifted_rows
@@ -233,6 +235,35 @@ def test_layers_that_were_guessed(copied):
     """Those of the config are not the ones that the head learned from; the doctor names the right ones."""
     found = seen(copied({"aux_layers": [2, 1, 0]}))
     assert faults(found) == ["layer ids"] and "aux_layers=[0, 1, 2]" in found.verdict
+
+
+def test_states_in_another_order(copied):
+    """A conversion has exchanged blocks of the fusing matrix."""
+    order = torch.cat([torch.arange(32) + 32 * block for block in (1, 2, 0)])
+    found = seen(copied(tensors=lambda state: state | {"fc.weight": state["fc.weight"][:, order].clone()}))
+    assert faults(found) == ["layer ids"] and "aux_layers=[1, 2, 0]" in found.verdict
+
+
+def turned(*names):
+    """Change the order of rows of matrices."""
+    return lambda state: {
+        name: weight.flip(0).contiguous() if name.endswith(names) else weight for name, weight in state.items()
+    }
+
+
+def test_little_that_nothing_explains(copied):
+    """Rows of the output in another order, and a backbone of the same shape that no fingerprint tells apart."""
+    found = seen(copied({"backbone_fingerprint": None}, turned("lm_head.weight")))
+    assert faults(found) == ["acceptance"] and "first drafts are right" in found.verdict
+    assert "acceptance" in faults(seen(copied({"backbone_fingerprint": None}), backbone("llama", seed=9)))
+
+
+@pytest.mark.parametrize(("count", "is_told"), [(32, False), (1024, True)])
+def test_chance_tells_no_want_of_vocabulary(count, is_told):
+    labels = (torch.arange(count) % 32)[None]
+    drafter = SimpleNamespace(draft_vocabulary=DraftVocabulary(torch.arange(25), 48))
+    found = diagnosis._of_vocabulary(drafter, [{"input_ids": labels, "labels": labels}])
+    assert (found.state == "fault") is is_told and "78.1%" in found.words
 
 
 def scaled(by: float):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
         OSError: What the Hub cannot give, or a directory that cannot be written to.
         KeyboardInterrupt: After what was measured until then is shown and written.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     modes = [DecodingMode.named(words) for words in request.decoding]
@@ -69,6 +70,11 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     logging.disable_progress_bar()
     model, tokenizer = load_model(request.model, request.dtype, request.device)
     methods, refused = methods_of(request.methods, model)
+    named = {method.name for method in methods} - {PLAIN}
+    if refused and not named:
+        raise ValueError(_none_measured(refused))
+    for name, reason in refused.items():
+        console.print(f"left out: {name}: {reason}", markup=False)
     replace_file(request.output / SETTINGS, settings)
     encoder = PromptEncoder(tokenizer, not request.raw, not request.no_thinking)
     encoder.warn_of_thinking(method.drafter for method in methods)
@@ -81,7 +87,8 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
         console.print("Interrupted; the same command continues where this one ended.", markup=False)
     for words in broken:
         console.print(f"left out: {request.prompts}, {words}", markup=False)
-    measured = _measured(request, bench, refused) if any(line.run.error is None for line in bench.lines) else None
+    done = {line.method for line in bench.lines if line.run.error is None}
+    measured = _measured(request, bench, refused) if done & (named or done) or done and interrupted else None
     if measured is not None:
         show(console, measured)
         write(request.output, measured)
@@ -92,9 +99,14 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
         for words in recommendation(model, measured.results):
             console.print(words, markup=False)
     if measured is None:
-        reasons = [*(f"{name}: {reason}" for name, reason in refused.items()), *bench.refused.values()]
-        raise ValueError(f"--methods: none was measured: {'; '.join(reasons)}")
+        for name in (SETTINGS, LINES):  # the methods that are named next may be others
+            (request.output / name).unlink(missing_ok=True)
+        raise ValueError(_none_measured(refused | bench.not_measured))
     return measured
+
+
+def _none_measured(reasons: Mapping[str, object]) -> str:
+    return f"--methods: none was measured: {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}"
 
 
 def _settings(request: BenchRequest, prompts: list[Prompt]) -> str:

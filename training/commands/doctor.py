@@ -30,7 +30,7 @@ def run_doctor(request: DoctorRequest, console: Console | None = None) -> Diagno
         ValueError: No drafter to look at, or prompts that cannot be read.
         OSError: What the Hub cannot give.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     prompts = read_prompts(request.prompts)[0] if request.prompts else requests()

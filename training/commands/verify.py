@@ -29,7 +29,7 @@ def run_verify(request: VerifyRequest, console: Console | None = None) -> dict[s
     Raises:
         ValueError: No such function.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, emoji=False)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     wanted = request.decoders or ([] if request.function else [*DECODERS])
@@ -62,13 +62,31 @@ def _found(name: str) -> Decoder:
     return found
 
 
+def is_others(name: str) -> bool:
+    """Return whether a decoding function is another library's, whose faults are known (docs/upstream.md)."""
+    return name in DECODERS and ":" in name
+
+
 def show(console: Console, found: dict[str, list[Verified]]) -> None:
-    """Print a table for each function."""
+    """Print a table for each function, or why all of it is refused, and a verdict."""
     for name, checks in found.items():
+        if len({(each.result, each.words) for each in checks}) == 1 and checks[0].result == REFUSED:
+            console.print(f"{name}: {REFUSED}: {checks[0].words}\n", markup=False)
+            continue
         table = Table("check", "", "", title=name, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for each in checks:
             table.add_row(each.check, Text(each.result, _STYLES[each.result]), Text(escaped(each.words[:120])))
         console.print(table)
+    console.print(verdict(found), markup=False)
+
+
+def verdict(found: dict[str, list[Verified]]) -> str:
+    """Return how many functions keep all that they take, and what is broken in the others, on a line each."""
+    broken = {name: [each.check for each in checks if each.result == BROKEN] for name, checks in found.items()}
+    lines = [f"{sum(not checks for checks in broken.values())} of {len(found)} keep all that they do not refuse."]
+    for name, checks in broken.items():
+        lines += [f"{name}: {', '.join(checks)} {BROKEN}" + " (not ours, known)" * is_others(name)] if checks else []
+    return "\n".join(lines)
 
 
 def markdown(found: dict[str, list[Verified]]) -> str:

@@ -20,12 +20,17 @@ from ..evaluation.methods import drafting_method, named_method
 from ..evaluation.prompts import Prompt, PromptEncoder, groups_of
 from ..utils import one_line
 from .files import Source, contradictions, of_backbone, of_layers, of_tokenizers, stored_tokenizer, too_large, untrained
-from .findings import FAULT, OK, SKIPPED, Accepted, Diagnosis, Finding
+from .findings import FAULT, NOTE, OK, SKIPPED, Accepted, Diagnosis, Finding
 from .texts import Drafted, along, answered, is_better, is_easier, reach, remembered
 from .trials import trials_of
 
 COVERED = 0.85
 """Least share of a text's tokens that a draft vocabulary holds; every other token ends a draft."""
+LITTLE = 0.08
+"""Share of first drafts below which nothing is gained, and something must be wrong."""
+_VOCABULARY = "vocabulary"
+_ERRORS = 2.0
+"""Standard errors that a share of tokens may be off."""
 _LOOPING = 0.5
 """Texts that repeat themselves more are left out where forms of prompts are compared."""
 _CLOSE = 0.03
@@ -116,7 +121,7 @@ def diagnose(
         findings += [_of_decoding(accepted, options), _of_dtype(drafter, texts, base, source)]
         findings += _of_trials(drafter, texts, base)
     findings += examination.of_template(chats, base)
-    return Diagnosis(findings, accepted)
+    return Diagnosis([*findings, _of_acceptance(base, findings)], accepted)
 
 
 class _Examination:
@@ -154,7 +159,8 @@ class _Examination:
         found = along(self.drafter, texts, len(base.by_position))
         words = f"{found.tokens_per_call:.2f} tokens per call {'without' if chats else 'with'} it, "
         words += f"{base.tokens_per_call:.2f} {'with' if chats else 'without'} it"
-        yield Finding("form of prompts", FAULT if is_easier(found, base) else OK, f"chat template: {words}")
+        words += "" if (is_at_fault := is_easier(found, base)) else ", of which texts differ as much"
+        yield Finding("form of prompts", FAULT if is_at_fault else OK, f"chat template: {words}")
 
 
 def _accepted(runs: Sequence[Run]) -> Accepted:
@@ -171,11 +177,24 @@ def _of_vocabulary(drafter: Any, texts: Sequence[Batch]) -> Finding:
     """Return whether a draft vocabulary holds the tokens of the texts."""
     part = getattr(drafter, "draft_vocabulary", None)
     if part is None:
-        return Finding("vocabulary", SKIPPED, "every token can be drafted")
+        return Finding(_VOCABULARY, SKIPPED, "every token can be drafted")
     new = torch.cat([batch["input_ids"][batch["labels"] != IGNORE] for batch in texts])  # [N]
     share = float(torch.isin(new, part.ids.to(new.device)).double().mean())
+    error = (share * (1 - share) / len(new)) ** 0.5
     words = f"{share:.1%} of the texts' tokens are among the {len(part)} that can be drafted"
-    return Finding("vocabulary", FAULT if share < COVERED else OK, words)
+    return Finding(_VOCABULARY, FAULT if share + _ERRORS * error < COVERED else OK, words)
+
+
+def _of_acceptance(base: Drafted, others: Sequence[Finding]) -> Finding:
+    """Return whether first drafts are hardly ever right where no other check says why; a vocabulary that lacks tokens
+    is no reason for that."""
+    share = base.by_position[0] if base.by_position else 0.0
+    words = f"{share:.0%} of the first drafts are right"
+    if share >= LITTLE:
+        return Finding("acceptance", OK, words)
+    if any(each.state == FAULT and each.check != _VOCABULARY for each in others):
+        return Finding("acceptance", NOTE, words)
+    return Finding("acceptance", FAULT, f"{words}: another backbone, or weights that are damaged or hardly trained")
 
 
 def _of_decoding(accepted: Accepted, options: dict[str, Any]) -> Finding:
@@ -215,13 +234,16 @@ def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[
     for trial in trials_of(drafter):
         with trial.holds():
             found = along(drafter, texts, length)
-        tried.append((trial.check, trial.words, found))
+        shows = " (which show any head the answer)" if trial.shows_answer else ""
+        tried.append((trial.check, trial.words + shows, found))
         if is_better(found, base) and not (trial.shows_answer and found.by_position[0] < _READ_OFF):
             better.append(tried[-1])
     best = max(better, key=lambda each: each[2].tokens_per_call, default=None)
     for check in dict.fromkeys(check for check, *_ in tried):
         of_check = [each for each in tried if each[0] == check]
-        is_best = best in of_check
-        _, words, found = best if is_best else max(of_check, key=lambda each: each[2].tokens_per_call)
-        words = f"{words} {'fits better' if is_best else 'fits no better'}: {found.tokens_per_call:.2f} tokens per call"
-        yield Finding(check, FAULT if is_best else OK, f"{words}, not {base.tokens_per_call:.2f}")
+        _, words, found = best if best in of_check else max(of_check, key=lambda each: each[2].tokens_per_call)
+        figures = f"{found.tokens_per_call:.2f} tokens per call, not {base.tokens_per_call:.2f}"
+        if best in of_check:
+            yield Finding(check, FAULT, f"{words} fits better: {figures}")
+        else:
+            yield Finding(check, OK, f"nothing fits better by more than chance; nearest: {words}, {figures}")

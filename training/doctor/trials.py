@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 from torch import Tensor
@@ -109,13 +110,14 @@ def _off(by: int) -> str:
 
 
 def _layers(head: EagleHead) -> Iterator[Trial]:
-    """Yield other hidden states than those that the head reads: all one lower or higher, and the official choice."""
+    """Yield other hidden states than those that the head reads: all one lower or higher, the official choice, and the
+    same ones in another order."""
     if not head.config.num_aux:
         return
     count = head.backbone.config.get_text_config().num_hidden_layers
     now = resolved_aux_layers(head.config, count)
     found = [[index + by for index in now] for by in (-1, 1)]
-    found += [default_aux_layers(count)] * (len(now) == 3) + [now[::-1]]
+    found += [default_aux_layers(count), *map(list, permutations(now))] if len(now) == 3 else [now[::-1]]
     for layers in found:
         if layers != now and all(0 <= index <= count for index in layers):
             yield Trial(

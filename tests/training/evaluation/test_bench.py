@@ -337,6 +337,20 @@ def test_the_length_that_pays_most_follows_from_costs_and_acceptance():
     assert advice_of(DecodingResult(name="x", **fields), 10.0, {}) is None
 
 
+def test_what_cannot_be_measured_is_said_first_and_leaves_no_settings(folders, tmp_path, capsys):
+    """Where nothing that was asked for is measured, the directory takes the corrected command."""
+    nobody = [f"eagle:{tmp_path / 'gone'}"]
+    assert run(folders, tmp_path / "out", "--methods", *nobody) == 1
+    captured = capsys.readouterr()
+    assert "measuring" not in captured.out and "--methods: none was measured: eagle:gone" in captured.err
+    assert not (tmp_path / "out").exists()
+    assert run(folders, tmp_path / "out", "--methods", "ngram?num_asistant_tokens=2") == 1
+    assert "num_asistant_tokens" in capsys.readouterr().err
+    assert run(folders, tmp_path / "out", "--methods", "ngram?num_assistant_tokens=2", *nobody) == 0
+    shown = capsys.readouterr().out
+    assert "left out: eagle:gone" in shown.partition("tokens per call")[0]
+
+
 def test_names_that_are_no_method_are_refused(folders):
     for spec in ("nothing", "heads", "ngram:x", "transformers:heads:x"):
         with pytest.raises(ValueError, match="assistant:SOURCE"):

@@ -309,13 +309,16 @@ def test_paths_in_star_graphs():
 
 
 def test_contexts_on_tokens():
-    runs = {run["drafter"]: run for run in read(ROOT / "docs" / "results" / "smollm2_contexts.json")["runs"]}
+    measured = read(ROOT / "docs" / "results" / "smollm2_contexts.json")
+    runs = {run["drafter"]: run for run in measured["runs"]}
     shown = table("docs/circuits.md", "drafter", "steps")
     assert len(shown) == len(runs)
     for name, *cells in shown:
         run = runs["eagle1" if name == "EAGLE-1" else name.lower().replace(", context ", "-")]
         calls, error = run["expected_tokens_per_call"], run["expected_standard_error"]
         figures = [f"{run['expected_by_position'][0]:.3f}", f"{calls:.3f} ± {error:.3f}"]
+        ratio = measured["plain call, ms"] / run["call, ms"]
+        figures += [f"{run['call, ms']:.1f}", f"{calls * ratio:.2f} ± {error * ratio:.2f}"]
         assert cells == [str(run["steps"]), f"{run['parameters'] / 1e6:.1f} M", *figures]
 
 

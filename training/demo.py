@@ -25,7 +25,7 @@ from .evaluation.prompts import PromptEncoder
 from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .loading import unit_of
 from .results import DecodingResult, MeasuredResults, environment, hardware
-from .utils import replace_file, shown_word
+from .utils import check_directory, replace_file, shown_word
 
 MARK = "demo.json"
 """The file that marks the demo's own directories; it holds the command."""
@@ -149,6 +149,7 @@ def run_demo(
 
 def check_output(output: Path, overwrite: bool) -> None:
     """Make the directory; refuse one that holds files of others, unless they may be overwritten."""
+    check_directory("--output", output)
     output.mkdir(parents=True, exist_ok=True)
     if not overwrite and any(output.iterdir()) and not (output / MARK).is_file():
         raise FileExistsError(

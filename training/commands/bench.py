@@ -29,7 +29,7 @@ from ..evaluation.table import explanation, recommendation, tables
 from ..loading import load_model
 from ..requests import BenchRequest
 from ..results import DecodingResult, MeasuredResults
-from ..utils import check_same, needs_extra, replace_figure, replace_file, shown_word
+from ..utils import check_directory, check_same, needs_extra, replace_figure, replace_file, shown_word
 
 with needs_extra("demo", "figures"):
     from matplotlib.axes import Axes
@@ -65,6 +65,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     prompts, broken = read_prompts(request.prompts, request.skip_broken)
     if request.quality and not any(map(any, (prompt.references for prompt in prompts))):
         raise ValueError(f"--quality: no prompt of {request.prompts} has a `reference` or an `answer`; leave it out")
+    check_directory("--output", request.output)
     settings = _settings(request, prompts)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -351,6 +351,13 @@ def test_what_cannot_be_measured_is_said_first_and_leaves_no_settings(folders, t
     assert "left out: eagle:gone" in shown.partition("tokens per call")[0]
 
 
+def test_a_file_is_no_directory_of_results(folders, tmp_path, capsys):
+    file = tmp_path / "results"
+    file.write_text("mine")
+    assert run(folders, file, "--methods", "ngram") == 1
+    assert f"--output {file} is a file: name a directory" in capsys.readouterr().err and file.read_text() == "mine"
+
+
 def test_names_that_are_no_method_are_refused(folders):
     for spec in ("nothing", "heads", "ngram:x", "transformers:heads:x"):
         with pytest.raises(ValueError, match="assistant:SOURCE"):

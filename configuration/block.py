@@ -13,6 +13,16 @@ LAYOUTS = ("tokenahead", "z-lab", "speculators", "deepspec")
 """Layouts of checkpoints that are written; assistants of transformers are read, too."""
 SAMPLING = ("drawn", "argmax")
 """How drafts of sampled calls are chosen."""
+_CIRCUIT = ("rank", "leaf_rank", "markov_rank", "markov_kind", "reads_last")
+LAW_OPTIONS: dict[str, tuple[str, ...]] = {
+    "independent": (),
+    "markov": ("rank", "kind"),
+    "selector": ("rank", "top_k"),
+    "cp": _CIRCUIT,
+    "hmm": _CIRCUIT,
+    "btree": _CIRCUIT,
+}
+"""The options of every law, by the name of the law."""
 
 
 @strict
@@ -46,7 +56,7 @@ class BlockDrafterConfig(Qwen3Config):
             are none.
         conv_group_size: Channels that share what a position adds to a kernel.
         law: Joint distribution of a block's tokens, by its name in `modeling.block.laws.LAWS`.
-        law_options: Keyword arguments of that class, after this configuration; None: its defaults.
+        law_options: Keyword arguments of that class, after this configuration (`LAW_OPTIONS`); None: its defaults.
         has_confidence: There is a head that estimates whether each draft will be accepted.
         confidence_reads_token: It reads the embedding that the law has of the token before, too.
         confidence_threshold: A chain ends before the first token whose estimate is smaller; None: it never does.
@@ -135,13 +145,21 @@ class BlockDrafterConfig(Qwen3Config):
     def validate_architecture(self) -> None:
         """Refuse contradictory values; the message names the field and the allowed values."""
         sizes: dict[str, str] = dict.fromkeys(("num_hidden_layers", "conv_kernel_size", "conv_group_size"), "[1, inf)")
-        choices = {"layout": LAYOUTS, "draft_sampling": SAMPLING}
+        choices = {"layout": LAYOUTS, "draft_sampling": SAMPLING, "law": LAW_OPTIONS}
         check_values(self, choices, sizes | {"confidence_threshold": "[0, 1]"})
         heads, shared = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
         drafted, kinds = self.draft_vocab_size or 0, self.layer_types or []
         unknown = sorted({*kinds} - {"full_attention", "sliding_attention"})
+        taken, options = LAW_OPTIONS[self.law], self.law_options or {}
         refuse(
             [
+                *(
+                    (
+                        name not in taken,
+                        f"law_options has {name}={value!r}, but law={self.law!r} takes {', '.join(taken) or 'none'}",
+                    )
+                    for name, value in options.items()
+                ),
                 (heads % shared != 0, f"num_attention_heads={heads} must be a multiple of {shared} (key_value heads)"),
                 (self.head_dim % 2 != 0, f"head_dim={self.head_dim} must be even"),
                 (

@@ -131,6 +131,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
 
         Raises:
             ValueError: `draft_ids` out of range or not distinct, or an option that contradicts the backbone.
+            StrictDataclassError: An unknown law, an option that it does not take, or a value out of range.
         """
         backbone = unwrap(backbone)
         options |= {"law": law, "num_hidden_layers": layers, "block_size": block_size}

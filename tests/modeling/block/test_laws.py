@@ -1,15 +1,20 @@
 """Laws of a block against sums over everything, in float64: m = 3 places, v = 5 columns, any of V = 7 before them."""
 
+import inspect
 import itertools
+import json
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LogitsProcessorList
 
+from tests.backbones import backbone
 from tests.modeling.heads.backbones import shaken
 from tests.tree_worlds import WARPS, World, all_trees, emitted_distribution
 from tests.tree_worlds import V as WORDS
-from tokenahead.configuration.block import BlockDrafterConfig
+from tokenahead import BlockDrafter
+from tokenahead.configuration.block import LAW_OPTIONS, BlockDrafterConfig
 from tokenahead.generation.call.processing import Processing
 from tokenahead.generation.contract import DraftTree
 from tokenahead.generation.trees.building import dynamic_tree
@@ -331,3 +336,26 @@ def test_every_weight_learns(kind):
 def test_options_that_do_not_fit_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         build_law(**options)
+
+
+def test_the_configuration_knows_the_options_of_every_law():
+    assert {law: tuple(inspect.signature(each).parameters)[1:] for law, each in LAWS.items()} == LAW_OPTIONS
+
+
+WRONG_LAWS = [
+    ({"law": "makrov"}, "law='makrov' is unknown; choose one of 'independent', 'markov', 'selector', 'cp'"),
+    ({"law": "markov", "law_options": {"rnk": 3}}, "law_options has rnk=3, but law='markov' takes rank, kind"),
+    ({"law": "independent", "law_options": {"rank": 3}}, "law_options has rank=3, but law='independent' takes none"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_LAWS)
+def test_a_wrong_law_is_refused_by_name(options, message, tmp_path):
+    base = backbone("qwen3")
+    with pytest.raises(StrictDataclassError, match=message):
+        BlockDrafter.from_backbone(base, layers=1, **options)
+    BlockDrafter.from_backbone(base, layers=1).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | options))
+    with pytest.raises(StrictDataclassError, match=message):
+        BlockDrafter.from_pretrained(tmp_path)

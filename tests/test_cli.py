@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.every_model import llama
+from tests.modeling.eagle.test_loading import rewritten
 from tests.training.conftest import micro_config, small_model
 from tokenahead import EvaByteTokenizer, MTPHeadConfig, MTPHeads, __version__, cli
 from tokenahead.model_cards import DecodingResult, MeasuredResults
@@ -175,6 +177,22 @@ def test_heads_that_are_none(capsys, folder):
     assert code == 1 and "holds a model of type 'evabyte'" in line
 
 
+def test_a_path_is_said_once(capsys, folder, tmp_path):
+    heads = tmp_path / "heads"
+    MTPHeads(MTPHeadConfig(window=2, hidden_size=8, vocab_size=320)).save_pretrained(heads)
+    stored = load_file(heads / "model.safetensors")
+    lost = min(stored)
+    save_file({key: each for key, each in stored.items() if key != lost}, heads / "model.safetensors")
+    code, captured = run("generate", "--model", folder, "--heads", heads, "x"), capsys.readouterr()
+    assert code == 1 and f"--heads {heads}: the checkpoint lacks 1 tensor of MTPHeads: {lost}\n" in captured.err
+
+
+def test_a_head_in_a_foreign_layout_that_lacks_tensors(capsys, folder, tmp_path):
+    rewritten(tmp_path, {"model_type": "llama"}, {"midlayer.hidden_norm.weight": None})
+    code, line = error_of(capsys, "generate", "--model", folder, "--heads", tmp_path, "x")
+    assert code == 1 and f"--heads {tmp_path} is no EAGLE head: no hidden_norm.weight" in line
+
+
 @pytest.mark.parametrize("device", ["cuda:77", "nonsense"])
 def test_a_device_that_is_not_there(capsys, folder, device):
     code, line = error_of(capsys, "generate", "--model", folder, "--device", device, "x")
@@ -205,7 +223,7 @@ def test_a_folder_that_lacks_tensors(capsys, tmp_path):
     model.save_pretrained(tmp_path, state_dict=weights)
     EvaByteTokenizer().save_pretrained(tmp_path)
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    assert code == 1 and "lacks 1 tensors" in line and "o_proj.weight" in line
+    assert code == 1 and "lacks 1 tensor of" in line and "o_proj.weight" in line
 
 
 def test_weights_that_are_cut_short(capsys, folder, tmp_path):

@@ -25,6 +25,7 @@ from ..generation.tensors.saving import finish, readable
 from ..generation.tensors.tensor_files import HUB_OPTIONS, check_index
 from ..generation.tensors.wrapped_models import carries_adapters
 from ..modeling import DeepSeekMTP
+from ..modeling.common.loading import with_article
 from ..modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from ..modeling.evabyte.tokenizer import EvaByteTokenizer
 from ..modeling.heads.joint import BACKBONE
@@ -109,7 +110,7 @@ def load_drafter(
     found = drafter_class(source) if _may_exist(source) else None
     if found is None or not (kind is None or issubclass(found, DRAFTERS[kind])):
         words = found.__name__ if found else f"model of type {load_config(source, option).model_type!r}"
-        raise ValueError(f"{option} {source} holds a {words} and no drafter of this kind")
+        raise ValueError(f"{option} {source} holds {with_article(words)} and no drafter of this kind")
     trained, name = trained_backbone(source), str(backbone.name_or_path)
     if trained is not None and has_adapters(trained) and not carries_adapters(backbone):
         if shared:

@@ -339,7 +339,8 @@ def refuse_unknown(owner: str | PathLike[str], names: Iterable[str]) -> None:
     """Refuse tensors that a layout does not know, so that none is skipped silently."""
     if names := sorted(names):
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise ValueError(f"{owner}: {len(names)} tensors are not known in this layout: {shown}")
+        are = "tensors are" if len(names) > 1 else "tensor is"
+        raise ValueError(f"{owner}: {len(names)} {are} not known in this layout: {shown}")
 
 
 def _read_npz(file: Path) -> Tensors:

@@ -87,6 +87,7 @@ class ForeignLayoutsMixin(DraftModel):
         if not raw:
             raise ValueError(f"{name}: no config.json")
         if raw.get("model_type") != cls.config_class.model_type:
+            cls.refuse_other_drafter(name, raw.get("model_type"))
             return cls.read_foreign(name, raw, hub, fields)
         changed = {key: value for key, value in fields.items() if value is not None}
         cls.check_fields(name, raw, changed)

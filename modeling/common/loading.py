@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import CONFIG_NAME, PreTrainedConfig
 
 from ... import __version__
+from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.shared_models import holds_shares
 from ...generation.tensors.tensor_files import (
@@ -105,9 +106,10 @@ class StrictLoadingMixin:
                 raise ValueError(f"{name}: tensors do not have the shapes that config.json says: {error}") from error
             raise
         if missing := sorted(map(cls.file_name, info["missing_keys"])):
+            count = f"{len(missing)} tensor" + ("s" if len(missing) > 1 else "")
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
             reason = _why_missing(name, missing, info["unexpected_keys"])
-            raise ValueError(f"{name}: the checkpoint lacks {len(missing)} tensors of {cls.__name__}: {shown}{reason}")
+            raise ValueError(f"{name}: the checkpoint lacks {count} of {cls.__name__}: {shown}{reason}")
         warn_of_numbers(name, ((cls.file_name(key), each) for key, each in model.named_parameters()))
         vars(model.config).pop("auto_map", None)  # says where code lies in the directory that was read, and in no other
         return (model, info) if wants_info else model
@@ -134,10 +136,20 @@ class StrictLoadingMixin:
         actual = PreTrainedConfig.get_config_dict(config or name, **hub)[0].get("model_type")
         expected = cls.config_class.model_type
         if actual not in (None, expected):
+            cls.refuse_other_drafter(name, actual)
             makes = f"; {cls.__name__}.from_backbone makes new parts for a plain model"
             raise ValueError(
                 f"{name}: config.json has model_type={actual!r}, but {cls.__name__} reads model_type={expected!r}"
                 + (makes if hasattr(cls, "from_backbone") else "")
+            )
+
+    @classmethod
+    def refuse_other_drafter(cls, name: str | PathLike, model_type: str | None) -> None:
+        """Refuse the directory of another drafter of this library, and name the class that reads it."""
+        if (kind := stored_kinds().get(model_type)) is not None and not issubclass(cls, kind):
+            raise ValueError(
+                f"{name} holds no {cls.__name__} but {with_article(kind.__name__)} (model_type={model_type!r} in "
+                f"config.json): load it with {kind.__name__}.from_pretrained"
             )
 
     @classmethod
@@ -244,6 +256,17 @@ class StrictLoadingMixin:
 
 TRAVELLERS = (StrictLoadingMixin, RemoteCodeTokenizerMixin)
 """Classes whose code can be saved with them."""
+
+
+def stored_kinds() -> dict[str | None, Any]:
+    """Return the classes of drafters that are saved without a backbone, by the model_type of their directories."""
+    apart = (kind for kind in DRAFTERS.values() if kind.is_apart and issubclass(kind, StrictLoadingMixin))
+    return {kind.config_class.model_type: kind for kind in apart}
+
+
+def with_article(words: str) -> str:
+    """Return words after their indefinite article, for messages."""
+    return f"{'an' if words[0] in 'AEIOU' else 'a'} {words}"
 
 
 def _why_missing(name: str, missing: list[str], unexpected: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...generation.drafter import DRAFTERS
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, tensor_names
 from ..block.layouts import layout_of
@@ -18,18 +17,12 @@ from ..eagle.conversion import is_foreign_head
 from ..eagle.model import EagleHead
 from ..heads.attached import MTPHeads
 from ..heads.conversion import holds_backbone, published_layout
-from .loading import StrictLoadingMixin
+from .loading import stored_kinds
 
 _FILES = ["*.json", "*_lm_head.*", "*.safetensors", "pytorch_model*.bin"]
 """Of heads in a published layout, on the Hub."""
 _WITHOUT_CONFIG = ["params.json", "consolidated*.pth", "config.yaml", "model@*.pt"]
 """Of layouts that have no config.json."""
-
-
-def stored_kinds() -> dict[str | None, Any]:
-    """Return the classes of drafters that are saved without a backbone, by the model_type of their directories."""
-    apart = (kind for kind in DRAFTERS.values() if kind.is_apart and issubclass(kind, StrictLoadingMixin))
-    return {kind.config_class.model_type: kind for kind in apart}
 
 
 @reads_whole

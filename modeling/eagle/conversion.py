@@ -94,6 +94,8 @@ _RENAMES = (
     (re.compile(r"^target_id_to_draft_id$"), "t2d"),
 )
 _ADDITIONAL = re.compile(r"^additional_layers\.(\d+)\.(.*)")
+_ARCHITECTURES = re.compile(r"\w+ForCausalLMEagle3|Eagle3\w+ForCausalLM|Eagle3(DraftModel|Speculator)")
+"""SpecForge's, vLLM's and speculators' names of EAGLE-3 heads."""
 _FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "use_aux_hidden_state")
 _OWN = {own.name for own in fields(EagleHeadConfig)}
 _NOT_TAKEN = {"version", "layout", "tie_word_embeddings", "num_hidden_layers", "architectures"}
@@ -115,10 +117,17 @@ def own_name(name: str) -> str:
 
 
 def is_foreign_head(raw: Fields, names: Iterable[str]) -> bool:
-    """Return whether a checkpoint of another library is an EAGLE head, by its config.json and its tensors' names."""
+    """Return whether a checkpoint of another library is an EAGLE head, by its config.json and its tensors' names.
+
+    One that its config names so is, even where tensors are missing.
+    """
+    named = any(_ARCHITECTURES.fullmatch(name) for name in raw.get("architectures") or ())
+    if named or AUX_IDS in {**raw, **(raw.get("eagle_config") or {})}:
+        return True
     own, last_norm = set(map(own_name, names)), "norm.weight"
     is_first = {"layers.0.self_attn.q_proj.weight", "fc.weight"} <= own and last_norm not in own
-    return "speculators_model_type" in raw or "layers.0.hidden_norm.weight" in own or is_first
+    drafts_part = "draft_vocab_size" in raw and not own.isdisjoint(("d2t", "t2d"))
+    return "speculators_model_type" in raw or "layers.0.hidden_norm.weight" in own or is_first or drafts_part
 
 
 def foreign_head(

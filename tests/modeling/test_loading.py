@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import tokenahead
 from tests.every_model import every_model, llama, moved_heads
 from tests.models import TRAINED
-from tokenahead import EagleHead, EvaByteForMTPC, EvaByteModel, MTPHeads, PTPForCausalLM
+from tokenahead import BlockDrafter, EagleHead, EvaByteForMTPC, EvaByteModel, MTPHeads, PTPForCausalLM
 
 
 @pytest.fixture
@@ -77,6 +78,19 @@ def test_another_architecture(model_class, options, tmp_path):
         model_class.from_pretrained(tmp_path, **options)
     assert str(tmp_path) in str(caught.value)
     assert ("from_backbone" in str(caught.value)) == hasattr(model_class, "from_backbone")
+
+
+DRAFTER_CLASSES = [MTPHeads, EagleHead, BlockDrafter]
+
+
+@pytest.mark.parametrize(("drafter_class", "wanted"), product(DRAFTER_CLASSES, [*DRAFTER_CLASSES, PTPForCausalLM]))
+def test_the_folder_of_another_drafter(drafter_class, wanted, tmp_path):
+    if drafter_class is wanted:
+        return
+    drafter_class.from_backbone(llama()).save_pretrained(tmp_path)
+    name = drafter_class.__name__
+    with pytest.raises(ValueError, match=f"holds no {wanted.__name__} but an? {name} .*: load it with {name}.from_pre"):
+        wanted.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["evabyte_ff", "ptp_one_hot", "heads"])

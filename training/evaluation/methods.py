@@ -88,6 +88,7 @@ def named_method(spec: str, model: PreTrainedModel) -> Method:
     """
     of_any = spec.startswith("auto:")  # `--heads SOURCE` is short for it
     option, named = ("--heads", spec.removeprefix("auto:")) if of_any else ("--drafter", spec)
+    source = ""
     try:
         name, kind, source, options = (PLAIN, PLAIN, "", {}) if spec == PLAIN else _parsed(spec)
         if kind in _ALONE:  # nobody else uses the backbone
@@ -95,6 +96,7 @@ def named_method(spec: str, model: PreTrainedModel) -> Method:
         method = plain_method(model) if kind == PLAIN else _method(name, kind, model, source, options)
     except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
         words = one_line(error).replace(f"--methods {spec}", f"{option} {named}").replace("--methods", option)
+        words = re.sub(rf"^{re.escape(source)}(?=:? )", lambda _: f"{option} {named}", words)  # the path once
         words = words if words.startswith("--") else f"{option} {named}: {words}"
         raise (OSError if isinstance(error, OSError) else ValueError)(words) from error
     if method.drafter is None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.eagle_models import CASES, DATA, foreign_folder, golden_case, teacher_forced, tiny_backbone
 from tokenahead import EagleHead, EagleHeadConfig
+from tokenahead.modeling.common.stored_drafters import drafter_class
 
 OFFICIAL = DATA / "eagle3_llama" / "official"
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -129,8 +130,8 @@ def test_further_layers_of_sglang_have_their_own_names(tmp_path):
 VOCABULARY = torch.zeros(96, dtype=torch.bool)
 REFUSED = [
     ({}, {"midlayer.bottleneck.weight": torch.zeros(2)}, r"layers\.0\.bottleneck\.weight"),
-    ({}, {"norm.weight": None}, r"lacks 1 tensors of EagleHead: norm\.weight"),
-    ({}, {"d2t": None, "t2d": None}, "lacks 1 tensors of EagleHead: d2t"),
+    ({}, {"norm.weight": None}, r"lacks 1 tensor of EagleHead: norm\.weight"),
+    ({}, {"d2t": None, "t2d": None}, "lacks 1 tensor of EagleHead: d2t"),
     ({}, {"lm_head.weight": torch.zeros(50, 32)}, "shapes"),
     ({"hidden_size": 64}, {}, "columns|shapes"),
     ({"fc_norm": True}, {}, r"lacks 3 tensors of EagleHead: fc_norm\.0\.weight"),
@@ -154,6 +155,22 @@ def test_bad_folders_are_refused_by_name(config, tensors, message, tmp_path):
     with pytest.raises(ValueError, match=message) as refusal:
         EagleHead.from_pretrained(rewritten(tmp_path, config, tensors))
     assert "None: " not in str(refusal.value)
+
+
+LACKS_NORM = {"midlayer.hidden_norm.weight": None}
+NAMED_SO = [
+    ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": None}, {"d2t": None, "t2d": None}),
+    ({"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": None}, {"d2t": None, "t2d": None}),
+    ({"architectures": ["LlamaForCausalLM"], AUX: [2, 4, 5], "draft_vocab_size": None}, {"d2t": None, "t2d": None}),
+    ({"architectures": ["LlamaForCausalLM"], "eagle_config": {AUX: [2, 4, 5]}}, {"d2t": None, "t2d": None}),
+    ({"architectures": ["LlamaForCausalLM"]}, {}),
+]
+
+
+@pytest.mark.parametrize(("config", "tensors"), NAMED_SO, ids=range(len(NAMED_SO)))
+def test_a_head_that_lacks_tensors_is_still_a_head(config, tensors, tmp_path):
+    folder = rewritten(tmp_path, {"model_type": "llama"} | config, LACKS_NORM | tensors)
+    assert drafter_class(folder) is EagleHead
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,18 @@ def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
 
 
 def _write(config: BlockDrafterConfig) -> Fields:
+    refuse([(config.law == "selector", "layout='deepspec' has no law='selector'; 'z-lab' and 'speculators' do")])
     law, kinds = written_law(config, "deepspec"), {*(config.layer_types or ())}
     changes = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "causal": False}
     used = [each for each, usual in changes.items() if getattr(config, each) != usual]
     refuse(
         [
-            (config.law == "selector", "layout='deepspec' has no law='selector'"),
             (kinds != {"full_attention"}, "layout='deepspec' has layers of full_attention alone (layer_types)"),
-            (not config.sample_from_anchor, "layout='deepspec' drafts from the first row (sample_from_anchor=True)"),
+            (
+                not config.sample_from_anchor,
+                "layout='deepspec' drafts from row 0: make the drafter with from_backbone(..., "
+                "sample_from_anchor=True)",
+            ),
             (
                 config.has_draft_vocabulary,
                 f"layout='deepspec' drafts every token (draft_vocab_size={config.draft_vocab_size})",

@@ -97,7 +97,8 @@ def written_law(config: BlockDrafterConfig, layout: str) -> Fields:
     Raises:
         ValueError: They have none for it.
     """
-    options = config.law_options or {}
+    options, kernel = config.law_options or {}, config.conv_kernel_size
+    anchor = ", sample_from_anchor=False" if layout == "z-lab" else ""
     refuse(
         [
             (
@@ -105,8 +106,14 @@ def written_law(config: BlockDrafterConfig, layout: str) -> Fields:
                 f"layout={layout!r} cannot hold law={config.law!r}; save_pretrained can",
             ),
             (
-                (config.conv_kernel_size is not None) != (config.law == "selector"),
-                f"layout={layout!r} has convolutions with law='selector' alone (conv_kernel_size, law)",
+                config.law == "selector" and kernel is None,
+                f"layout={layout!r} has law='selector' with convolutions alone (conv_kernel_size=None): make the "
+                f"drafter with from_backbone(..., conv_kernel_size=3{anchor})",
+            ),
+            (
+                config.law != "selector" and kernel is not None,
+                f"layout={layout!r} has convolutions with law='selector' alone: make a drafter with law={config.law!r} "
+                f"without conv_kernel_size={kernel}",
             ),
             (config.mask_embedding, f"layout={layout!r} is not written with a mask_embedding; save_pretrained can"),
         ]

@@ -68,8 +68,8 @@ def _write(config: BlockDrafterConfig) -> Fields:
         [
             (
                 config.sample_from_anchor != is_dspark,
-                f"layout='z-lab' with law={config.law!r} drafts from row {int(not is_dspark)} "
-                f"(sample_from_anchor={is_dspark})",
+                f"layout='z-lab' with law={config.law!r} drafts from row {int(not is_dspark)}: make the "
+                f"drafter with from_backbone(..., sample_from_anchor={is_dspark})",
             ),
             (
                 config.has_draft_vocabulary,

@@ -1,8 +1,10 @@
 """Layouts of block drafters: what is read, written, refused, and warned of."""
 
 import json
+import re
 import shutil
 import warnings
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,9 @@ from tests.backbones import backbone
 from tests.modeling.block.test_decoding import drafter_of
 from tests.modeling.block.test_golden import CASES, DATA, pair
 from tests.models import left_padded
+from tests.test_tables import table
 from tokenahead import BlockDrafter, EagleHead
+from tokenahead.configuration.block import LAW_OPTIONS
 from tokenahead.modeling.block import layouts
 from tokenahead.modeling.common.stored_drafters import drafter_class, holds_drafter_alone, read_drafter
 from tokenahead.training.evaluation.prompts import PromptEncoder
@@ -88,13 +92,51 @@ def test_new_drafters_are_exported_and_read_back(layout, law, options, tmp_path)
     assert again.config.layout == layout and drafts(model, again) == wanted
 
 
+def documented_cells():
+    """What the page says of every law, first row and layout, and the options of such a drafter."""
+    for named, anchor, *cells in table("docs/methods/block.md", "made with `law=`"):
+        convolved = dict(conv_kernel_size=3, conv_group_size=8) if "conv_kernel_size=3" in named else {}
+        for law in re.findall(r'"(\w+)"', named):
+            for first in (True, False) if anchor == "either" else (anchor == "`True`",):
+                for layout, cell in zip(("z-lab", "speculators", "deepspec"), cells, strict=True):
+                    yield law, layout, dict(sample_from_anchor=first) | convolved, {"yes": True, "no": False}[cell]
+
+
+@pytest.mark.parametrize(("law", "layout", "options", "is_held"), documented_cells())
+def test_a_layout_holds_what_the_page_says(law, layout, options, is_held, tmp_path):
+    drafter = drafter_of(backbone("qwen3"), law, **options)
+    if not is_held:
+        with pytest.raises(ValueError, match=f"layout='{layout}'"):
+            drafter.export(tmp_path, layout=layout)
+        return
+    drafter.export(tmp_path, layout=layout)
+    again = BlockDrafter.from_pretrained(tmp_path).config
+    names = ("law", "sample_from_anchor", "conv_kernel_size")
+    assert [getattr(again, name) for name in names] == [getattr(drafter.config, name) for name in names]
+
+
+def test_all_laws_are_in_the_table():
+    assert {(law, layout, options["sample_from_anchor"]) for law, layout, options, _ in documented_cells()} == set(
+        product(LAW_OPTIONS, ("z-lab", "speculators", "deepspec"), (True, False))
+    )
+
+
+ANCHORED, FREE = (rf"from_backbone\(\.\.\., sample_from_anchor={each}\)" for each in (True, False))
+CONVOLVED = r"conv_kernel_size=None.*from_backbone\(\.\.\., conv_kernel_size=3"
+
+
 @pytest.mark.parametrize(
     ("layout", "law", "options", "message"),
     [
+        ("z-lab", "selector", {}, CONVOLVED + ", sample_from_anchor=False"),
+        ("speculators", "selector", {}, CONVOLVED + r"\)"),
+        ("deepspec", "selector", {}, "no law='selector'; 'z-lab' and 'speculators' do"),
+        ("z-lab", "markov", dict(conv_kernel_size=3, conv_group_size=8), "without conv_kernel_size=3"),
+        ("z-lab", "independent", {}, FREE),
+        ("z-lab", "markov", dict(sample_from_anchor=False), ANCHORED),
+        ("deepspec", "independent", dict(sample_from_anchor=False), ANCHORED),
         ("z-lab", "hmm", {}, "law='hmm'"),
-        ("z-lab", "markov", dict(sample_from_anchor=False), "sample_from_anchor=True"),
         ("z-lab", "markov", dict(draft_ids=torch.arange(3, 40)), "draft_vocab_size=37"),
-        ("deepspec", "independent", dict(sample_from_anchor=False), "sample_from_anchor=True"),
         ("deepspec", "selector", dict(conv_kernel_size=2, conv_group_size=8), "law='selector'"),
         ("speculators", "independent", dict(output_multiplier=0.5), "output_multiplier"),
         ("other", "independent", {}, "layout='other'.*deepspec, speculators, z-lab"),

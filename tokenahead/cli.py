@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -38,8 +37,6 @@ _APART = {
     "lm-eval": ("harness.main", "eval", "the tasks of lm-eval (its own arguments), written with drafts"),
 }
 """Commands that read their own arguments: function, extra and help."""
-_OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
-"""The prefix of messages of our configs, which tells a user nothing."""
 _THREADS = 4  # on matrices as small as the demo's, further ones would only wait for one another
 
 
@@ -64,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, OSError, MissingExtraError, StrictDataclassError) as error:
-        message = _OF_VALIDATORS.sub("", one_line(error))
-        command = f"tokenahead {words[0]}"
+        message, command = one_line(error), f"tokenahead {words[0]}"
         print(message if message.startswith(f"{command} ") else f"{command}: {message}", file=sys.stderr)
         raise SystemExit(1) from None
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _JOINERS = "\u200c\u200d"
 """Characters of words in many scripts, and of emoji."""
+_OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
+"""The prefix of messages of our configs, which tells a user nothing."""
 
 
 class MissingExtraError(ModuleNotFoundError):
@@ -103,8 +105,10 @@ def escaped(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line that a terminal may show, or the name of its class."""
-    return escaped(" ".join(str(error).split())) or type(error).__name__
+    """Return the message of an error in one line that a terminal may show, or the name of its class; of a config that
+    fails its validation, what its own check says."""
+    words = _OF_VALIDATORS.sub("", " ".join(str(error).split()))
+    return escaped(words) or type(error).__name__
 
 
 def without_directories(name: str) -> str:

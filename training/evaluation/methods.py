@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ...generation.assistant.drafter import AssistantDrafter
@@ -70,7 +71,7 @@ def methods_of(specs: Sequence[str], model: PreTrainedModel) -> tuple[list[Metho
             if measured := source if kind in _ALONE else whole:
                 marks[measured] = marks.get(measured) or source_mark(measured)
             methods.append(replace(method, source=marks.get(measured or "")))
-        except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+        except _UNFIT as error:
             refused[name] = one_line(error)
     return methods, refused
 
@@ -94,7 +95,7 @@ def named_method(spec: str, model: PreTrainedModel) -> Method:
         if kind in _ALONE:  # nobody else uses the backbone
             options["shared"] = False
         method = plain_method(model) if kind == PLAIN else _method(name, kind, model, source, options)
-    except (ValueError, TypeError, OSError, RuntimeError, NotImplementedError) as error:
+    except _UNFIT as error:
         words = one_line(error).replace(f"--methods {spec}", f"{option} {named}").replace("--methods", option)
         words = re.sub(rf"^{re.escape(source)}(?=:? )", lambda _: f"{option} {named}", words)  # the path once
         words = words if words.startswith("--") else f"{option} {named}: {words}"
@@ -174,6 +175,8 @@ def _assistant(model: PreTrainedModel, source: str, options: Kwargs) -> Assistan
     return AssistantDrafter.from_pretrained(source, dtype=model.dtype, device_map=model.device).attach(model)
 
 
+_UNFIT = (ValueError, TypeError, OSError, RuntimeError, NotImplementedError, StrictDataclassError)
+"""What says that a drafter does not fit, or is damaged."""
 _DRAFTERS: dict[str, Callable[..., Any]] = {
     "ngram": lambda model, source, options: NgramDrafter(branches=options.pop("branches", 1)).attach(model),
     "suffix": _suffix,

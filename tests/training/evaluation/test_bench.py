@@ -1,6 +1,7 @@
 """`tokenahead bench`: every method compared with plain decoding, what is refused, and what an interruption leaves."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from tokenahead.model_cards import DecodingResult, MeasuredResults
 from tokenahead.training.evaluation import bench as bench_module
 from tokenahead.training.evaluation.bench import Bench, Protocol, block_error, is_near_tie
 from tokenahead.training.evaluation.decoding import GREEDY, Run, sampled
-from tokenahead.training.evaluation.methods import methods_of, plain_method
+from tokenahead.training.evaluation.methods import methods_of, named_method, plain_method
 from tokenahead.training.evaluation.prompts import Prompt, PromptEncoder, groups_of, read_prompts
 from tokenahead.training.evaluation.quality import quality_of
 from tokenahead.training.evaluation.summary import Pair, result_of, results_of
@@ -356,6 +357,16 @@ def test_a_file_is_no_directory_of_results(folders, tmp_path, capsys):
     file.write_text("mine")
     assert run(folders, file, "--methods", "ngram") == 1
     assert f"--output {file} is a file: name a directory" in capsys.readouterr().err and file.read_text() == "mine"
+
+
+def test_a_config_with_a_wrong_value_is_a_drafter_that_does_not_fit(folders, tmp_path):
+    shutil.copytree(folders / "heads", tmp_path / "heads")
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(config | {"head_type": "hydr"}))
+    methods, refused = methods_of([f"heads:{tmp_path / 'heads'}"], llama(vocab_size=320))
+    assert len(methods) == 1 and refused["heads:heads"].startswith("head_type='hydr'")
+    with pytest.raises(ValueError, match=rf"^--drafter heads:{tmp_path / 'heads'}: head_type='hydr'"):
+        named_method(f"heads:{tmp_path / 'heads'}", llama(vocab_size=320))
 
 
 def test_names_that_are_no_method_are_refused(folders):

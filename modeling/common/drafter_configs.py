@@ -61,10 +61,16 @@ def warn_of_kind(config: TrainedFor, backbone: PreTrainedModel, drafter: str) ->
         logger.warning_once(f"This {drafter} was made for {made}: output remains exact, with fewer accepted drafts.")
 
 
+def architectures(raw: Fields) -> list[str]:
+    """Return the names in `architectures` of a config.json, whatever else it holds there."""
+    named = raw.get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
 def verifier_fields(verifier: Fields) -> Fields:
     """Return speculators' fields of the backbone: its name and its kind."""
     classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    kinds = [(kind, name) for kind, name in classes if name in (verifier.get("architectures") or ())]
+    kinds = [(kind, name) for kind, name in classes if name in architectures(verifier)]
     # Llama's class also reads other kinds
     kind, _ = min(kinds, key=lambda pair: not pair[1].lower().startswith(pair[0]), default=(None, None))
     named = {"base_model_name_or_path": verifier.get("name_or_path") or None, "base_model_type": kind}

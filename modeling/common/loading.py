@@ -266,7 +266,7 @@ def stored_kinds() -> dict[str | None, Any]:
 
 def with_article(words: str) -> str:
     """Return words after their indefinite article, for messages."""
-    return f"{'an' if words[0] in 'AEIOU' else 'a'} {words}"
+    return f"{'an' if words.startswith(('A', 'E', 'I', 'O', 'U', 'MTP')) else 'a'} {words}"
 
 
 def _why_missing(name: str, missing: list[str], unexpected: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from ...configuration.eagle import EagleHeadConfig
 from ...configuration.fields import check_options
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
-from ..common.drafter_configs import check_kind, layer_fields, verifier_fields, warn_of_kind
+from ..common.drafter_configs import architectures, check_kind, layer_fields, verifier_fields, warn_of_kind
 
 logger = logging.get_logger(__name__)
 _FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
@@ -121,8 +121,9 @@ def is_foreign_head(raw: Fields, names: Iterable[str]) -> bool:
 
     One that its config names so is, even where tensors are missing.
     """
-    named = any(_ARCHITECTURES.fullmatch(name) for name in raw.get("architectures") or ())
-    if named or AUX_IDS in {**raw, **(raw.get("eagle_config") or {})}:
+    nested = raw.get("eagle_config")
+    is_named = any(map(_ARCHITECTURES.fullmatch, architectures(raw)))
+    if is_named or AUX_IDS in raw or (isinstance(nested, dict) and AUX_IDS in nested):
         return True
     own, last_norm = set(map(own_name, names)), "norm.weight"
     is_first = {"layers.0.self_attn.q_proj.weight", "fc.weight"} <= own and last_norm not in own

@@ -27,6 +27,7 @@ from ...generation.tensors.shared_models import load_sharded
 from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ...modeling import DeepSeekMTP, EvaByteForMTPC, EvaByteTokenizer
 from ...modeling.common.draft_vocabulary import frequent_tokens
+from ...modeling.common.loading import with_article
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, is_row_wise
 from ..endpoint import Endpoint
@@ -185,7 +186,9 @@ def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel) -
     drafter = load_drafter(name, backbone, "drafter", None if arguments.kind == "auto" else arguments.kind, **options)
     if not issubclass(type(drafter), tuple(DRAFTERS[kind] for kind in APART)):
         kinds = ", ".join(APART)
-        raise ValueError(f"drafter={arguments.drafter!r} holds a {type(drafter).__name__}: choose of {kinds}")
+        raise ValueError(
+            f"drafter={arguments.drafter!r} holds {with_article(type(drafter).__name__)}: choose of {kinds}"
+        )
     return drafter
 
 

@@ -10,6 +10,7 @@ from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
 from ....generation.tensors.tensor_files import Fields
 from ...common.draft_vocabulary import check_offsets
+from ...common.drafter_configs import architectures
 from .assistant import ASSISTANT
 from .deepspec import DEEPSPEC
 from .record import BlockLayout
@@ -38,7 +39,7 @@ def layout_of(raw: Fields) -> BlockLayout | None:
     Raises:
         ValueError: One that is known by name, and has no code here.
     """
-    for name in [*(raw.get("architectures") or ()), raw.get("speculators_model_type")]:
+    for name in [*architectures(raw), str(raw.get("speculators_model_type"))]:
         known = "XPressSpeculator" if name == "xpress" else name
         if known in _REFUSED:
             raise ValueError(f"architectures={raw.get('architectures')}: {known} is not supported: {_REFUSED[known]}")

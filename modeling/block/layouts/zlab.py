@@ -5,6 +5,7 @@ from __future__ import annotations
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
 from ....generation.tensors.tensor_files import Fields
+from ...common.drafter_configs import architectures
 from .record import (
     BlockLayout,
     Shapes,
@@ -98,7 +99,7 @@ def _write(config: BlockDrafterConfig) -> Fields:
 
 
 def _is_zlab(raw: Fields) -> bool:
-    return isinstance(raw.get("dflash_config"), dict) or (raw.get("architectures") or [""])[0] in _KINDS
+    return isinstance(raw.get("dflash_config"), dict) or any(name in _KINDS for name in architectures(raw)[:1])
 
 
 ZLAB = BlockLayout("z-lab", _is_zlab, _read, _write)

@@ -173,6 +173,13 @@ def test_a_head_that_lacks_tensors_is_still_a_head(config, tensors, tmp_path):
     assert drafter_class(folder) is EagleHead
 
 
+@pytest.mark.parametrize("config", [{"architectures": [1]}, {"architectures": 1}, {"eagle_config": "x"}], ids=str)
+def test_fields_of_other_types_name_no_head(config, tmp_path):
+    config = {"model_type": "llama", "architectures": None, "draft_vocab_size": None} | config
+    tensors = LACKS_NORM | {"d2t": None, "t2d": None}
+    assert drafter_class(rewritten(tmp_path, config, tensors)) is None
+
+
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [

@@ -47,5 +47,5 @@ def test_a_kind_or_a_source_that_is_none(folders, settings_of, tmp_path):
     for name in ("egale:x", "modules:x", "eagle:", "egale"):
         with pytest.raises(ValueError, match=f"drafter='{name}'"):
             settings_of(drafter=name)
-    with pytest.raises(ValueError, match="drafter .* holds a MTPHeads"):
+    with pytest.raises(ValueError, match="drafter .* holds an MTPHeads"):
         train(settings_of(drafter=exported(folders, tmp_path / "heads", "heads", "medusa").replace("auto", "eagle")))

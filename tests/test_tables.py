@@ -46,8 +46,9 @@ HELD = {
         "rank | tokens per call",
     ],
     "docs/gpu.md": ["shape | batch", "shape | drafts"],
-    "docs/methods/block.md": ["law | seeds"],
-    "docs/methods/ptp.md": ["two tokens"],
+    "docs/methods/block.md": ["law | seeds", "law | steps"],
+    "docs/methods/ptp.md": ["two tokens", "N | student"],
+    "docs/methods/recycling.md": ["drafter | tokens per call"],
     "docs/online.md": ["steps of the policy"],
     "docs/rl.md": ["steps of the policy", "answers of the group"],
     "docs/strategies.md": ["the text's token is", "loss | seed", "backbone | seed"],
@@ -169,6 +170,49 @@ def test_laws_of_blocks():
             values = [statistics.fmean(calls)]
             values += [statistics.stdev(calls) / len(calls) ** 0.5] if len(own) > 1 else []
             assert [float(part) for part in cell.split("±")] == pytest.approx(values, abs=0.00051)
+
+
+def test_laws_of_blocks_that_learned_longer():
+    measured = read(ROOT / "docs" / "results" / "block_laws_long.json")
+    shown = table("docs/methods/block.md", "law", "steps")
+    for (law, steps, seconds, *cells), run in zip(shown, measured["runs"], strict=True):
+        kind, _, states = re.sub(r"[`,]|rank 256| states?", "", law).strip().partition(" ")
+        assert run["law"] == "-".join(filter(None, (kind, states.strip())))
+        assert (int(steps), int(seconds)) == (run["steps"], round(run["seconds"]))
+        figures = [f"{run['acceptance'][place - 1]:.3f}".removeprefix("0") for place in (1, 2, 4, 7)]
+        calls = (run[rule] for rule in ("token", "block", "greedy"))
+        figures += [f"{each['expected_tokens_per_call']:.3f} ± {each['expected_standard_error']:.3f}" for each in calls]
+        assert cells == figures
+    eagle, hydra = (measured["released, along the same texts"][name]["block"] for name in ("eagle1", "hydra"))
+    words = (ROOT / "docs" / "methods" / "block.md").read_text()
+    for each, error in ((eagle, ".07"), (hydra, ".03")):
+        assert f"{each['expected_tokens_per_call']:.2f} ± {error}" in words
+        assert f"{each['expected_standard_error']:.2f}".removeprefix("0") == error
+
+
+def test_parallel_prediction_on_text():
+    runs = read(ROOT / "docs" / "results" / "ptp_text.json")["runs"]
+    kinds = {"independent": "independent", "O-PTP": "one_hot", "C-PTP": "categorical"}
+    shown = table("docs/methods/ptp.md", "N", "student")
+    assert len(shown) == 6
+    for slots, student, seeds, *cells in shown:
+        of = [found for name, found in runs.items() if name.startswith(f"{kinds[student]}, N={slots}, seed")]
+        assert len(of) == int(seeds)
+        for mode, cell in zip(("coupled", "best of 2", "block"), cells, strict=True):
+            values = [found[mode][0] for found in of if mode in found]
+            error = statistics.stdev(values) / len(values) ** 0.5 if values else 0.0
+            assert cell == (f"{statistics.fmean(values):.3f} ± {error:.3f}" if values else "")
+
+
+def test_drafters_without_training_on_smollm2():
+    results = read(ROOT / "docs" / "results" / "smollm2_untrained.json")["results"]
+    rows = {(row["method"], row["decoding"]): row for row in results}
+    names = ["ngram", "recycling", "recycling16", "lookahead5"]
+    shown = table("docs/methods/recycling.md", "drafter", "tokens per call, T = 1")
+    for name, (_, *cells) in zip(names, shown, strict=True):
+        found = [rows[name, "sampled, T=1"], rows[name, "greedy"]]
+        figures = [f"{value:.2f}" for row in found for value in (row["tokens_per_verification"], row["speed_ups"][1])]
+        assert cells == [*figures, f"{found[0]['call_ms']:.1f}"]
 
 
 def test_released_heads_of_the_box():

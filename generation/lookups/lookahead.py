@@ -19,9 +19,9 @@ from .base import TableDrafter, write_newest
 class LookaheadDrafter(TableDrafter):
     """Drafts n-grams that the backbone itself has made while it decoded, without a model or text that repeats itself.
 
-    Every block carries a window of guesses: `window` places ahead, and behind each of them the tokens that the last
+    Every block carries a window of guesses: `window` positions ahead, and behind each of them the tokens that the last
     `ngram_size` - 1 cycles had there (Jacobi iterations). The backbone's own next tokens behind them are the next
-    guesses, and with each place an n-gram is complete: a table keeps the `candidates` newest n-grams of every first
+    guesses, and with each position an n-gram is complete: a table keeps the `candidates` newest n-grams of every first
     token, and those of the last token are verified in the same block (Lookahead decoding, Fu et al. 2024). Guesses are
     deterministic given the text before them, so that sampling stays exact. The table is shared by all sequences, and
     by all calls until `forget`. Where the backbone takes no trees, the guesses alone are drafted, as a chain (Jacobi
@@ -31,7 +31,7 @@ class LookaheadDrafter(TableDrafter):
     must not.
 
     Args:
-        window: Places ahead, W.
+        window: Positions ahead, W.
         ngram_size: Tokens of an n-gram with its first one, N.
         candidates: N-grams that are kept for every first token, and verified, G.
 
@@ -69,7 +69,7 @@ class LookaheadDrafter(TableDrafter):
         return super().prepare_call(options, config)
 
     def sizes(self, longest: int) -> tuple[int, int]:
-        """Return the tokens of an n-gram behind its first one, and the places of the window, for paths of a length."""
+        """Return the levels of guesses and the positions of the window for paths of a length."""
         levels = min(self.ngram_size - 1, longest)
         return levels, min(self.window, longest - levels + 1)
 
@@ -83,29 +83,29 @@ class LookaheadDrafter(TableDrafter):
 
 
 class LookaheadSession(DraftSession):
-    """The drafts of one call; see `LookaheadDrafter`. L = N - 1 levels of guesses behind every place of the window.
+    """The drafts of one call; see `LookaheadDrafter`. L = N - 1 levels of guesses behind every position of the window.
 
     The block is b, the candidates [G, L], the first guesses [W], a chain, and the L - 1 further ones behind each.
     """
 
     takes_fixed = True
     guesses: Tensor
-    """[B, L, W] int64; level l of place i follows level l - 1 of it, and level 0 that of place i - 1."""
+    """[B, L, W] int64; level l of position i follows level l - 1 of it, and level 0 that of position i - 1."""
 
     def __init__(self, options: DraftOptions, drafter: LookaheadDrafter) -> None:
         self.options = options
-        self.levels, self.places = drafter.sizes(options.num_tokens)
+        self.levels, self.positions = drafter.sizes(options.num_tokens)
         self.table = drafter.table_of(options)[..., : self.levels]  # [V + 1, G, L]
-        self.num_tokens = self.levels + self.places - 1
+        self.num_tokens = self.levels + self.positions - 1
 
     def begin(self, outputs: object, view: CacheView) -> None:
         """Begin with guesses from the prompt; without trees, with one level of them, and no candidates."""
         self.view = view
         if not (view.takes_trees and self.options.draft_tree):
-            self.levels, self.places, self.table = 1, self.num_tokens, self.table[:, :0, :1]
-        prompt, count = self.options.prompt, self.levels * self.places
+            self.levels, self.positions, self.table = 1, self.num_tokens, self.table[:, :0, :1]
+        prompt, count = self.options.prompt, self.levels * self.positions
         spread = (cached_arange(count, prompt.device) * 7 + 1) % prompt.shape[1]
-        self._keep(prompt[:, spread].unflatten(1, (self.levels, self.places)))
+        self._keep(prompt[:, spread].unflatten(1, (self.levels, self.positions)))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """See `DraftSession`; where less than the longest path is requested, candidates alone, or first guesses."""
@@ -118,24 +118,25 @@ class LookaheadSession(DraftSession):
         if length < self.num_tokens:
             return DraftTree(nodes, parents, depth=grams.shape[2])
         behind = self.guesses[:, 1:].transpose(1, 2).flatten(1)  # [B, W (L - 1)]
-        window = _window_parents(self.levels, self.places, parents.shape[1], nodes.device).expand(len(nodes), -1)
+        window = _window_parents(self.levels, self.positions, parents.shape[1], nodes.device).expand(len(nodes), -1)
         nodes = torch.cat([nodes, self.guesses[:, 0], behind], 1)  # [B, m]
         parents = torch.cat([parents, window], 1)
         return DraftTree(nodes, parents, depth=self.num_tokens)
 
     def advance(self, outputs: TargetOutput, result: VerificationResult) -> None:
-        """Note an n-gram for every place, and move the window behind what was added."""
-        if outputs.block is None or outputs.block[0].shape[1] != 1 + self.levels * (self.table.shape[1] + self.places):
+        """Note an n-gram for every position, and move the window behind what was added."""
+        nodes = self.levels * (self.table.shape[1] + self.positions)
+        if outputs.block is None or outputs.block[0].shape[1] != 1 + nodes:  # near the end it has no window
             return
         added, unread = self.view.new_tokens.on_device, len(self.table) - 1
-        ends = _window_ends(self.levels, self.places, added.device) - self.levels * self.places
+        ends = _window_ends(self.levels, self.positions, added.device) - self.levels * self.positions
         new = outputs.block[1][:, ends, :unread].argmax(-1)  # [B, W]
         grown = torch.cat([self.guesses[:, 1:], new[:, None]], 1)  # [B, L, W], behind each first guess
         if self.table.shape[1]:
             first = torch.where(added[:, None] > 0, self.guesses[:, 0], unread).flatten()  # [B W]
             self._note(first, grown.transpose(1, 2).flatten(0, 1))
-        shift = cached_arange(self.places, added.device) + (added[:, None] - 1).clamp(min=0)  # [B, W]
-        self._keep(grown.gather(2, (shift % self.places)[:, None].expand_as(grown)))
+        shift = cached_arange(self.positions, added.device) + (added[:, None] - 1).clamp(min=0)  # [B, W]
+        self._keep(grown.gather(2, (shift % self.positions)[:, None].expand_as(grown)))
 
     def _keep(self, guesses: Tensor) -> None:
         self.guesses = self.view.held("lookahead.guesses", guesses)
@@ -153,7 +154,7 @@ class LookaheadSession(DraftSession):
         known = self.table[first]  # [n, G, L]
         newer = torch.cat([grams[:, None], known[:, :-1]], 1)
         is_same = (known == grams[:, None]).all(-1).long()  # [n, G]
-        moves = is_same.cumsum(1) == is_same  # up to the old place, or all
+        moves = is_same.cumsum(1) == is_same  # up to the old position, or all
         write_newest(self.table, first, torch.where(moves[..., None], newer, known))
 
 
@@ -170,18 +171,18 @@ def _merged(grams: Tensor) -> Tensor:
 
 
 @made_once
-def _window_parents(levels: int, places: int, before: int, device: torch.device) -> Tensor:
+def _window_parents(levels: int, positions: int, before: int, device: torch.device) -> Tensor:
     """Return the parents of the window's nodes [L W], which follow `before` nodes of candidates."""
-    places_behind = torch.arange(places)[:, None]  # [W, 1]
-    behind = places + places_behind * (levels - 1) + torch.arange(levels - 1) - 1  # [W, L - 1], the node before each
-    behind[:, :1] = places_behind
-    parents = before + torch.cat([torch.arange(-1, places - 1), behind.flatten()])
+    columns = torch.arange(positions)[:, None]  # [W, 1]
+    behind = positions + columns * (levels - 1) + torch.arange(levels - 1) - 1  # [W, L - 1], the node before each
+    behind[:, :1] = columns
+    parents = before + torch.cat([torch.arange(-1, positions - 1), behind.flatten()])
     parents[0] = -1
     return parents.to(device)
 
 
 @made_once
-def _window_ends(levels: int, places: int, device: torch.device) -> Tensor:
-    """Return the last node of every place [W] in the window."""
-    ends = torch.arange(places)
-    return (ends if levels == 1 else places + (levels - 1) * (ends + 1) - 1).to(device)
+def _window_ends(levels: int, positions: int, device: torch.device) -> Tensor:
+    """Return the last node of every position [W] in the window."""
+    ends = torch.arange(positions)
+    return (ends if levels == 1 else positions + (levels - 1) * (ends + 1) - 1).to(device)

@@ -157,11 +157,16 @@ def test_recorded_cycles_on_a_gpu():
         assert float(ratio) == pytest.approx(plain, abs=0.0051)
 
 
+def law_of(cell: str) -> str:
+    """The name of a law in the results, from its cell: `hmm`, 4 states."""
+    kind, _, states = re.sub(r"[`,]|rank 256| states?", "", cell).strip().partition(" ")
+    return "-".join(filter(None, (kind, states.strip())))
+
+
 def test_laws_of_blocks():
     runs = read(ROOT / "docs" / "results" / "block_laws.json")["runs"]
     for law, seeds, *shown in table("docs/methods/block.md", "law", "seeds"):
-        kind, _, states = re.sub(r"[`,]|rank 256| states?", "", law).strip().partition(" ")
-        own = [run for run in runs if run["law"] == "-".join(filter(None, (kind, states.strip())))]
+        own = [run for run in runs if run["law"] == law_of(law)]
         assert len(own) == int(seeds)
         places = [statistics.fmean(run["acceptance"][place - 1] for run in own) for place in (1, 2, 4, 7)]
         assert [float(cell) for cell in shown[:4]] == pytest.approx(places, abs=0.00051)
@@ -176,8 +181,7 @@ def test_laws_of_blocks_that_learned_longer():
     measured = read(ROOT / "docs" / "results" / "block_laws_long.json")
     shown = table("docs/methods/block.md", "law", "steps")
     for (law, steps, seconds, *cells), run in zip(shown, measured["runs"], strict=True):
-        kind, _, states = re.sub(r"[`,]|rank 256| states?", "", law).strip().partition(" ")
-        assert run["law"] == "-".join(filter(None, (kind, states.strip())))
+        assert run["law"] == law_of(law)
         assert (int(steps), int(seconds)) == (run["steps"], round(run["seconds"]))
         figures = [f"{run['acceptance'][place - 1]:.3f}".removeprefix("0") for place in (1, 2, 4, 7)]
         calls = (run[rule] for rule in ("token", "block", "greedy"))

@@ -10,6 +10,8 @@ from transformers import PreTrainedConfig
 
 from ..attach import AttachableDrafter
 from ..call.options import DraftOptions
+from ..call.sequences import Sequences
+from ..contract import DraftSession
 from ..tensors.masks import cached_arange
 
 
@@ -41,10 +43,22 @@ class TableDrafter(LookUpDrafter):
     """A drafter whose table has an entry for every token, shared by all sequences, and by all calls until `forget`.
 
     Attributes:
-        table: [V + 1, ...] int64, on the backbone's device; nobody reads the last entry. None before the first call.
+        table: [V + 1, k, ...] int64, candidates of every token, on the backbone's device; nobody reads the last entry.
+            None before the first call.
     """
 
     table: Tensor | None = None
+
+    @staticmethod
+    def check_counts(**counts: tuple[object, int]) -> None:
+        """Refuse values that are no whole numbers, or smaller than the least one beside them.
+
+        Raises:
+            ValueError: It names the argument.
+        """
+        for name, (value, least) in counts.items():
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
 
     def first_entry(self, vocabulary: int) -> Tensor:
         """Return what every entry is before anything is known of its token."""
@@ -77,8 +91,31 @@ class TableDrafter(LookUpDrafter):
         return restore
 
 
-def write_newest(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Write values [N, ...] to rows [N] of a table; of equal rows the last counts."""
-    order = cached_arange(len(rows), rows.device)
-    newest = rows.new_zeros(len(table)).scatter_reduce_(0, rows, order, "amax")  # [V + 1]
-    table[rows] = values[newest[rows]]
+class TableSession(DraftSession):
+    """The drafts of one call from a table of `TableDrafter`.
+
+    Args:
+        options: Of the call.
+        table: [V + 1, k, ...], what the session reads and writes of it.
+    """
+
+    takes_fixed = True
+
+    def __init__(self, options: DraftOptions, table: Tensor) -> None:
+        self.options, self.table = options, table
+
+    def candidates(self, tokens: Sequences) -> Tensor:
+        """Return the entries of the last tokens, [B, k, ...], those first whose first token the constraints allow."""
+        entries = self.table[tokens.last()]
+        if (masks := self.options.masks(tokens, is_warped=False)) is None:
+            return entries
+        first = entries.flatten(2)[..., 0] if entries.dim() > 2 else entries  # [B, k]
+        allowed = masks.allowed((len(first), len(self.table) - 1), first.device).gather(1, first)  # [B, k]
+        order = (~allowed).sort(stable=True).indices
+        return entries.gather(1, order.view(*order.shape, *[1] * (entries.dim() - 2)).expand_as(entries))
+
+    def write(self, tokens: Tensor, entries: Tensor) -> None:
+        """Replace the entries [N, k, ...] of tokens [N]; of equal tokens the last counts."""
+        order = cached_arange(len(tokens), tokens.device)
+        newest = tokens.new_zeros(len(self.table)).scatter_reduce_(0, tokens, order, "amax")  # [V + 1]
+        self.table[tokens] = entries[newest[tokens]]

@@ -11,9 +11,9 @@ from transformers import GenerationConfig
 from ..backbone.backbones import takes_dense_masks
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
-from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
+from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
 from ..tensors.masks import cached_arange, made_once
-from .base import TableDrafter, write_newest
+from .base import TableDrafter, TableSession
 
 
 class LookaheadDrafter(TableDrafter):
@@ -45,10 +45,7 @@ class LookaheadDrafter(TableDrafter):
     """
 
     def __init__(self, window: int = 15, ngram_size: int = 5, candidates: int = 15) -> None:
-        least = {"window": (window, 1), "ngram_size": (ngram_size, 2), "candidates": (candidates, 1)}
-        for name, (value, smallest) in least.items():
-            if type(value) is not int or value < smallest:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {smallest}")
+        self.check_counts(window=(window, 1), ngram_size=(ngram_size, 2), candidates=(candidates, 1))
         self.window, self.ngram_size, self.candidates = window, ngram_size, candidates
         self.num_tokens = window + ngram_size - 2
 
@@ -82,20 +79,18 @@ class LookaheadDrafter(TableDrafter):
         return LookaheadSession(options, self)
 
 
-class LookaheadSession(DraftSession):
+class LookaheadSession(TableSession):
     """The drafts of one call; see `LookaheadDrafter`. L = N - 1 levels of guesses behind every position of the window.
 
     The block is b, the candidates [G, L], the first guesses [W], a chain, and the L - 1 further ones behind each.
     """
 
-    takes_fixed = True
     guesses: Tensor
     """[B, L, W] int64; level l of position i follows level l - 1 of it, and level 0 that of position i - 1."""
 
     def __init__(self, options: DraftOptions, drafter: LookaheadDrafter) -> None:
-        self.options = options
         self.levels, self.positions = drafter.sizes(options.num_tokens)
-        self.table = drafter.table_of(options)[..., : self.levels]  # [V + 1, G, L]
+        super().__init__(options, drafter.table_of(options)[..., : self.levels])  # [V + 1, G, L]
         self.num_tokens = self.levels + self.positions - 1
 
     def begin(self, outputs: object, view: CacheView) -> None:
@@ -113,7 +108,7 @@ class LookaheadSession(DraftSession):
             return DraftTree.chain(tokens.ids[:, :0])
         if not self.table.shape[1]:
             return DraftTree.chain(self.guesses[:, 0, :length])
-        grams = self._allowed(self.table[tokens.last()][..., :length], tokens)  # [B, G, l]
+        grams = self.candidates(tokens)[..., :length]  # [B, G, l]
         parents, nodes = _merged(grams), grams.flatten(1)  # [B, G l] each
         if length < self.num_tokens:
             return DraftTree(nodes, parents, depth=grams.shape[2])
@@ -141,21 +136,13 @@ class LookaheadSession(DraftSession):
     def _keep(self, guesses: Tensor) -> None:
         self.guesses = self.view.held("lookahead.guesses", guesses)
 
-    def _allowed(self, grams: Tensor, tokens: Sequences) -> Tensor:
-        """Return n-grams [B, G, l], those first whose first token the constraints allow."""
-        if (masks := self.options.masks(tokens, is_warped=False)) is None:
-            return grams
-        allowed = masks.allowed((len(grams), len(self.table) - 1), grams.device).gather(1, grams[..., 0])  # [B, G]
-        order = (~allowed).sort(stable=True).indices
-        return grams.gather(1, order[..., None].expand_as(grams))
-
     def _note(self, first: Tensor, grams: Tensor) -> None:
         """Put n-grams [n, L] in front of those of their first tokens [n]; one that is there already moves there."""
         known = self.table[first]  # [n, G, L]
         newer = torch.cat([grams[:, None], known[:, :-1]], 1)
         is_same = (known == grams[:, None]).all(-1).long()  # [n, G]
         moves = is_same.cumsum(1) == is_same  # up to the old position, or all
-        write_newest(self.table, first, torch.where(moves[..., None], newer, known))
+        self.write(first, torch.where(moves[..., None], newer, known))
 
 
 def _merged(grams: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from transformers import GenerationConfig
 from ..backbone.backbones import takes_dense_masks
 from ..call.options import CallOptions, DraftOptions
 from ..call.sequences import Sequences
-from ..contract import CacheView, DraftSession, DraftTree, TargetOutput, VerificationResult
+from ..contract import CacheView, DraftTree, TargetOutput, VerificationResult
 from ..trees.building import choices_from_accuracies, ranked_tree
-from .base import TableDrafter, write_newest
+from .base import TableDrafter, TableSession
 
 _FIRST, _FALL = 0.6, 1.3
 """How often the first candidate of a token is right, and the power of its rank that the others' share falls with."""
@@ -47,10 +47,7 @@ class RecyclingDrafter(TableDrafter):
     """
 
     def __init__(self, top_k: int = 8, num_tokens: int = 6, total_tokens: int = 81) -> None:
-        least = {"top_k": (top_k, 1), "num_tokens": (num_tokens, 1), "total_tokens": (total_tokens, 2)}
-        for name, (value, smallest) in least.items():
-            if type(value) is not int or value < smallest:
-                raise ValueError(f"{name}={value!r} must be a whole number of at least {smallest}")
+        self.check_counts(top_k=(top_k, 1), num_tokens=(num_tokens, 1), total_tokens=(total_tokens, 2))
         self.top_k, self.num_tokens, self.total_tokens = top_k, num_tokens, total_tokens
 
     def prepare_call(self, options: CallOptions, config: GenerationConfig) -> CallOptions:
@@ -91,13 +88,12 @@ def _shape(depth: int, top_k: int, nodes: int) -> list[tuple[int, ...]]:
     return choices_from_accuracies(accuracies.expand(depth, -1), nodes)
 
 
-class RecyclingSession(DraftSession):
+class RecyclingSession(TableSession):
     """The drafts of one call; see `RecyclingDrafter`."""
 
-    takes_fixed = True
-
     def __init__(self, options: DraftOptions, table: Tensor) -> None:
-        self.options, self.table, self.num_tokens = options, table, options.num_tokens
+        super().__init__(options, table)
+        self.num_tokens = options.num_tokens
 
     def begin(self, outputs: object, view: CacheView) -> None:
         """Choose the shape of the drafts: a chain where none is requested, or the cache takes no trees."""
@@ -110,13 +106,12 @@ class RecyclingSession(DraftSession):
         """See `DraftSession`; with constraints, allowed candidates of the last token come first."""
         if length < 1:
             return DraftTree.chain(tokens.ids[:, :0])
-        first = self.table[tokens.last()]  # [B, k]
-        if (masks := self.options.masks(tokens, is_warped=False)) is not None:
-            allowed = masks.allowed((len(first), len(self.table) - 1), first.device).gather(1, first)  # [B, k]
-            first = first.gather(1, (~allowed).sort(stable=True).indices)
         choices = [path for path in self.choices if len(path) <= length]
         tree = ranked_tree(
-            choices, first, lambda nodes, parents: self.table[nodes], lambda rows, width: rows[..., :width]
+            choices,
+            self.candidates(tokens),
+            lambda nodes, parents: self.table[nodes],
+            lambda rows, width: rows[..., :width],
         )
         return DraftTree.chain(tree.tokens) if len(choices) == tree.depth else tree
 
@@ -129,4 +124,4 @@ class RecyclingSession(DraftSession):
         unread = len(self.table) - 1
         rows = torch.where(self.view.new_tokens.on_device[:, None] > 0, block, unread).flatten()  # [N]
         candidates = logits[..., :unread].topk(self.table.shape[1]).indices.flatten(0, 1)  # [N, k]
-        write_newest(self.table, rows, candidates)
+        self.write(rows, candidates)

@@ -89,7 +89,8 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     for words in broken:
         console.print(f"left out: {request.prompts}, {words}", markup=False)
     done = {line.method for line in bench.lines if line.run.error is None}
-    measured = _measured(request, bench, refused) if done & (named or done) or done and interrupted else None
+    wanted = done & named if named and interrupted is None else done
+    measured = _measured(request, bench, refused) if wanted else None
     if measured is not None:
         show(console, measured)
         write(request.output, measured)

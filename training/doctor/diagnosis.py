@@ -241,9 +241,8 @@ def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[
     best = max(better, key=lambda each: each[2].tokens_per_call, default=None)
     for check in dict.fromkeys(check for check, *_ in tried):
         of_check = [each for each in tried if each[0] == check]
-        _, words, found = best if best in of_check else max(of_check, key=lambda each: each[2].tokens_per_call)
+        is_best = best in of_check
+        _, words, found = best if is_best else max(of_check, key=lambda each: each[2].tokens_per_call)
         figures = f"{found.tokens_per_call:.2f} tokens per call, not {base.tokens_per_call:.2f}"
-        if best in of_check:
-            yield Finding(check, FAULT, f"{words} fits better: {figures}")
-        else:
-            yield Finding(check, OK, f"nothing fits better by more than chance; nearest: {words}, {figures}")
+        nearest = f"nothing fits better by more than chance; nearest: {words}, {figures}"
+        yield Finding(check, *(FAULT, f"{words} fits better: {figures}") if is_best else (OK, nearest))

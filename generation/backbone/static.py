@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ...configuration.cache_names import CACHE
 from ...configuration.fields import field
 from ..call.sequences import NewTokens
 from ..contract import DraftTree, States, TargetOutput, each_state

@@ -26,6 +26,7 @@ CORE = {
         "_get_logits_processor": "the processors of a call, whose texts `tokenahead.testing` enumerates",
         "_has_unfinished_sequences": "asks all processes whether a sequence is unfinished (synced_gpus)",
         "_pad_token_tensor": "pads finished sequences",
+        "_previous_max_cache_length": "the room of the longest call on a static cache, which later calls keep",
         "_prefill": "runs the prompt, in chunks where the generation config says so",
         "_prepare_generation_config": "reads the options of a call",
         "_prepare_position_ids_for_generation": "overridden: the main model's, which may be three beside images",

@@ -321,7 +321,6 @@ class GeneratePatch:
         if getattr(assistant, "is_attached", None) is None:  # also a drafter of code that came with a directory has it
             return generate(*args, **kwargs)
         drafter = cast(AttachableDrafter, assistant)
-        kwargs.pop("assistant_model", None)
         with decoding(backbone, *drafter.parts().values()):
             self._check(drafter)
             return generate(**prepared_call(generate, backbone, drafter, args, kwargs))

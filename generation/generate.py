@@ -82,6 +82,7 @@ def prepared_call(
     """
     call = renamed(dict(zip(_names(generate, len(args)), args)) | kwargs)
     own = {name: call.pop(name) for name in GENERATE_KWARGS if name in call}
+    named = None if drafter is None else call.pop("assistant_model", None)
     sources = (call, call.get("generation_config"), backbone.generation_config)
     call |= {} if drafter is None else drafter.sampling_defaults(sources)
     fields = {name: value for name, value in call.items() if name not in NOT_CONFIG}
@@ -101,6 +102,11 @@ def prepared_call(
         if unread := next((name for name, value in own.items() if value is not None), None):
             other = "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens else "assistant_model"
             raise ValueError(f"{unread}= is not read by {other}, which drafts here; drop one of them")
+        if named is not None:
+            lookup = f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}"
+            raise ValueError(
+                f"{lookup} would leave out the {type(named).__name__} of assistant_model=; drop one of them"
+            )
     elif call.get("custom_generate") is None:
         # a copy, so that the plan, which `call` gets below, does not hold itself and the cache with it
         sources = (dict(call), *sources[1:])

@@ -13,6 +13,7 @@ cycle, and the mask of the prompt has as many columns as the cache: nothing in a
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
@@ -20,8 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
-from ...configuration.cache_names import CACHE
+from ...configuration.fields import field
 from ..call.sequences import NewTokens
 from ..contract import DraftTree, States, TargetOutput, each_state
 from ..tensors.buffers import Buffers, held_bytes, lend
@@ -59,10 +61,11 @@ def planned_cache(
 ) -> PlannedCache:
     """Return the cache that replaces the static one that transformers prepared for a call; see `PlannedCache`.
 
+    Its room is that of the longest call so far: layers of transformers' cache may have room for a window alone.
     Where whole cycles are recorded, the compiler makes no CUDA graphs of forwards: one graph cannot hold another.
     """
     cache = PlannedCache(config=model.config.get_text_config(decoder=True))
-    cache.room = max(layer.get_max_length() for layer in model_kwargs[CACHE].layers)
+    cache.room = untyped(model)._previous_max_cache_length
     cache.has_singles, cache.is_fixed = has_singles, is_fixed
     if untyped(model)._valid_auto_compile_criteria(model_kwargs, config):
         how = config.compile_config or CompileConfig()
@@ -89,10 +92,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 def lacks_room(model: PreTrainedModel, batch: int, cache: PlannedCache) -> str | None:
     """Return what a device lacks for the keys and values of a call, in the user's words; None: nothing is missing."""
-    config, free = model.config.get_text_config(decoder=True), free_bytes(model.device)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    needed = 2 * config.num_hidden_layers * batch * heads * width * (cache.room or 0) * model.dtype.itemsize
+    config, free, needed = model.config.get_text_config(decoder=True), free_bytes(model.device), 0
+    for layer, own in zip(cache.layers, config.per_layer_config):
+        if isinstance(layer, DynamicLayer):  # others hold nothing that grows, or read another layer's
+            columns = min(cache.room or 0, getattr(layer, "sliding_window", sys.maxsize))
+            heads = field(own, "num_key_value_heads", "num_attention_heads")
+            width = field(own, "head_dim", default=own.hidden_size // own.num_attention_heads)
+            needed += 2 * batch * heads * columns * width * model.dtype.itemsize
     if free is None or needed <= free + held_bytes(model):
         return None
     return f"its buffers need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"

@@ -94,13 +94,20 @@ class LookaheadSession(TableSession):
         self.num_tokens = self.levels + self.positions - 1
 
     def begin(self, outputs: object, view: CacheView) -> None:
-        """Begin with guesses from the prompt; without trees, with one level of them, and no candidates."""
+        """Begin with guesses from the prompt, or any where it has no ids.
+
+        Without trees, there is one level of them, and no candidates.
+        """
         self.view = view
         if not (view.takes_trees and self.options.draft_tree):
             self.levels, self.positions, self.table = 1, self.num_tokens, self.table[:, :0, :1]
         prompt, count = self.options.prompt, self.levels * self.positions
-        spread = (cached_arange(count, prompt.device) * 7 + 1) % prompt.shape[1]
-        self._keep(prompt[:, spread].unflatten(1, (self.levels, self.positions)))
+        spread = cached_arange(count, prompt.device) * 7 + 1  # [L W]
+        if prompt.shape[1]:
+            known = prompt[:, spread % prompt.shape[1]]  # [B, L W]
+        else:
+            known = (spread % (len(self.table) - 1)).expand(len(prompt), -1)
+        self._keep(known.unflatten(1, (self.levels, self.positions)))
 
     def propose(self, tokens: Sequences, length: int) -> DraftTree:
         """See `DraftSession`; where less than the longest path is requested, candidates alone, or first guesses."""

@@ -9,7 +9,15 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from tests.backbones import backbone, blurred
 from tests.models import tiny_model
 from tests.ptp_models import ids, student
-from tokenahead import AssistantDrafter, MTPHeads, NgramDrafter
+from tokenahead import (
+    AssistantDrafter,
+    DrafterCascade,
+    LookaheadDrafter,
+    MTPHeads,
+    NgramDrafter,
+    RecyclingDrafter,
+    SuffixDrafter,
+)
 from tokenahead.generation import generate as mixins
 from tokenahead.generation.verification.verifiers import SampledVerifier
 
@@ -254,6 +262,29 @@ def test_a_cache_of_inference_mode_is_continued_outside(speculating):
         assert torch.equal(out, want)
 
 
+LOOK_UPS = {
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+    "recycling": RecyclingDrafter,
+    "lookahead": lambda: LookaheadDrafter(3, 3, 2),
+    "cascade": lambda: DrafterCascade([SuffixDrafter(), LookaheadDrafter(4, 3, 3)]),
+    "joined": lambda: DrafterCascade([SuffixDrafter(), RecyclingDrafter()], joins=True),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("kind", LOOK_UPS)
+def test_look_ups_draft_where_a_prompt_has_embeddings_alone(kind, cache, name):
+    model = backbone(name)
+    embeds = model.get_input_embeddings()(PROMPT[[0, 1, 0]])
+    options = dict(inputs_embeds=embeds, max_new_tokens=20, cache_implementation=cache)
+    want = model.generate(**options, do_sample=False)
+    drafter = LOOK_UPS[kind]().attach(model)
+    assert torch.equal(model.generate(**options, do_sample=False, assistant_model=drafter), want)
+    assert model.generate(**options, do_sample=True, assistant_model=drafter).shape == want.shape
+
+
 UNREAD = [{"draft_tree": {"depth": 1}}, {"verification": "token"}, {"verification": "nonsense"}, {"seed": 3}]
 
 
@@ -265,6 +296,17 @@ def test_options_of_our_drafters_are_refused_beside_others(speculating, options)
     model = tiny_model()
     with pytest.raises(ValueError, match=f"{next(iter(options))}= is not read by assistant_model"):
         model.generate(PROMPT[:1], assistant_model=tiny_model(), max_new_tokens=4, **options)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("saved", [False, True], ids=["call", "config"])
+def test_prompt_lookup_beside_a_named_drafter_is_refused(kind, saved):
+    speculating = Speculating(kind)
+    if saved:
+        speculating.model.generation_config.prompt_lookup_num_tokens = 2
+    options = {} if saved else {"prompt_lookup_num_tokens": 2}
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens=2.*assistant_model"):
+        speculating.generate(PROMPT[:1], attention_mask=None, **options)
 
 
 def test_a_saved_verification_does_not_hinder_other_drafters():

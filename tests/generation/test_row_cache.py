@@ -3,12 +3,13 @@
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.backbones import backbone
 from tokenahead.generation.backbone import cache as cache_module
 from tokenahead.generation.backbone.backbones import target_of
-from tokenahead.generation.backbone.cache import CacheLayout, block_mask
+from tokenahead.generation.backbone.cache import CacheLayout, RaggedLayer, block_mask
 from tokenahead.generation.backbone.target import RaggedBackbone
 from tokenahead.generation.call.sequences import NewTokens
 from tokenahead.generation.contract import DraftTree
@@ -80,3 +81,39 @@ def test_layers_of_kinds_without_a_window_get_the_whole_mask():
     rows = CacheLayout(torch.tensor([[False] + [True] * 11]), True, 12, 2)
     mask = block_mask(rows, 2, config, torch.float32)
     assert mask[0, 0].sum(-1).tolist() == [12, 13]
+
+
+@torch.no_grad()
+def test_slots_of_a_ring_that_hold_nothing_yet_are_not_seen():
+    """One text keeps every draft and wraps round the ring; the other keeps none, and most of its slots are empty."""
+    model, drafts = backbone("mistral").double(), 10
+    model.config.sliding_window = 30
+    ids = torch.randint(2, 48, (2, 140), generator=torch.Generator().manual_seed(0))
+    expected, ends, cache = model(ids, use_cache=False).logits, [PROMPT, PROMPT], DynamicCache(config=model.config)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    target = target_of(model, cache, ids[:, 0], None, limit=140, span=drafts + 1)
+    while ends[0] + drafts < 140:
+        block = torch.stack([text[end : end + drafts + 1] for text, end in zip(ids, ends)])
+        logits = target.forward(block, DraftTree.chain(block[:, 1:]), None).logits
+        for row, end in enumerate(ends):
+            torch.testing.assert_close(logits[row], expected[row, end : end + drafts + 1], atol=1e-9, rtol=0)
+        target.keep(NewTokens([drafts + 1, 1], ids.device))
+        ends = [ends[0] + drafts + 1, ends[1] + 1]
+    assert target.layout.has_wrapped(target.layout.size(True)) and ends[1] < 30
+
+
+@pytest.mark.parametrize("block", [torch.bfloat16, torch.float64])
+def test_blocks_of_another_dtype_leave_the_prompt_as_it_is(block):
+    """Under autocast a block may come in another dtype than the prompt; both are held in the wider one."""
+    origin, prompt = DynamicLayer(), torch.rand(1, 1, PROMPT, 4)
+    origin.update(prompt, prompt)
+    layer = RaggedLayer(CacheLayout(torch.ones(1, PROMPT, dtype=torch.bool), False, 20, 2), origin)
+    new = torch.rand(1, 1, 2, 4).to(block)
+    layer.layout.is_maskless = True
+    keys, values = layer.update(new, new)
+    wider = torch.promote_types(torch.float32, block)
+    for states in (keys, values):
+        assert states.dtype == wider
+        assert torch.equal(states[:, :, :PROMPT], prompt.to(wider)) and torch.equal(
+            states[:, :, PROMPT:], new.to(wider)
+        )

@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, CompileConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, DynamicCache
 
 from tests.backbones import CONFIGS, backbone, prompts, train_eagle, train_heads
-from tests.families import family_config, family_model, shake
+from tests.families import CHUNKED, family_config, family_model, shake
+from tests.gemma4_models import gemma4
 from tests.models import left_padded
 from tests.ptp_models import VOCABULARY, student
 from tests.ptp_models import backbone as ptp_backbone
@@ -17,6 +18,7 @@ from tests.tree_drafters import KnowingChains, KnowingTrees
 from tokenahead import NgramDrafter, PTPStudent
 from tokenahead.configuration.cache_names import CACHE
 from tokenahead.generation.backbone import cache as cache_module
+from tokenahead.generation.backbone import static as static_module
 from tokenahead.generation.tensors import buffers as buffers_module
 
 NEW = 24
@@ -303,3 +305,51 @@ def test_texts_that_must_outgrow_a_table_of_positions_are_refused():
         model.generate(prompt, max_new_tokens=10, assistant_model=drafter)
     assert not calls
     assert model.generate(prompt, max_new_tokens=7, assistant_model=drafter).shape == (1, 257)
+
+
+SIZES = dict(
+    vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+WINDOWED = {
+    "mistral": dict(sliding_window=6),
+    "starcoder2": dict(sliding_window=6),
+    "phi3": dict(sliding_window=6),
+    "qwen2": dict(use_sliding_window=True, sliding_window=6, max_window_layers=0),
+    "llama4_text": CHUNKED | dict(layer_types=["chunked_attention"] * 2),
+}
+
+
+@pytest.mark.parametrize("kind", [KnowingChains, KnowingTrees], ids=["chains", "trees"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_texts_leave_the_window_that_all_layers_have(name, kind, monkeypatch):
+    """transformers' own cache has room for the window alone; the text has its own."""
+    monkeypatch.setattr(cache_module, "_STEP", 4)  # rings are gone through several times
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(name, **SIZES | WINDOWED[name])
+    model = shake(AutoModelForCausalLM.from_config(config)).double().eval()
+    drafter = kind(48).attach(model)
+    accepted = decoded(model, drafter, 5, num_assistant_tokens=4) | decoded(model, drafter, 6, num_assistant_tokens=4)
+    assert accepted == {0, 1, 2, 3, 4}
+    options, prompt = GREEDY | STATIC | dict(max_new_tokens=9), torch.randint(2, 48, (1, 11))
+    plain = model.generate(prompt, **GREEDY | dict(max_new_tokens=9))
+    drafter.texts = plain.tolist()
+    embeds = model.get_input_embeddings()(prompt)
+    assert torch.equal(model.generate(prompt, assistant_model=drafter, **options).sequences, plain)
+    out = model.generate(inputs_embeds=embeds, assistant_model=NgramDrafter().attach(model), **options)
+    assert torch.equal(out.sequences, plain[:, 11:])
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared layers", "own layers"])
+def test_layers_with_heads_of_several_widths(shared, monkeypatch):
+    """Gemma 4 has wider heads in layers without a window; a device's memory is asked for what all of them need."""
+    model = gemma4(is_sharing=shared).double()
+    decoded(model, KnowingChains(48).attach(model), 5, num_assistant_tokens=4)
+    cache = static_module.PlannedCache(config=model.config)
+    cache.room = 100
+    per_pair = 8 * 2 * 3 * 2 * (6 * 8 + 100 * 16)  # float64, keys and values, batch, heads: layers with, without window
+    needed = per_pair * (1 if shared else 2)
+    monkeypatch.setattr(static_module, "free_bytes", lambda device: needed)
+    assert static_module.lacks_room(model, 3, cache) is None
+    monkeypatch.setattr(static_module, "free_bytes", lambda device: needed - 1)
+    assert "GiB" in static_module.lacks_room(model, 3, cache)

@@ -305,8 +305,6 @@ def _read_yaml(file: str) -> Any:
         return yaml.load(Path(file).read_bytes(), _Loader)
     except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
         raise ValueError(f"{file}: a setting holds what its field cannot: {error}") from error
-    except OSError as error:
-        raise type(error)(f"{file}: {error.strerror or error}") from error
 
 
 def read_settings(argv: Sequence[str], command: str = "train") -> Settings:

@@ -41,7 +41,7 @@ class EndpointError(RuntimeError):
 
 
 class _LostError(EndpointError):
-    """A server that is not there, or refuses work, in all tries: no other request would fare better."""
+    """A server that is not there, or refuses work, in all tries."""
 
 
 class _WrongIdsError(EndpointError):
@@ -133,8 +133,9 @@ class Endpoint:
             options: Further fields of the requests, such as `temperature`.
 
         Raises:
-            EndpointError: Rows without a usable answer, of which the first is named; all others come first, unless the
-                server is lost, or the first two rows or sixteen together had none.
+            EndpointError: Rows without a usable answer, of which the first is named; all others come first, unless
+                there was no server for the first row, no answer that can be used to two at the beginning, or none to
+                sixteen together later.
         """
         self.served_model()
         self.failures.clear()
@@ -156,8 +157,8 @@ class Endpoint:
                         continue
                     errors[row], faults = error, faults + 1
                     most = _FAULTS if was_good or isinstance(error, _WrongIdsError) else 2
-                    ends = isinstance(error, _LostError) or not isinstance(error, EndpointError)
-                    is_lost = is_lost or ends or faults >= most
+                    most = 1 if not (was_good or type(error) in (EndpointError, _WrongIdsError)) else most
+                    is_lost = is_lost or faults >= most
         if self.failures:
             told = ", ".join(f"{count} x {reason}" for reason, count in self.failures.most_common(9))
             logger.warning(f"{self.url}: requests that failed and were repeated: {told}")
@@ -201,19 +202,16 @@ class Endpoint:
         if ids is None and self.tokenizer is None:
             raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
         if ids is None:
-            ids, end = (
-                self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"],
-                self.tokenizer.eos_token_id,
-            )
-            ids, is_text = [*ids, end] if isinstance(end, int) and reason == "stop" else ids, True
+            ids, is_text = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"], True
+            end = self.tokenizer.eos_token_id
+            ids = [*ids, end] if isinstance(end, int) and reason == "stop" else ids
         if not isinstance(ids, list) or len(ids) > (2 * most + 1 if is_text else most):
             found = f"{len(ids)} ids" if isinstance(ids, list) else f"ids that are a {type(ids).__name__}"
             raise _WrongIdsError(f"{self.url} answers with {found}, and at most {most} were asked for")
-        size = self._vocabulary()
+        tokens = getattr(self.tokenizer, "get_vocab", dict)().values()
+        size = self.vocab_size or 1 + max(tokens, default=_LARGEST_VOCABULARY - 1)
         if wrong := [each for each in ids if type(each) is not int or not 0 <= each < size]:
-            raise _WrongIdsError(
-                f"{self.url} answers with {str(wrong[0])[:50]} among its ids, of a vocabulary of {size}"
-            )
+            raise _WrongIdsError(f"{self.url} answers with the id {str(wrong[0])[:50]}, of a vocabulary of {size}")
         if is_text:
             return ids[:most]  # a text may be spelt in more tokens than those that the model wrote
         is_short = reason == "length" and len(ids) < most
@@ -223,19 +221,14 @@ class Endpoint:
             raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
         return ids
 
-    def _vocabulary(self) -> int:
-        tokens = getattr(self.tokenizer, "get_vocab", dict)()
-        return self.vocab_size or 1 + max(tokens.values(), default=_LARGEST_VOCABULARY - 1)
-
     def _choice(self, answer: Any, body: Mapping[str, Any]) -> Any:
         """Return what was chosen; refuse an answer to another prompt than was sent, and one that is not whole."""
         choice, sent = answer["choices"][0], body["prompt"]
         prompt = choice.get("prompt_token_ids")
         read = (answer.get("usage") or {}).get("prompt_tokens", len(sent)) if prompt is None else len(prompt)
         if read != len(sent) or (prompt is not None and prompt != sent):
-            raise EndpointError(
-                f"{self.url} read another prompt than was sent, {str(read)[:20]} tokens for {len(sent)}"
-            )
+            read = str(read)[:20]
+            raise EndpointError(f"{self.url} read another prompt than was sent, {read} tokens for {len(sent)}")
         if choice["finish_reason"] not in ("stop", "length"):
             raise _PassingError(f"finish_reason={str(choice['finish_reason'])[:50]}")
         return choice
@@ -278,7 +271,7 @@ class Endpoint:
             with start_blocking_portal() as portal:
                 response, content = portal.call(exchanged)
         except (httpx.TransportError, TimeoutError, zlib.error) as error:
-            raise _PassingError(type(error).__name__, is_lost=True) from error
+            raise _PassingError(type(error).__name__, is_lost=isinstance(error, httpx.TransportError)) from error
         status, asked = response.status_code, response.headers.get("Retry-After", "")
         if status >= 500 or status in _FOR_NOW:
             pause = float(asked) if asked.isascii() and asked.isdecimal() else 0.0
@@ -292,9 +285,7 @@ class Endpoint:
         """Return the bytes of an answer, decoded, of which no more are made than are allowed."""
         coding = response.headers.get("Content-Encoding", "").strip().lower() or "identity"
         if coding not in ("identity", "gzip", "deflate"):
-            raise EndpointError(
-                f"{self.url} answers in the Content-Encoding {escaped(coding)[:50]}: none was asked for"
-            )
+            raise EndpointError(f"{self.url} answers in the Content-Encoding {escaped(coding)[:50]}")
         inflated, content = zlib.decompressobj(zlib.MAX_WBITS | 32), bytearray()
         async for piece in response.aiter_raw():
             content += piece if coding == "identity" else inflated.decompress(piece, _LARGEST + 1)

@@ -264,6 +264,30 @@ def test_a_row_of_wrong_ids_is_named_and_loses_no_other(case, row, tmp_path):
     assert len(server.asked) - asked < 4  # the row, and what failed on its way
 
 
+UNUSABLE = {
+    "no choices": lambda found: found.update(choices=[]),
+    "another prompt": _other_prompt,
+    "no reason": lambda found: found["choices"][0].update(finish_reason=None),
+    "no ids": lambda found: found["choices"][0].update(token_ids=None),
+    "a usage that is none": lambda found: found.update(usage=[3]),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_row_without_a_usable_answer_loses_no_other(case, row, tmp_path):
+    def changed(found):
+        if found["choices"][0]["prompt_token_ids"] == prompts(20)[row]:
+            UNUSABLE[case](found)
+
+    with serving(changed=changed) as (server, url):
+        with pytest.raises(EndpointError, match=f"row {row}: {url}"):
+            regenerate(endpoint(url, tries=3), prompts(20), tmp_path, max_new_tokens=TOKENS)
+        server.changed, asked = None, len(server.asked)
+        assert len(regenerate(endpoint(url), prompts(20), tmp_path, max_new_tokens=TOKENS)) == 20
+    assert len(server.asked) - asked < 4
+
+
 def test_ids_lie_below_the_vocabulary_that_is_named(tmp_path):
     with serving(changed=lambda found: found["choices"][0].update(token_ids=[40, 50])) as (_, url):
         prompt = {0: [3]}

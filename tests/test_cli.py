@@ -331,9 +331,14 @@ def test_a_port_in_use_is_one_line(capsys):
 
 def test_a_program_that_imports_the_package_cleans_up_after_ctrl_c(tmp_path):
     program = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background has none
-        "import os, time, tokenahead\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\nfinally:\n    print('cleaned up')\n"
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits none
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'transformers':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "try:\n    import tokenahead\nfinally:\n    print('cleaned up')\n"
     )
     (tmp_path / "tokenahead_trains").mkdir()
     (tmp_path / "tokenahead_trains" / "__main__.py").write_text(program)

@@ -198,17 +198,16 @@ class Endpoint:
     def _ids_of(self, answer: Any, body: Mapping[str, Any]) -> list[int]:
         """Return the ids of a completion: whole numbers of the vocabulary, at most as many as were asked for."""
         choice, most = self._choice(answer, body), body["max_tokens"]
-        ids, reason, is_text = choice.get("token_ids"), choice["finish_reason"], False
-        if ids is None and self.tokenizer is None:
-            raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
-        if ids is None:
-            ids, is_text = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"], True
-            end = self.tokenizer.eos_token_id
+        ids, reason, tokenizer = choice.get("token_ids"), choice["finish_reason"], self.tokenizer
+        if is_text := ids is None:
+            if tokenizer is None:
+                raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
+            ids, end = tokenizer(choice["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
             ids = [*ids, end] if isinstance(end, int) and reason == "stop" else ids
         if not isinstance(ids, list) or len(ids) > (2 * most + 1 if is_text else most):
             found = f"{len(ids)} ids" if isinstance(ids, list) else f"ids that are a {type(ids).__name__}"
             raise _WrongIdsError(f"{self.url} answers with {found}, and at most {most} were asked for")
-        tokens = getattr(self.tokenizer, "get_vocab", dict)().values()
+        tokens = getattr(tokenizer, "get_vocab", dict)().values()
         size = self.vocab_size or 1 + max(tokens, default=_LARGEST_VOCABULARY - 1)
         if wrong := [each for each in ids if type(each) is not int or not 0 <= each < size]:
             raise _WrongIdsError(f"{self.url} answers with the id {str(wrong[0])[:50]}, of a vocabulary of {size}")
@@ -217,7 +216,7 @@ class Endpoint:
         is_short = reason == "length" and len(ids) < most
         if is_short or (answer.get("usage") or {}).get("completion_tokens", len(ids)) != len(ids):
             raise _PassingError("fewer tokens than it says")
-        if self.tokenizer is not None and not _alike(choice["text"], str(self.tokenizer.decode(ids, True))):
+        if tokenizer is not None and not _alike(choice["text"], str(tokenizer.decode(ids, True))):
             raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
         return ids
 
@@ -235,6 +234,7 @@ class Endpoint:
 
     def _repeated(self, method: str, path: str, body: Any, read: Callable[[Any, Any], T]) -> T:
         """Return what is read of the answer to a request, which is repeated while it fails."""
+        last = _PassingError("none")
         for number in range(self.tries):
             try:
                 answer = self._asked(method, path, body)

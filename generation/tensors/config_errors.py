@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from numbers import Real
 from os import PathLike
 from typing import Any
 
@@ -29,7 +28,7 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and 0 < value < float("inf")
+    return isinstance(value, (int, float)) and 0 < value < float("inf")
 
 
 def _is_one_of(known: Any) -> Callable[[Any], bool]:

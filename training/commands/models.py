@@ -371,14 +371,15 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
 
 def _endpoint(engine: Any, tokenizer: PreTrainedTokenizerBase | None = None, vocab_size: int | None = None) -> Endpoint:
     """Return the server of `engine`: its address, or fields of `Endpoint`."""
-    given = engine if isinstance(engine, dict) else {"url": engine}
+    given: Kwargs = engine if isinstance(engine, dict) else {"url": engine}
     names = [each.name for each in fields(Endpoint) if each.init and each.name != "tokenizer"]
     if not {"url"} <= given.keys() <= {*names}:
         raise ValueError(
             f"engine={engine!r} must be 'transformers', the address of a server, as http://host:8000/v1, or fields of "
             f"Endpoint: {', '.join(names)}"
         )
-    return Endpoint(**{"vocab_size": vocab_size} | given, tokenizer=tokenizer)
+    options: Kwargs = {"vocab_size": vocab_size, "tokenizer": tokenizer} | given
+    return Endpoint(**options)
 
 
 def _beginning(row: Inputs, tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> Any:

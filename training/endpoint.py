@@ -39,13 +39,19 @@ _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError
 class EndpointError(RuntimeError):
     """A server that cannot be used, or that gave no answer that can be used."""
 
+    most = 2  # rows at the beginning that end a run so
+
 
 class _LostError(EndpointError):
     """A server that is not there, or refuses work, in all tries."""
 
+    most = 1
+
 
 class _WrongIdsError(EndpointError):
     """Ids that are none: of one row, whatever the others are."""
+
+    most = _FAULTS
 
 
 class _PassingError(Exception):
@@ -156,9 +162,7 @@ class Endpoint:
                         yield row, done.result()
                         continue
                     errors[row], faults = error, faults + 1
-                    most = _FAULTS if was_good or isinstance(error, _WrongIdsError) else 2
-                    most = 1 if not (was_good or type(error) in (EndpointError, _WrongIdsError)) else most
-                    is_lost = is_lost or faults >= most
+                    is_lost = is_lost or faults >= (_FAULTS if was_good else getattr(error, "most", 1))
         if self.failures:
             told = ", ".join(f"{count} x {reason}" for reason, count in self.failures.most_common(9))
             logger.warning(f"{self.url}: requests that failed and were repeated: {told}")

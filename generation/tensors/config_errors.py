@@ -40,6 +40,7 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rope_type": (_is_one_of({"default", *ROPE_INIT_FUNCTIONS}), f"one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"),
     "hidden_act|hidden_activation": (_is_one_of(ACT2FN), "the name of an activation"),
     "model_type|layout|_name_or_path|base_model_type": (lambda value: isinstance(value, str), "a text"),
+    "backbone_config": (lambda value: isinstance(value, dict) and "model_type" in value, "fields with a model_type"),
     "architectures": (lambda value: isinstance(value, list), "a list of names"),
     "rope_parameters|rope_scaling|loss_options|quantization_config": (lambda value: isinstance(value, dict), "fields"),
     r"num_\w*heads|num_\w*layers|\w*(hidden|vocab|intermediate|window)_size|head_dim|window": (

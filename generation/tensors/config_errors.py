@@ -42,7 +42,10 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model_type|layout|_name_or_path|base_model_type": (lambda value: isinstance(value, str), "a text"),
     "backbone_config": (lambda value: isinstance(value, dict) and "model_type" in value, "fields with a model_type"),
     "architectures": (lambda value: isinstance(value, list), "a list of names"),
-    "rope_parameters|rope_scaling|loss_options|quantization_config": (lambda value: isinstance(value, dict), "fields"),
+    "rope_parameters|rope_scaling|loss_options|quantization_config|id2label|label2id": (
+        lambda value: isinstance(value, dict),
+        "fields",
+    ),
     r"num_\w*heads|num_\w*layers|\w*(hidden|vocab|intermediate|window)_size|head_dim|window": (
         lambda value: all(map(_is_size, value)) if isinstance(value, list) and value else _is_size(value),
         "a whole number of at least 1",

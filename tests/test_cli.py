@@ -2,10 +2,12 @@
 
 import dataclasses
 import io
+import os
 import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -71,6 +73,12 @@ def test_the_help_of_a_command_names_each_field_of_its_request(capsys, command):
     for entry in dataclasses.fields(cli._COMMANDS[command][1]):
         name = entry.name.replace("_", "-")
         assert (f"\n  {name} " if entry.metadata.get("positional") else f"\n  --{name}") in words
+
+
+@pytest.mark.parametrize(("command", "takes_prompts"), [("demo", False), ("doctor", False), ("generate", True)])
+def test_quotes_are_advised_where_a_prompt_is_taken(capsys, command, takes_prompts):
+    _, line = error_of(capsys, command, *(["--model", "m"] * (command != "demo")), "x", "y")
+    assert ("quotes" in line) is takes_prompts
 
 
 def test_a_flag_leaves_the_word_after_it_alone():
@@ -321,17 +329,20 @@ def test_a_port_in_use_is_one_line(capsys):
     assert code == 1 and "--web" in line
 
 
-def test_ctrl_c_during_imports_is_no_traceback():
+def test_a_program_that_imports_the_package_cleans_up_after_ctrl_c(tmp_path):
     program = (
-        "import os, signal, sys, time; sys.argv = ['tokenahead', 'card', 'x']\n"
+        "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits none
         "class Interrupts:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'torch':\n"
+        "        if name == 'transformers':\n"
         "            os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupts())\n"
-        "import tokenahead\n"
-        "time.sleep(60)\n"
+        "try:\n    import tokenahead\nfinally:\n    print('cleaned up')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert (ended.returncode, ended.stderr) == (130, "")
+    (tmp_path / "tokenahead_trains").mkdir()
+    (tmp_path / "tokenahead_trains" / "__main__.py").write_text(program)
+    paths = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parents[1]}"}
+    words = [sys.executable, "-m", "tokenahead_trains"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=200, env={**os.environ, **paths})
+    assert ended.stdout == "cleaned up\n" and "KeyboardInterrupt" in ended.stderr

@@ -5,24 +5,9 @@ Importing this package registers its own model types with transformers' Auto cla
 
 __version__ = "0.1.0"
 
-import os
-import signal
-import sys
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-
-
-def _leave(*_: object) -> None:
-    """End the process as shells do after Ctrl-C."""
-    os._exit(130)
-
-
-_is_command = Path(sys.argv[0] if sys.argv else "").stem in ("-m", "tokenahead")
-if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # until `cli.main` has begun
-    with suppress(ValueError):  # in another thread
-        signal.signal(signal.SIGINT, _leave)
 
 _ROOT = Path(__file__).resolve().parent
 if not (_ROOT / "modeling").is_dir() and (_ROOT.parent / "modeling").is_dir():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 
-from . import __version__, _leave
+from . import __version__
 from .training.requests import (
     BenchRequest,
     CardRequest,
@@ -51,8 +50,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     request = None if words and words[0] in _APART else _parse(words)
-    if signal.getsignal(signal.SIGINT) is _leave:  # which would skip what commands clean up
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         raise SystemExit(_run_apart(words) if request is None else _COMMANDS[words[0]][2](request))
     except KeyboardInterrupt:
@@ -102,10 +99,9 @@ def _parse(argv: list[str]) -> Any:
     words += argv[end + 1 :]
     prompts = [word for word in (vars(request).get("prompt"), *words) if word is not None]
     if unknown or len(prompts) > 1 or (words and request_class is not GenerateRequest):
-        parser.error(
-            f"unrecognized arguments: {' '.join(unknown or words)}; a prompt of several words needs quotes, "
-            "one that begins with '-' a '--' before it"
-        )
+        hint = "; a prompt of several words needs quotes, one that begins with '-' a '--' before it"
+        hint = hint if request_class is GenerateRequest else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown or words)}{hint}")
     return replace(request, prompt=prompts[0]) if words else request
 
 

@@ -25,14 +25,9 @@ BOS_ID = 1
 _LINE_OF_CODE = re.compile(rb"^[ ]*(?:def|class) \w+.*:\n", re.MULTILINE)
 HEADS = ("ff", "cp", "hmm", "btree")
 """Heads of a box, in the order in which they are shown."""
-WEIGHTS = "model.safetensors"
-"""Name of the file with the backbone and its FF heads; circuits have files of their own names."""
-CHECKSUMS = "SHA256SUMS"
-"""Name of the file of checksums, in the format of `sha256sum`."""
-EXCERPTS = "held_out.json"
-"""Name of the file of held-out text."""
-EXCERPT = 1023
-"""Bytes of an excerpt; with `<bos>` before it, a window of 1,024 ids."""
+WEIGHTS, CHECKSUMS, EXCERPTS = "model.safetensors", "SHA256SUMS", "held_out.json"
+"""Names of the files of the backbone with its FF heads, of checksums as `sha256sum` has them, and of held-out text."""
+EXCERPT = 1023  # bytes of an excerpt; with `<bos>` before it, a window of 1,024 ids
 
 
 class BoxDamagedError(OSError):
@@ -60,10 +55,6 @@ def load_box(
     Raises:
         BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
         ValueError: A head that the box does not hold.
-
-    Example:
-        >>> model, tokenizer = load_box("btree")
-        >>> out = model.generate(**tokenizer("def main(", return_tensors="pt"), max_new_tokens=64)
     """
     directory = Path(directory or box_directory())
     check_box(directory)
@@ -137,33 +128,27 @@ def excerpt_prompts(excerpts: list[Excerpt], count: int, seed: int = 0, length: 
 
 
 def code_prompts(contents: Sequence[bytes], count: int, seed: int = 0, length: int = 320) -> list[str]:
-    """Return beginnings of code: whole lines that end in the head of a function or class, at most `length` bytes.
-
-    Every prompt is from another file while there are enough.
+    """Return whole lines that end in the head of a function or class, at most `length` bytes, of files by turns.
 
     Raises:
         ValueError: No file with such a beginning.
     """
     chooser = random.Random(seed)
-    usable = [(content, heads) for content in contents if (heads := _heads(content, length))]
+    usable = []  # files, and the ends of the heads that have enough ASCII text before them
+    for content in contents:
+        ends = (match.end() for match in _LINE_OF_CODE.finditer(content))
+        if heads := [end for end in ends if end >= length and content[end - length : end].isascii()]:
+            usable.append((content, heads))
     if not usable:
         raise ValueError(f"no file has a function or class after {length // 2} bytes of ASCII text to make a prompt of")
     chooser.shuffle(usable)
-    turns = (usable[turn % len(usable)] for turn in range(count))
-    return [_prompt(content, chooser.choice(heads), length) for content, heads in turns]
-
-
-def _heads(content: bytes, length: int) -> list[int]:
-    """Return the ends of the heads of functions and classes that have enough ASCII text before them."""
-    ends = (match.end() for match in _LINE_OF_CODE.finditer(content))
-    return [end for end in ends if end >= length and content[end - length : end].isascii()]
-
-
-def _prompt(content: bytes, end: int, length: int) -> str:
-    """Return whole lines before `end`, or half a line if lines are longer than half a prompt."""
-    piece = content[end - length : end]
-    cut = piece.find(b"\n", 0, length // 2) + 1
-    return piece[cut:].decode("ascii")
+    prompts = []
+    for turn in range(count):
+        content, heads = usable[turn % len(usable)]
+        end = chooser.choice(heads)
+        piece = content[end - length : end]
+        prompts.append(piece[piece.find(b"\n", 0, length // 2) + 1 :].decode("ascii"))  # of longer lines, a half
+    return prompts
 
 
 @dataclass

@@ -35,10 +35,9 @@ class Completed:
     def statistics(self) -> str:
         """Return one line for a person."""
         count, seconds, calls = self.run.new_tokens, self.run.seconds, self.run.forwards
-        speed = f"{count} {self.unit}s in {seconds:.2f} s, {count / seconds:,.0f} {self.unit}s/s"
-        if not self.run.accepted:
-            return f"{speed}; one {self.unit} per backbone call"
-        return f"{speed}; {calls} backbone calls, {count / calls:.2f} {self.unit}s per call"
+        drafts = f"{calls} backbone calls, {count / calls:.2f} {self.unit}s per call"
+        drafts = drafts if self.run.accepted else f"one {self.unit} per backbone call"
+        return f"{count} {self.unit}s in {seconds:.2f} s, {count / seconds:,.0f} {self.unit}s/s; {drafts}"
 
     def as_dict(self) -> dict[str, object]:
         """Return values for a JSON object."""

@@ -9,7 +9,6 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -18,7 +17,7 @@ from transformers.utils import logging
 
 from .. import __version__
 from .commands.bench import BENCH_FIGURE, FRONTIER_FIGURE, RESULTS, show, write
-from .demo_subjects import DemoModel
+from .demo_subjects import DemoModel, spans
 from .evaluation.bench import Bench, Protocol
 from .evaluation.decoding import Method
 from .evaluation.prompts import PromptEncoder
@@ -27,13 +26,12 @@ from .loading import unit_of
 from .results import DecodingResult, MeasuredResults, environment, hardware
 from .utils import check_directory, replace_file, shown_word
 
-MARK = "demo.json"
-"""The file that marks the demo's own directories; it holds the command."""
-_FEW = 4  # prompts below which results are too uncertain to be shown without a warning
+MARK = "demo.json"  # marks the demo's own directories, and holds the command
+_FEW = 4  # prompts below which results need a warning
 _UNSHOWN = "sampled, T=0.7"  # a way of decoding of which no output is shown
 _BATCH_SHARE = 0.35  # of the time, where batches are measured, too
 _BATCH_TOKENS = 64  # per completion in batches, at most
-_ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}  # in batches, where a drafted token costs more than alone
+_ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,11 @@ class Measurement:
         before, share = environment(), _BATCH_SHARE if self.batch_size > 1 else 0.0
         single = self._decode(subject, subject.methods, 1, self.new_tokens, (1 - share) * self.seconds)
         benches = [single]
-        if share:
-            few, adaptive = min(self.new_tokens, _BATCH_TOKENS), [_adaptive(method) for method in subject.methods]
+        if share:  # a drafted token costs more than alone: drafts as long as pays, and trees keep their form
+            few, adaptive = min(self.new_tokens, _BATCH_TOKENS), list(subject.methods)
+            for index, each in enumerate(adaptive):
+                if each.drafter is not None and "draft_tree" not in each.options:
+                    adaptive[index] = replace(each, options=_ADAPTIVE | each.options)
             benches.append(self._decode(subject, adaptive, self.batch_size, few, share * self.seconds))
         rows = [row for bench in benches for row in results_of(bench)]
         refused = {name: reason for bench in benches for name, reason in bench.not_measured.items()}
@@ -99,12 +100,6 @@ class Measurement:
         return bench
 
 
-def _adaptive(method: Method) -> Method:
-    """Return a method that drafts as much as pays; a tree keeps its form."""
-    drafts = method.drafter is not None and "draft_tree" not in method.options
-    return replace(method, options=_ADAPTIVE | method.options) if drafts else method
-
-
 def run_demo(
     measurement: Measurement,
     subject: DemoModel,
@@ -132,8 +127,7 @@ def run_demo(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     check_output(output, overwrite)
-    words = f"{subject.words}. {hardware()}; about {measurement.seconds:g} seconds."
-    console.print(words, markup=False)
+    console.print(f"{subject.words}. {hardware()}; about {measurement.seconds:g} seconds.", markup=False)
     with console.status("Measuring ...") as status:
         shown = replace(measurement, on_step=lambda words: status.update(f"Measuring: {words} ..."))
         measured, bench = shown.measure(subject)
@@ -141,9 +135,8 @@ def run_demo(
     notes = {"made_by": f"tokenahead {__version__} demo", "command": measured.command}
     replace_file(output / MARK, json.dumps(notes, indent=2) + "\n")
     write(output, measured)
-    words = f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} into {output}. "
-    words += f"The same: {measurement.command(subject)}"
-    console.print(words, markup=False)
+    words = f"Wrote {RESULTS}, {BENCH_FIGURE} and {FRONTIER_FIGURE} into {output}. The same: "
+    console.print(words + measurement.command(subject), markup=False)
     return measured
 
 
@@ -171,8 +164,7 @@ def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
     load = measured.environment.get("load average, 1 min", "unknown")
     console.print(f"{measured.dataset_description} {measured.hardware}; load {load} before.", markup=False)
     if min(len(row.per_prompt) for row in measured.results if row.batch_size == 1) < _FEW:
-        words = "So few prompts say little; a busy machine needs more --seconds."
-        console.print(words, style="bold yellow", markup=False)
+        console.print("So few prompts say little; a busy machine needs more --seconds.", style="bold yellow")
 
 
 def fastest_of(results: Sequence[DecodingResult], mode: str) -> str | None:
@@ -196,8 +188,7 @@ def coloured(completion: Completion, writer: PromptEncoder, prompt_lines: int = 
     """Return the last lines of the prompt and its completion, every token in the colour of its origin."""
     prompt = "".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:])
     text = Text().append(f"{prompt}{writer.gap}", style=PROMPT)
-    for is_drafted, run in groupby(zip(completion.ids, completion.drafted), key=lambda pair: pair[1]):
-        piece = str(writer.tokenizer.decode([token for token, _ in run]))
+    for piece, is_drafted in spans(writer.tokenizer, completion.ids, completion.drafted):
         text.append(visible(piece), style=DRAFTED if is_drafted else VERIFIED)
     return text
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..generation.attach import MTPGenerationMixin
 from ..generation.drafter import BaseDrafter
-from ..modeling import EvaByteForMTPC
 from .box import Box, excerpt_prompts, load_box
 from .evaluation.decoding import MODES, DecodingMode, Method
 from .evaluation.methods import drafting_method, named_method, plain_method
@@ -70,34 +70,28 @@ def box_model(directory: str | Path | None = None, prompts: int = _PREFIXES, dty
     Raises:
         BoxDamagedError: There is no box, or a file of it is missing or has a wrong checksum; the message names it.
     """
-    box = Box.load(directory, _dtype_of_box(dtype))
+    box = Box.load(directory, "float32" if dtype == "auto" else dtype)
     first, *_ = box.models.values()
-    names = {head: _name(head, model) for head, model in box.models.items()}
+    ranks = {head: model.config.mtp_head.rank for head, model in box.models.items()}
+    names = {head: head if rank in (None, 1) else f"{head} {rank}" for head, rank in ranks.items()}
     sizes = {names[head]: _further_parameters(model, model) for head, model in box.models.items()}
     packages = sorted({excerpt.package for excerpt in box.excerpts})
 
-    def beginnings(seed: int) -> list[Prompt]:
-        texts = excerpt_prompts(box.excerpts, prompts, seed, _PREFIX)
-        return [Prompt(str(number), (text,)) for number, text in enumerate(texts)]
-
     return DemoModel(
-        words=f"The model in the box: EvaByte with {_backbone_parameters(first):,} parameters, {_shown_dtype(first)}; "
+        words=f"The model in the box: EvaByte with {_backbone_parameters(first):,} parameters, {str(first.dtype)[6:]}; "
         f"heads over {first.window} bytes: {', '.join(f'{name} ({size:,})' for name, size in sizes.items())}",
         methods=[plain_method(first), *(drafting_method(names[head], model) for head, model in box.models.items())],
         writer=PromptEncoder(box.tokenizer, chats=False),
-        prompts=beginnings,
+        prompts=lambda seed: [
+            Prompt(str(number), (text,))
+            for number, text in enumerate(excerpt_prompts(box.excerpts, prompts, seed, _PREFIX))
+        ],
         dataset="held-out Python packages",
         description=f"Source of {', '.join(packages)}, of which nothing was trained on, prompts of up to {_PREFIX} "
         "bytes",
         arguments=[] if dtype == "auto" else ["--dtype", dtype],
         facts={f"Parameters of {name}": size for name, size in sizes.items()},
     )
-
-
-def _name(head: str, model: EvaByteForMTPC) -> str:
-    """Return the family of a head, and its rank if it has one."""
-    rank = model.config.mtp_head.rank
-    return head if rank in (None, 1) else f"{head} {rank}"
 
 
 def requests() -> list[Prompt]:
@@ -142,29 +136,18 @@ def named_model(
 def load_methods(
     model: str | None, drafter: str | None, dtype: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Method, Method]:
-    """Return a model, its tokenizer, plain decoding, and the method of `tokenahead bench` that drafts.
-
-    See `named_model`.
-    """
-    loaded, tokenizer = load_model(model, dtype) if model else load_box(dtype=_dtype_of_box(dtype))
+    """Return a model, its tokenizer, plain decoding, and the method of `tokenahead bench` that drafts."""
+    loaded, tokenizer = load_model(model, dtype) if model else load_box(dtype="float32" if dtype == "auto" else dtype)
     drafter = drafter or ("own" if isinstance(loaded, MTPGenerationMixin) else "ngram")
     return loaded, tokenizer, plain_method(loaded), named_method(drafter, loaded)
 
 
 def described(model: PreTrainedModel, name: str | None, method: Method) -> str:
     """Return a model and what drafts for it, in a line, with the parameters of each."""
-    about = f"{_backbone_parameters(model):,} parameters, {_shown_dtype(model)}"
+    about = f"{_backbone_parameters(model):,} parameters, {str(model.dtype)[6:]}"
     further = _further_parameters(method.drafter, model)
     drafts = f"{method.name}{f' ({further:,} further parameters)' if further else ''}"
     return f"{name or 'The model in the box'} ({about}), drafts: {drafts}"
-
-
-def _dtype_of_box(dtype: str) -> str:
-    return "float32" if dtype == "auto" else dtype
-
-
-def _shown_dtype(model: PreTrainedModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
 
 
 def _backbone_parameters(model: PreTrainedModel) -> int:
@@ -176,3 +159,18 @@ def _further_parameters(drafter: BaseDrafter, model: PreTrainedModel) -> int:
     """Return the parameters that a drafter adds to those of plain decoding; of a model, those that only draft."""
     parts = (part for part in drafter.parts().values() if part is not model.get_output_embeddings())
     return sum(each.numel() for part in parts for each in part.parameters())
+
+
+def spans(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], flags: Sequence[bool]) -> Iterator[tuple[str, bool]]:
+    """Yield pieces of the text of ids, and whether they were drafted, as `flags` say.
+
+    An incomplete character belongs to the token that completes it.
+    """
+    end, done = 0, ""
+    for is_drafted, run in groupby(flags):
+        end += len([*run])
+        whole = str(tokenizer.decode(list(ids[:end])))
+        whole = whole if end == len(flags) else whole.rstrip("\ufffd")
+        if whole != done:
+            yield whole[len(done) :], is_drafted
+        done = whole

@@ -1,41 +1,65 @@
 """Completions from a server with OpenAI's interface, such as vLLM: many requests at once, and none lost.
 
-Prompts are sent as token ids, and ids are asked for (`return_token_ids`, of vLLM 0.10.2 and later). A request that
-fails, or whose answer is cut, is repeated after a pause; what a server would answer for good ends the run, which goes
-on from there when it is started again.
+Prompts are sent as token ids, and ids are asked for (`return_token_ids`, of vLLM 0.10.2 and later). What a server says
+is checked before anybody sees it, and its time, size and pauses are bounded. A request that fails, or whose answer is
+cut, is repeated; a run that could not get all its rows names the first of them, and goes on when it is started again.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import time
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .utils import needs_extra, one_line
+from ..configuration.fields import check_values
+from .utils import escaped, needs_extra, one_line
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.get_logger(__name__)
-_FOR_NOW = (408, 409, 425, 429)
-"""Statuses below 500 after which the same request may succeed."""
-_LONGEST_PAUSE = 60.0
+T = TypeVar("T")
+_FOR_NOW = (408, 409, 425, 429)  # statuses below 500 after which the same request may succeed
+_LONGEST_PAUSE = 60.0  # seconds
+_LARGEST = 1 << 24  # bytes of an answer, decoded
+_LARGEST_VOCABULARY = 1 << 19  # more tokens than any known one has
+_FAULTS = 16  # rows without a usable answer, one after the other, that end a run
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class EndpointError(RuntimeError):
-    """A server that cannot be used, or that gave no whole answer in all tries."""
+    """A server that cannot be used, or that gave no answer that can be used."""
+
+    most = 2  # rows at the beginning that end a run so
 
 
-class _Passing(Exception):
+class _LostError(EndpointError):
+    """A server that is not there, or refuses work, in all tries."""
+
+    most = 1
+
+
+class _WrongIdsError(EndpointError):
+    """Ids that are none: of one row, whatever the others are."""
+
+    most = _FAULTS
+
+
+class _PassingError(Exception):
     """What may be gone when a request is repeated; `pause` in seconds is what the server asks for."""
 
-    def __init__(self, reason: str, pause: float = 0.0) -> None:
+    def __init__(self, reason: str, pause: float = 0.0, is_lost: bool = False) -> None:
         super().__init__(reason)
-        self.pause = pause
+        self.pause, self.is_lost = pause, is_lost
 
 
 @dataclass
@@ -43,14 +67,18 @@ class Endpoint:
     """A model on a server, in the place of a backbone that `regenerate` runs itself.
 
     Args:
-        url: With the version, `http://host:8000/v1`.
+        url: With the version, `http://host:8000/v1`; redirections are not followed.
         model: Name under which it is served; None: the only one.
         tokenizer: Of the model. Answers of a server that returns no ids are tokenised with it.
         api_key: Sent as a bearer's token.
         concurrency: Requests at a time.
         tries: Of every request.
-        pause: Seconds after the first failure; each further pause is twice as long.
-        timeout: Seconds without a byte after which a request has failed.
+        pause: Seconds after the first failure; each further pause is twice as long, up to a minute, and to `timeout`.
+        timeout: Seconds in all until a request has failed that is not answered whole.
+        vocab_size: Ids of answers are below it; None: the tokenizer's, or 2^19 without one.
+
+    Raises:
+        ValueError: No address, or a number out of range.
 
     Example:
         >>> regenerate(Endpoint("http://localhost:8000/v1"), prompts, "answers", max_new_tokens=256)
@@ -64,22 +92,26 @@ class Endpoint:
     tries: int = 8
     pause: float = 0.5
     timeout: float = 600.0
+    vocab_size: int | None = None
     failures: Counter[str] = field(default_factory=Counter, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "tries"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        self.url = self.url.rstrip("/")
+        for name in ("concurrency", "tries", "vocab_size"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and (name, value) != ("vocab_size", None):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+        check_values(self, {}, {"pause": "[0, inf)", "timeout": "(0, inf)"})
         with needs_extra("train", "answers of a server"):
             import httpx
 
-        self._lost = httpx.TransportError
-        self._client = httpx.Client(
-            headers={} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"},
-            timeout=self.timeout,
-            limits=httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
-        )
+        try:
+            scheme, host = httpx.URL(self.url).scheme, httpx.URL(self.url).host
+        except (httpx.InvalidURL, TypeError) as error:
+            raise ValueError(f"url={self.url!r}: {error}") from None
+        if scheme not in ("http", "https") or not host:
+            raise ValueError(f"url={self.url!r} must be the address of a server, as http://host:8000/v1")
+        self.url = self.url.rstrip("/")
+        self._tls = scheme == "https" and httpx.create_ssl_context()  # made once, for it reads all certificates
 
     def served_model(self) -> str:
         """Return the name of the model that answers.
@@ -87,13 +119,12 @@ class Endpoint:
         Raises:
             EndpointError: The server does not answer, or has no such model, or several where none is named.
         """
-        served = [str(each["id"]) for each in self._repeated("GET", "models", None)["data"]]
+        served = self._repeated("GET", "models", None, self._names)
         if self.model is None and len(served) == 1:
             self.model = served[0]
         if self.model not in served:
-            raise EndpointError(
-                f"{self.url} serves {', '.join(served) or 'nothing'}: model={self.model!r} is none of it"
-            )
+            names = escaped(", ".join(served))[:300] or "nothing"
+            raise EndpointError(f"{self.url} serves {names}: model={self.model!r} is none of it")
         return str(self.model)
 
     def completions(
@@ -108,33 +139,37 @@ class Endpoint:
             options: Further fields of the requests, such as `temperature`.
 
         Raises:
-            EndpointError: No whole answer in all tries, or one of another tokenizer; what others have answered until
-                then comes first.
+            EndpointError: Rows without a usable answer, of which the first is named; all others come first, unless
+                there was no server for the first row, no answer that can be used to two at the beginning, or none to
+                sixteen together later.
         """
         self.served_model()
         self.failures.clear()
-        ids = iter(prompts)
+        rows, running, errors = iter(prompts), dict[Future[list[int]], int](), dict[int, BaseException]()
+        is_lost, was_good, faults = False, False, 0
         with ThreadPoolExecutor(self.concurrency) as pool:
-
-            def started(rows: Iterable[int]) -> dict[Future[list[int]], int]:
-                bodies = ((row, self._body(prompts[row], max_new_tokens, seed + row, options)) for row in rows)
-                return {pool.submit(self._completion, body): row for row, body in bodies}
-
-            running, error = started(row for _, row in zip(range(1), ids)), None  # the first alone, to be looked at
-            while running:
+            while True:
+                room = 0 if is_lost else 2 * self.concurrency if was_good else 1  # the first alone, to be looked at
+                for _, row in zip(range(room - len(running)), rows):
+                    body = self._body(prompts[row], max_new_tokens, seed + row, options)
+                    running[pool.submit(self._repeated, "POST", "completions", body, self._ids_of)] = row
+                if not running:
+                    break
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    row = running.pop(done)
-                    if (found := done.exception()) is None:
+                    row, error = running.pop(done), done.exception()
+                    if error is None:
+                        was_good, faults = True, 0
                         yield row, done.result()
-                    else:
-                        error = error or EndpointError(f"row {row}: {one_line(found)}")
-                room = 0 if error else 2 * self.concurrency - len(running)
-                running |= started(row for _, row in zip(range(room), ids))
+                        continue
+                    errors[row], faults = error, faults + 1
+                    is_lost = is_lost or faults >= (_FAULTS if was_good else getattr(error, "most", 1))
         if self.failures:
-            told = ", ".join(f"{count} x {reason}" for reason, count in self.failures.most_common())
+            told = ", ".join(f"{count} x {reason}" for reason, count in self.failures.most_common(9))
             logger.warning(f"{self.url}: requests that failed and were repeated: {told}")
-        if error is not None:
-            raise error
+        if errors:
+            (row, first), further = next(iter(errors.items())), list(errors)[1:]
+            others = f"; and {len(further)} further rows: {str(further[:9])[1:-1]}" if further else ""
+            raise EndpointError(f"row {row}: {one_line(first)}{others}") from first
 
     def states_file(self, prompt: Sequence[int]) -> str:
         """Return the path of the file with the hidden states of a prompt, which vLLM's connector has written.
@@ -142,75 +177,125 @@ class Endpoint:
         Raises:
             EndpointError: No whole answer in all tries, one to another prompt, or of a server that extracts nothing.
         """
-        body = self._body(prompt, 1, 0, {})
-        answer = self._repeated("POST", "completions", body)
-        self._check_prompt(answer, body)
-        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-        if path is None:
-            raise EndpointError(f"{self.url} returns no hidden_states_path: docs/scale.md says how vLLM is started")
-        return str(path)
+        return self._repeated("POST", "completions", self._body(prompt, 1, 0, {}), self._path_of)
 
     def _body(self, prompt: Sequence[int], most: int, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
         asked = {"model": self.model, "prompt": list(prompt), "max_tokens": most, "seed": seed}
         return {**asked, "return_token_ids": True, **options}
 
-    def _completion(self, body: Mapping[str, Any]) -> list[int]:
-        answer = self._repeated("POST", "completions", body)
-        self._check_prompt(answer, body)
-        choice = answer["choices"][0]
-        ids = choice.get("token_ids")
-        if ids is not None:
-            if self.tokenizer is not None and not _alike(choice["text"], str(self.tokenizer.decode(ids, True))):
-                raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
-            return list(ids)
-        if self.tokenizer is None:
-            raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
-        found: list[int] = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        return [*found, end] if isinstance(end, int) and choice["finish_reason"] == "stop" else found
+    def _names(self, answer: Any, body: object) -> list[str]:
+        try:
+            names = [each["id"] for each in answer["data"]]
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("a name is no text")
+        except _MALFORMED as error:
+            raise EndpointError(f"{self.url}/models gives no list of models: {type(error).__name__}") from error
+        return names
 
-    def _check_prompt(self, answer: Mapping[str, Any], body: Mapping[str, Any]) -> None:
-        """Refuse an answer to another prompt than was sent."""
-        sent, prompt = body["prompt"], answer["choices"][0].get("prompt_token_ids")
+    def _path_of(self, answer: Any, body: Mapping[str, Any]) -> str:
+        self._choice(answer, body)
+        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if not isinstance(path, str):
+            raise EndpointError(f"{self.url} returns no hidden_states_path: docs/scale.md says how vLLM is started")
+        return path
+
+    def _ids_of(self, answer: Any, body: Mapping[str, Any]) -> list[int]:
+        """Return the ids of a completion: whole numbers of the vocabulary, at most as many as were asked for."""
+        choice, most = self._choice(answer, body), body["max_tokens"]
+        ids, reason, tokenizer = choice.get("token_ids"), choice["finish_reason"], self.tokenizer
+        if is_text := ids is None:
+            if tokenizer is None:
+                raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
+            ids, end = tokenizer(choice["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
+            ids = [*ids, end] if isinstance(end, int) and reason == "stop" else ids
+        if not isinstance(ids, list) or len(ids) > (2 * most + 1 if is_text else most):
+            found = f"{len(ids)} ids" if isinstance(ids, list) else f"ids that are a {type(ids).__name__}"
+            raise _WrongIdsError(f"{self.url} answers with {found}, and at most {most} were asked for")
+        tokens = getattr(tokenizer, "get_vocab", dict)().values()
+        size = self.vocab_size or 1 + max(tokens, default=_LARGEST_VOCABULARY - 1)
+        if wrong := [each for each in ids if type(each) is not int or not 0 <= each < size]:
+            raise _WrongIdsError(f"{self.url} answers with the id {str(wrong[0])[:50]}, of a vocabulary of {size}")
+        if is_text:
+            return ids[:most]  # a text may be spelt in more tokens than those that the model wrote
+        is_short = reason == "length" and len(ids) < most
+        if is_short or (answer.get("usage") or {}).get("completion_tokens", len(ids)) != len(ids):
+            raise _PassingError("fewer tokens than it says")
+        if tokenizer is not None and not _alike(choice["text"], str(tokenizer.decode(ids, True))):
+            raise EndpointError(f"{self.url} has another tokenizer: its text is not that of its ids")
+        return ids
+
+    def _choice(self, answer: Any, body: Mapping[str, Any]) -> Any:
+        """Return what was chosen; refuse an answer to another prompt than was sent, and one that is not whole."""
+        choice, sent = answer["choices"][0], body["prompt"]
+        prompt = choice.get("prompt_token_ids")
         read = (answer.get("usage") or {}).get("prompt_tokens", len(sent)) if prompt is None else len(prompt)
         if read != len(sent) or (prompt is not None and prompt != sent):
+            read = str(read)[:20]
             raise EndpointError(f"{self.url} read another prompt than was sent, {read} tokens for {len(sent)}")
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise _PassingError(f"finish_reason={str(choice['finish_reason'])[:50]}")
+        return choice
 
-    def _repeated(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the answer to a request, which is repeated while it fails."""
+    def _repeated(self, method: str, path: str, body: Any, read: Callable[[Any, Any], T]) -> T:
+        """Return what is read of the answer to a request, which is repeated while it fails."""
+        last = _PassingError("none")
         for number in range(self.tries):
             try:
-                return self._asked(method, path, body)
-            except (_Passing, self._lost) as error:
-                reason = one_line(error)
-                self.failures[reason if isinstance(error, _Passing) else type(error).__name__] += 1
-                longest = min(_LONGEST_PAUSE, self.pause * 2**number)
-                asked = error.pause if isinstance(error, _Passing) else 0.0
-                if number + 1 < self.tries:
-                    time.sleep(max(asked, longest * random.uniform(0.5, 1.0)))  # not all at once again
-        raise EndpointError(f"{self.url}/{path} gave no whole answer in {self.tries} tries: {reason}")
+                answer = self._asked(method, path, body)
+                try:
+                    return read(json.loads(answer), body)
+                except _MALFORMED as error:
+                    raise _PassingError(f"no answer in OpenAI's form: {type(error).__name__}") from error
+            except _PassingError as error:
+                last = error
+                self.failures[str(error)] += 1
+                longest = min(self.pause * 2 ** min(number, 32), _LONGEST_PAUSE, self.timeout)
+                if number + 1 < self.tries:  # not all at once again
+                    time.sleep(min(max(error.pause, longest * random.uniform(0.5, 1.0)), _LONGEST_PAUSE, self.timeout))
+        kind = _LostError if last.is_lost else EndpointError
+        raise kind(f"{self.url}/{path} gave no whole answer in {self.tries} tries: {last}") from last
 
-    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        response = self._client.request(method, f"{self.url}/{path}", json=body)
-        if response.status_code >= 500 or response.status_code in _FOR_NOW:
-            asked = response.headers.get("Retry-After", "")
-            raise _Passing(f"HTTP {response.status_code}", float(asked) if asked.isdigit() else 0.0)
-        if response.is_error:
-            raise EndpointError(f"{self.url}/{path} answers HTTP {response.status_code}: {response.text[:300]}")
+    def _asked(self, method: str, path: str, body: object) -> bytes:
+        """Return the answer to a request, from a loop of its own: only there time ends wherever a server pauses."""
+        import anyio
+        import httpx
+        from anyio.from_thread import start_blocking_portal
+
+        async def exchanged() -> tuple[httpx.Response, bytes]:
+            headers = {"Accept-Encoding": "identity"}
+            headers |= {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+            with anyio.fail_after(self.timeout):
+                async with (
+                    httpx.AsyncClient(verify=self._tls, timeout=None, headers=headers) as client,
+                    client.stream(method, f"{self.url}/{path}", json=body) as response,
+                ):
+                    return response, await self._content(response)
+
         try:
-            answer = response.json()
-            if body is None:
-                return answer
-            choice, usage = answer["choices"][0], answer.get("usage") or {}
-            ids = choice.get("token_ids")
-            if choice["finish_reason"] not in ("stop", "length"):
-                raise _Passing(f"finish_reason={choice['finish_reason']!r}")
-            is_short = choice["finish_reason"] == "length" and ids is not None and len(ids) < body["max_tokens"]
-            if is_short or (ids is not None and usage.get("completion_tokens", len(ids)) != len(ids)):
-                raise _Passing("fewer tokens than it says")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise _Passing(f"no answer in OpenAI's form: {type(error).__name__}") from error
-        return answer
+            with start_blocking_portal() as portal:
+                response, content = portal.call(exchanged)
+        except (httpx.TransportError, TimeoutError, zlib.error) as error:
+            raise _PassingError(type(error).__name__, is_lost=isinstance(error, httpx.TransportError)) from error
+        status, asked = response.status_code, response.headers.get("Retry-After", "")
+        if status >= 500 or status in _FOR_NOW:
+            pause = float(asked) if asked.isascii() and asked.isdecimal() else 0.0
+            raise _PassingError(f"HTTP {status}", pause, is_lost=True)
+        if not response.is_success:
+            words = escaped(content[:300].decode(errors="replace"))
+            raise EndpointError(f"{self.url}/{path} answers HTTP {status}: {words}")
+        return content
+
+    async def _content(self, response: httpx.Response) -> bytes:
+        """Return the bytes of an answer, decoded, of which no more are made than are allowed."""
+        coding = response.headers.get("Content-Encoding", "").strip().lower() or "identity"
+        if coding not in ("identity", "gzip", "deflate"):
+            raise EndpointError(f"{self.url} answers in the Content-Encoding {escaped(coding)[:50]}")
+        inflated, content = zlib.decompressobj(zlib.MAX_WBITS | 32), bytearray()
+        async for piece in response.aiter_raw():
+            content += piece if coding == "identity" else inflated.decompress(piece, _LARGEST + 1)
+            if len(content) > _LARGEST:
+                raise EndpointError(f"{self.url} answers with more than {_LARGEST} bytes")
+        return bytes(content)
 
 
 def _alike(text: str, decoded: str) -> bool:

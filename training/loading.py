@@ -21,6 +21,7 @@ from transformers import (
 
 from ..configuration.mtp_families import REFUSED, count_modules
 from ..generation.drafter import DRAFTERS
+from ..generation.tensors.config_errors import naming_field
 from ..generation.tensors.saving import finish, readable
 from ..generation.tensors.tensor_files import HUB_OPTIONS, check_index
 from ..generation.tensors.wrapped_models import carries_adapters
@@ -79,9 +80,10 @@ def load_backbone(
             f"{option}={source} holds a drafter without a backbone: name the backbone there, and heads or an EAGLE "
             f"head as {of_drafters}; of a student, what student.whole.save_pretrained(directory) writes"
         )
-    config = load_config(source, option)
-    check_index(source, **hub)
-    return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
+    with naming_field(source):
+        config = load_config(source, option)
+        check_index(source, **hub)
+        return (causal_class(config) if with_modules else AutoModelForCausalLM).from_pretrained(source, **options)
 
 
 def load_drafter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -141,11 +141,12 @@ def _joined(model: Any, strategy: TrainingStrategy) -> JointMTPModel:
 
 def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
     """Train a backbone by adapters: new ones, or those that it carries."""
-    if reason := obstacle_of_peft():
-        raise ImportError(f"train='lora': {reason}; upgrade peft, or pip install 'transformers<5.24'")
     if not carries_adapters(backbone):
-        backbone.add_adapter(lora_config(backbone, strategy))
+        inject_adapter_in_model(lora_config(backbone, strategy), backbone)  # as `add_adapter`, of any version of peft
+        backbone._hf_peft_config_loaded = True
         return
+    if reason := obstacle_of_peft():
+        raise ImportError(f"train='lora': the backbone carries adapters; {reason}: pip install 'transformers<5.24'")
     if not backbone._hf_peft_config_loaded:
         raise ValueError(
             "train='lora': the backbone carries adapters in a wrapper of peft, and a second pair would be put over "

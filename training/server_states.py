@@ -5,20 +5,29 @@ vLLM's method `extract_hidden_states` gives the outputs of chosen layers; `vllm_
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
+from math import isfinite
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from ..modeling.common.backbone_parts import BackboneParts, compute_device
 from .endpoint import Endpoint, EndpointError
 from .states import Columns, Drafter, Row, TextStates
+from .utils import escaped, one_line
+
+_MORE, _HEADER = 64, 1 << 16  # tokens beside the prompt's, and bytes beside those of tensors, that a file may have
 
 
 def layer_outputs(drafter: Drafter) -> list[int]:
@@ -51,15 +60,17 @@ class ServerStates(TextStates):
         drafter: Attached; its backbone gives the final norm and, where losses read them, logits.
         data: See `TextStates`, as for `dtype`.
         dtype: See there.
-        folder: The directory of the server's files, where it is mounted elsewhere here; None: as the server says.
+        folder: The directory of the server's files, where it is mounted here; of the paths that the server gives, only
+            the last name is read, and what was read is deleted.
         wait: Seconds until a file must be whole, after the server's answer.
 
     Raises:
+        ValueError: No directory, or no time.
         EndpointError: No such server; where a row is read, states of other tokens, of another number of layers or
-            width, or that are not finite, and files that do not come.
+            width, or that are not finite, and files that do not come, or are no files of their own.
 
     Example:
-        >>> rows = ServerStates(Endpoint("http://localhost:8000/v1"), head, data)
+        >>> rows = ServerStates(Endpoint("http://localhost:8000/v1"), head, data, folder="/shared/states")
         >>> MTPTrainer(head, args, train_dataset=rows, data_collator=rows.collate).train()
     """
 
@@ -72,58 +83,81 @@ class ServerStates(TextStates):
         folder: str | Path | None = None,
         wait: float = 60.0,
     ) -> None:
+        if not folder or not isinstance(folder, str | Path):
+            raise ValueError(f"folder={folder!r} must be the directory in which the server's files are found here")
+        if not (isinstance(wait, int | float) and isfinite(wait) and wait >= 0):
+            raise ValueError(f"wait={wait!r} must be a number of seconds")
         super().__init__(drafter, data, dtype)
-        self.endpoint, self.folder, self.wait = endpoint, folder, wait
+        self.endpoint, self.folder, self.wait = endpoint, Path(folder), wait
         endpoint.served_model()
         self._outputs = layer_outputs(drafter)
 
     def rows(self, numbers: Sequence[int], done: Callable[[int], object] = int) -> list[Columns]:
         """See `StatesSource`."""
-        with ThreadPoolExecutor(min(self.endpoint.concurrency, len(numbers))) as pool:
+        with ThreadPoolExecutor(max(1, min(self.endpoint.concurrency, len(numbers)))) as pool:
             coming = pool.map(self._row, numbers)
             return [(columns, done(1))[0] for columns in coming]
 
     @torch.no_grad()
     def _row(self, number: int) -> Columns:
-        text = self.text(number)
-        ids = text["input_ids"].tolist()
-        path = Path(self.endpoint.states_file(ids))
-        path = path if self.folder is None else Path(self.folder) / path.name
-        found = _read(path, self.wait)
-        states, tokens = found["hidden_states"], found["token_ids"].flatten().tolist()
-        width, name = self.drafter.backbone.config.get_text_config().hidden_size, f"{path.name} of row {number}"
+        text, backbone = self.text(number), self.drafter.backbone
+        ids, config = text["input_ids"].tolist(), backbone.config.get_text_config()
+        said = self.endpoint.states_file(ids)
+        path = self.folder / (PurePosixPath(said).name or "..")
+        name, most = f"{escaped(path.name)[:200]} of row {number}", len(ids) + _MORE  # tokens
+        if path.name == ".." or "\0" in said:
+            raise EndpointError(f"the server's answer to row {number} names no file: {escaped(said)[:200]}")
+        try:
+            found = _read(path, self.wait, most * (1 + len(self._outputs) * config.hidden_size) * 8 + _HEADER)
+            states, tokens = found["hidden_states"], found["token_ids"].flatten().tolist()
+        except (EndpointError, LookupError) as error:
+            raise EndpointError(f"{name}: {one_line(error)}") from error
         if tokens[: len(ids)] != ids:
             raise EndpointError(f"{name} holds states of other tokens than were sent")
-        if states.shape != (len(tokens), len(self._outputs), width):
-            wanted = f"[{len(tokens)}, {len(self._outputs)}, {width}], of the layers {self._outputs}"
-            raise EndpointError(f"{name} holds states of shape {list(states.shape)}, and needed are {wanted}")
+        if states.shape != (len(tokens), len(self._outputs), config.hidden_size) or not states.is_floating_point():
+            wanted = f"[{len(tokens)}, {len(self._outputs)}, {config.hidden_size}], of the layers {self._outputs}"
+            found = f"{list(states.shape)} ({states.dtype})"
+            raise EndpointError(f"{name} holds states of shape {found}, and needed are {wanted}")
+        states = states[: len(ids)].to(compute_device(backbone), backbone.dtype)  # [T, n, d]
         if not states.isfinite().all():
             raise EndpointError(f"{name} holds states that are not finite: nothing learns so")
-        path.unlink()
-        backbone, count = self.drafter.backbone, len(ids)
-        states = states[:count].to(compute_device(backbone), backbone.dtype)  # [T, n, d]
-        last = backbone.config.get_text_config().num_hidden_layers
+        path.unlink(missing_ok=True)
+        last = config.num_hidden_layers
         layers = [layer % (last + 1) for layer in self.layers]
         columns = [states[:, self._outputs.index(layer)] for layer in layers]
         normed = [BackboneParts(backbone).norm(each) if layer == last else each for layer, each in zip(layers, columns)]
-        return text | self._columns(torch.stack(normed, 1)[None], [count])[0]
+        return text | self._columns(torch.stack(normed, 1)[None], [len(ids)])[0]
 
 
-def _read(path: Path, wait: float) -> dict[str, torch.Tensor]:
+def _opened(path: Path) -> BinaryIO:
+    """Open a file that is one: no link to another place, and no pipe, whose reader would wait for ever."""
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise EndpointError("it is no plain file")
+    return os.fdopen(number, "rb")
+
+
+def _read(path: Path, wait: float, most: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a file once it is whole: the server may still write it, and newer ones lock it so long."""
     until, lock = time.monotonic() + wait, path.with_name(f"{path.name}.lock")
     while True:
         try:
-            if lock.exists():
-                with lock.open() as held:
-                    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            found = load_file(path)
+            with suppress(FileNotFoundError), _opened(lock) as held:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with _opened(path) as file:
+                content = file.read(most + 1)
+            if len(content) > most:
+                raise EndpointError(f"it has more than the {most} bytes of these states")
+            found = load(content)
             lock.unlink(missing_ok=True)
             return found
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ELOOP:
+                raise EndpointError("it is a link to another place") from error
             if time.monotonic() > until:
                 raise EndpointError(
-                    f"{path} is not whole {wait:g} s after the server's answer ({type(error).__name__}): do this "
-                    "machine and the server see one disk?"
+                    f"it is not whole {wait:g} s after the server's answer ({type(error).__name__}): do this machine "
+                    "and the server see one disk?"
                 ) from error
-            time.sleep(0.05)
+            time.sleep(min(0.05, wait))

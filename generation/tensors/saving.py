@@ -5,7 +5,7 @@ A save writes into a hidden folder of its target, `.tokenahead-saving.X`. When a
 brought in by hard links, so that the folder is whole until it is renamed again and removed. Who finds a complete folder
 after a kill brings its files in once more, which does no harm. Other libraries find no config.json meanwhile.
 
-Knows no model, and imports the standard library alone.
+Knows no model.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from functools import wraps
 from os import PathLike
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+from .config_errors import naming_field
 
 try:
     import fcntl
@@ -136,9 +138,12 @@ def reads_whole(load: Callable[P, Result], keys: Sequence[str] = _KEYS[1:]) -> C
     @wraps(load)
     def loading(*args: Any, **kwargs: Any) -> Any:
         given = args[position] if len(args) > position else kwargs.get(parameters[0])
-        directory = Path(given) if isinstance(given, (str, PathLike)) and given else None
-        if directory is None or not directory.is_dir():
+        if not isinstance(given, (str, PathLike)) or not given:
             return load(*args, **kwargs)
+        directory = Path(given)
+        if not directory.is_dir():
+            with naming_field(given):
+                return load(*args, **kwargs)
 
         def load_from(place: Path) -> Any:
             if place == directory:
@@ -154,14 +159,15 @@ def reads_whole(load: Callable[P, Result], keys: Sequence[str] = _KEYS[1:]) -> C
         finish(directory)
         before = _state(directory)
         try:
-            result = load_from(readable(directory, keys))
+            with naming_field(directory):
+                result = load_from(readable(directory, keys))
             if _state(directory) == before:
                 return result
         except Exception:
             if _state(directory) == before:
                 raise
         finish(directory)
-        with _opened(directory) as descriptor:
+        with _opened(directory) as descriptor, naming_field(directory):
             _lock(descriptor, waits=True, shared=True)  # shared, because all processes of a run may load
             return load_from(readable(directory, keys))
 

@@ -97,21 +97,6 @@ def check_stored(name: str | PathLike[str], config: Any = None, variant: str | N
         check_counts(name, fields, len(names))
 
 
-_IMPOSSIBLE = re.compile("negative dimension|greater or equal to 0|[Oo]verflow")
-
-
-@contextmanager
-def building(name: object) -> Iterator[None]:
-    """Turn errors of sizes that no model can have into one with the name of the checkpoint."""
-    try:
-        yield
-    except (RuntimeError, TypeError, ZeroDivisionError, OverflowError) as error:
-        if isinstance(error, (RuntimeError, TypeError)) and not _IMPOSSIBLE.search(str(error)):
-            raise
-        words = str(error).splitlines()[0]
-        raise ValueError(f"{name}: config.json has sizes that no model can have: {words}") from error
-
-
 def write_json(file: Path, values: Mapping[str, object]) -> None:
     """Write fields as JSON."""
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

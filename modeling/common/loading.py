@@ -20,7 +20,6 @@ from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.shared_models import holds_shares
 from ...generation.tensors.tensor_files import (
     HUB_OPTIONS,
-    building,
     check_contents,
     check_stored,
     unlisted_file,
@@ -90,7 +89,7 @@ class StrictLoadingMixin:
         wants_info = kwargs.pop("output_loading_info", False)
         name = str(pretrained_model_name_or_path or getattr(kwargs.get("config"), "_name_or_path", "") or cls.__name__)
         try:
-            with building(name), _loading():
+            with _loading():
                 model, info = super().from_pretrained(
                     pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
                 )

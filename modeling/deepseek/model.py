@@ -19,7 +19,7 @@ from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
-from ...generation.tensors.tensor_files import HUB_OPTIONS, building, check_stored
+from ...generation.tensors.tensor_files import HUB_OPTIONS, check_stored
 from ...generation.tensors.wrapped_models import Kwargs, PicklableMixin, WrapperMixin, checkpointing_paused, untyped
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
@@ -156,8 +156,7 @@ class DeepSeekMTP(
         if is_to_be_dequantized(config, kwargs.get("quantization_config")):
             main, modules, report = load_dequantized(name, config, inference_only, hub, **kwargs)
         else:
-            with building(name):
-                main, modules, report = load(name, config, inference_only, **kwargs)
+            main, modules, report = load(name, config, inference_only, **kwargs)
         model = cls(main.config, (main, modules)).eval()
         model.shared_copies = shared
         vars(main.config).pop("auto_map", None)  # valid for the loaded directory only

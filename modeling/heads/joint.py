@@ -6,17 +6,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors.torch import load_file
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import can_return_tuple
 
 from ...configuration.heads import MTPHeadConfig
 from ...configuration.loss_options import ModuleLossOptions
+from ...configuration.transformers_names import obstacle_of_peft
 from ...generation.attach import AttachableDrafter
 from ...generation.tensors.saving import reads_whole, whole_directory
 from ...generation.tensors.tensor_files import below, read_tensors
-from ...generation.tensors.wrapped_models import WrapperMixin
+from ...generation.tensors.wrapped_models import WrapperMixin, untyped
 from ..common.learning import run_backbone
 from ..common.outputs import MTPOutput, OwnLossMixin
 from ..deepseek.losses import chain_loss
@@ -131,7 +133,12 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
         with whole_directory(save_directory, kwargs.get("variant"), (), [card], spread) as directory:
             parts = {"heads": (self.heads, directory), "backbone": (self.backbone, directory / BACKBONE)}
             for name, (part, place) in parts.items():
-                part.save_pretrained(place, is_main_process, below(state, f"{name}."), **kwargs)
+                own = below(state, f"{name}.")
+                if getattr(part, "_hf_peft_config_loaded", False) and obstacle_of_peft():
+                    if is_main_process:
+                        _save_adapters(part, place, own)
+                else:
+                    part.save_pretrained(place, is_main_process, own, **kwargs)
 
     @reads_whole
     def load_checkpoint(self, folder: str | PathLike) -> None:
@@ -144,6 +151,14 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
         load_trained(self.backbone, Path(folder) / BACKBONE, "backbone")
 
 
+def _save_adapters(model: PreTrainedModel, folder: Path, state: dict[str, Tensor]) -> None:
+    """Write the adapters of a model by peft's own functions, where transformers refuses the installed version."""
+    untyped(model).peft_config["default"].save_pretrained(folder)
+    tensors = get_peft_model_state_dict(model, state).items()
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors}
+    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+
+
 def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
     """Take over what the `save_pretrained` of a model, or of one that carries adapters of peft, wrote.
 
@@ -154,8 +169,6 @@ def load_trained(model: PreTrainedModel, folder: Path, what: str) -> None:
         # peft writes the adapter "default" into the directory itself, and every other one into a directory of its name
         adapters = (folder if name == "default" else folder / name) / "adapter_model.safetensors"
         if adapters.exists():
-            from peft import set_peft_model_state_dict
-
             set_peft_model_state_dict(model, load_file(adapters), adapter_name=name)
             return
     state = read_tensors(sorted(folder.glob("model*.safetensors")))

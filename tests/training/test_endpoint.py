@@ -1,5 +1,6 @@
 """Answers of a server that is slow, fails, cuts what it says and is asked again: each row once, and nothing silent."""
 
+import gzip
 import json
 import os
 import signal
@@ -7,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tokenahead.training import endpoint as endpoint_module
 from tokenahead.training import regenerate
 from tokenahead.training import regeneration as regeneration_module
 from tokenahead.training.endpoint import Endpoint, EndpointError
@@ -41,7 +43,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.say({"data": [{"id": name} for name in self.server.models]})
+        models = self.server.models
+        self.say({"data": [{"id": name} for name in models]} if isinstance(models, tuple) else models)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -54,6 +57,11 @@ class Handler(BaseHTTPRequestHandler):
         found = {"choices": [choice], "usage": {"completion_tokens": len(ids), "prompt_tokens": len(prompt)}}
         if self.server.changed is not None:
             self.server.changed(found)
+        if self.server.instead is not None:
+            self.close_connection = True
+            with suppress(OSError):  # a client that has read enough is gone
+                self.server.instead(self)
+            return
         kind = number // 20 % 5 if number % 20 == 10 else None
         if kind == 0:
             self.say({}, status=503)
@@ -88,10 +96,10 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(models=("tiny",), changed=None, status=200):
+def serving(models=("tiny",), changed=None, status=200, instead=None):
     """A server on the loopback, and its address."""
     server = Server(("127.0.0.1", 0), Handler)
-    server.models, server.changed, server.status = models, changed, status
+    server.models, server.changed, server.status, server.instead = models, changed, status, instead
     server.lock, server.asked = threading.Lock(), []
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -220,3 +228,201 @@ def test_text_is_tokenised_where_a_server_returns_no_ids(tmp_path):
 def test_ids_of_another_tokenizer_are_refused(tmp_path):
     with serving() as (_, url), pytest.raises(EndpointError, match="another tokenizer"):
         regenerate(endpoint(url, tokenizer=Letters()), prompts(3), tmp_path, max_new_tokens=TOKENS)
+
+
+WRONG_IDS = {
+    "negative": [-3],
+    "a fraction": [3.7],
+    "a whole float": [3.0],
+    "a boolean": [True],
+    "far outside": [10**6],
+    "huge": [10**40],
+    "a text": ["5"],
+    "a list": [[5]],
+    "none": [None],
+    "too many": [5] * 100_000,
+    "no list": {"0": 5},
+    "a word": "555",
+}
+
+
+@pytest.mark.parametrize("case", WRONG_IDS)
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_row_of_wrong_ids_is_named_and_loses_no_other(case, row, tmp_path):
+    def changed(found):
+        choice = found["choices"][0]
+        if choice["prompt_token_ids"] == prompts(20)[row]:
+            choice["token_ids"] = WRONG_IDS[case]
+            found["usage"]["completion_tokens"] = len(WRONG_IDS[case])
+
+    with serving(changed=changed) as (server, url):
+        with pytest.raises(EndpointError, match=f"row {row}: {url}.*ids?"):
+            regenerate(endpoint(url), prompts(20), tmp_path, max_new_tokens=TOKENS)
+        server.changed, asked = None, len(server.asked)
+        rows = regenerate(endpoint(url), prompts(20), tmp_path, max_new_tokens=TOKENS)
+    assert rows.rows == [{"ids": prompt + answer(prompt), "prompt": 2} for prompt in prompts(20)]
+    assert len(server.asked) - asked < 4  # the row, and what failed on its way
+
+
+UNUSABLE = {
+    "no choices": lambda found: found.update(choices=[]),
+    "another prompt": _other_prompt,
+    "no reason": lambda found: found["choices"][0].update(finish_reason=None),
+    "no ids": lambda found: found["choices"][0].update(token_ids=None),
+    "a usage that is none": lambda found: found.update(usage=[3]),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_row_without_a_usable_answer_loses_no_other(case, row, tmp_path):
+    def changed(found):
+        if found["choices"][0]["prompt_token_ids"] == prompts(20)[row]:
+            UNUSABLE[case](found)
+
+    with serving(changed=changed) as (server, url):
+        with pytest.raises(EndpointError, match=f"row {row}: {url}"):
+            regenerate(endpoint(url, tries=3), prompts(20), tmp_path, max_new_tokens=TOKENS)
+        server.changed, asked = None, len(server.asked)
+        assert len(regenerate(endpoint(url), prompts(20), tmp_path, max_new_tokens=TOKENS)) == 20
+    assert len(server.asked) - asked < 4
+
+
+def test_ids_lie_below_the_vocabulary_that_is_named(tmp_path):
+    with serving(changed=lambda found: found["choices"][0].update(token_ids=[40, 50])) as (_, url):
+        prompt = {0: [3]}
+        options = dict(max_new_tokens=2, seed=0, options={})
+        with pytest.raises(EndpointError, match="row 0.*50.*vocabulary of 50"):
+            list(endpoint(url, vocab_size=50).completions(prompt, **options))
+
+
+def _negative(found):
+    found["choices"][0]["token_ids"] = [-1]
+
+
+def test_a_server_whose_answers_are_all_wrong_is_not_asked_for_all_rows(tmp_path):
+    served, refused = serving(changed=_negative), pytest.raises(EndpointError, match="row 0.*further rows")
+    with served as (server, url), refused:
+        regenerate(endpoint(url), prompts(200), tmp_path, max_new_tokens=TOKENS)
+    assert len(server.asked) < 50
+
+
+NO_MODELS = {
+    "a list": [{"id": "tiny"}],
+    "a text": "tiny",
+    "null": None,
+    "a number": 3,
+    "data is null": {"data": None},
+    "data is a text": {"data": "tiny"},
+    "names alone": {"data": ["tiny"]},
+    "numbers": {"data": [{"id": 3}]},
+    "no name": {"data": [{"name": "tiny"}]},
+}
+
+
+@pytest.mark.parametrize("case", NO_MODELS)
+def test_a_list_of_models_that_is_none_is_refused(case):
+    with serving(models=NO_MODELS[case]) as (_, url), pytest.raises(EndpointError, match="models"):
+        endpoint(url).served_model()
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"), [("9" * 9, 60), ("9" * 400, 60), ("7", 7), ("-1", 1), ("soon", 1), ("\xb2", 1)]
+)
+def test_pauses_that_a_server_asks_for_are_bounded(asked, most, monkeypatch):
+    def refuses(handler):
+        handler.send_response(429)
+        handler.send_header("Retry-After", asked)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    pauses = []
+    monkeypatch.setattr(endpoint_module.time, "sleep", pauses.append)
+    with serving(instead=refuses) as (_, url), pytest.raises(EndpointError, match="3 tries: HTTP 429"):
+        list(endpoint(url, tries=3).completions({0: [3]}, 2, 0, {}))
+    assert len(pauses) == 2 and max(pauses) <= most and (most < 7 or min(pauses) == most)
+
+
+def drips(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+    while True:
+        handler.wfile.write(b"x")
+        time.sleep(0.05)
+
+
+def drips_later(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    drips(handler)
+
+
+@pytest.mark.parametrize("drip", [drips, drips_later])
+def test_an_answer_that_comes_byte_by_byte_ends(drip):
+    with serving(instead=drip) as (_, url), pytest.raises(EndpointError, match="2 tries: TimeoutError"):
+        list(endpoint(url, tries=2, timeout=0.5).completions({0: [3]}, 2, 0, {}))
+
+
+def endless(handler, piece=b" " * (1 << 20), headers=b""):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n" + headers + b"\r\n")
+    for _ in range(512):
+        handler.wfile.write(piece)
+        handler.server.asked.append(piece)
+
+
+def test_an_answer_without_end_is_not_read_whole():
+    with serving(instead=endless) as (server, url), pytest.raises(EndpointError, match="more than 16777216 bytes"):
+        list(endpoint(url).completions({0: [3]}, 2, 0, {}))
+    assert len(server.asked) < 100
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "gzip, gzip"])
+def test_a_compressed_answer_is_bounded_by_what_it_holds(coding):
+    bomb = gzip.compress(b" " * (1 << 26))
+
+    def explodes(handler):
+        handler.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Encoding: {coding}\r\n\r\n".encode() + bomb)
+
+    match = "more than 16777216 bytes" if coding == "gzip" else "Content-Encoding"
+    with serving(instead=explodes) as (_, url), pytest.raises(EndpointError, match=match):
+        list(endpoint(url).completions({0: [3]}, 2, 0, {}))
+
+
+def test_a_compressed_answer_is_read():
+    ids = {"choices": [{"text": "", "token_ids": [5], "prompt_token_ids": [3], "finish_reason": "stop"}]}
+    body = gzip.compress(json.dumps(ids).encode())
+    head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with serving(instead=lambda handler: handler.wfile.write(head + body)) as (_, url):
+        assert list(endpoint(url).completions({0: [3]}, 2, 0, {})) == [(0, [5])]
+
+
+def test_a_redirection_is_refused_and_not_followed():
+    def redirects(handler):
+        handler.send_response(302)
+        handler.send_header("Location", f"{other}/completions")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    refused = pytest.raises(EndpointError, match="HTTP 302")
+    with serving() as (away, other), serving(instead=redirects) as (_, url), refused:
+        list(endpoint(url, api_key="secret").completions({0: [3]}, 2, 0, {}))
+    assert not away.asked
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "null", "[]", '"x"', "9" * 5000, '{"choices": {}}', '{"choices": [3]}']
+)
+def test_an_answer_of_another_form_is_named(text):
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode()
+    served, refused = serving(instead=lambda handler: handler.wfile.write(head)), pytest.raises(EndpointError)
+    with served as (_, url), refused as error:
+        list(endpoint(url, tries=1).completions({0: [3]}, 2, 0, {}))
+    assert "row 0" in str(error.value) and "OpenAI's form" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("url", "host:8000/v1"), ("url", 3), ("url", "http://"), ("tries", 0), ("tries", 2.5), ("concurrency", "4"),
+     ("vocab_size", -1), ("timeout", 0), ("timeout", float("nan")), ("pause", -1)],
+)  # fmt: skip
+def test_an_endpoint_that_cannot_be_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        Endpoint(**{"url": "http://127.0.0.1:1/v1", name: value})

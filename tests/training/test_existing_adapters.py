@@ -1,14 +1,18 @@
 """Strategies on a backbone that carries adapters of peft already: they go on where that is meant, or are refused."""
 
+import json
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from tests.training.conftest import ragged_rows, trainer_for
 from tests.training.test_evaluation_loss import llama
 from tests.training.test_strategies import modules
 from tokenahead import MTPHeads
-from tokenahead.training import TrainingStrategy
+from tokenahead.modeling.heads import joint
+from tokenahead.training import TrainingStrategy, preparation
 from tokenahead.training.loading import put_adapters
 
 ROWS = ragged_rows(4)
@@ -46,6 +50,26 @@ def test_adapters_that_are_there_go_on(fields, adapted, tmp_path):
     trainer(MTPHeads.from_backbone(adapted, window=3), tmp_path, train="lora", **fields).train()
     moved = {name for name, value in adapted.named_parameters() if not value.equal(before[name])}
     assert moved == {name for name in before if "lora_" in name}
+
+
+def test_new_adapters_learn_and_are_saved_where_transformers_refuses_the_installed_peft(tmp_path, monkeypatch):
+    plain = trainer(MTPHeads.from_backbone(llama(num_hidden_layers=2), window=3), tmp_path, train="lora")
+    plain.train()
+    plain.save_model(str(tmp_path / "saved by transformers"))
+    for module in (joint, preparation):
+        monkeypatch.setattr(module, "obstacle_of_peft", lambda: "it needs another peft")
+    plain.save_model(str(tmp_path / "saved by peft"))
+    again = trainer(MTPHeads.from_backbone(llama(num_hidden_layers=2), window=3), tmp_path, train="lora")
+    again.train()
+    files = [tmp_path / f"saved by {whom}" / "backbone" for whom in ("transformers", "peft")]
+    ours, theirs = ({**load_file(each / "adapter_model.safetensors")} for each in files)
+    assert ours and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    configs = [json.loads((each / "adapter_config.json").read_text()) for each in files]
+    assert configs[0]["r"] == configs[1]["r"] == 8 and configs[0].keys() == configs[1].keys()
+    backbone = llama(num_hidden_layers=2)
+    put_adapters(backbone, files[1])
+    with pytest.raises(ImportError, match="transformers<5.24"):
+        trainer(MTPHeads.from_backbone(backbone, window=3), tmp_path, train="lora").train()
 
 
 @pytest.mark.parametrize(

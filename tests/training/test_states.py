@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -115,7 +116,7 @@ def test_a_server_gives_the_rows_of_the_backbone_and_of_the_disk(name, tmp_path)
     drafter = DRAFTERS[name](llama(num_hidden_layers=4))
     here = BackboneStates(drafter, data())
     with serving(drafter, tmp_path / "files") as endpoint:
-        there = ServerStates(endpoint, drafter, data())
+        there = ServerStates(endpoint, drafter, data(), folder=tmp_path / "files")
         for found, expected in zip(there.__getitems__(range(6)), here.__getitems__(range(6)), strict=True):
             close(found, expected)
         assert not any((tmp_path / "files").glob("*.safetensors"))  # what is read is deleted
@@ -132,7 +133,7 @@ def test_a_trainer_takes_rows_of_a_server(tmp_path):
     options = dict(max_steps=2, per_device_train_batch_size=3, optim="sgd", learning_rate=0.1)
     trainer_for(drafters[0], tmp_path / "plain", data(), **options).train()
     with serving(drafters[1], tmp_path / "files") as endpoint:
-        rows = ServerStates(endpoint, drafters[1], data())
+        rows = ServerStates(endpoint, drafters[1], data(), folder=tmp_path / "files")
         trainer = trainer_for(drafters[1], tmp_path / "served", rows, **options)
         trainer.data_collator = rows.collate
         trainer.train()
@@ -148,6 +149,18 @@ def narrow(tensors):
     tensors["hidden_states"] = tensors["hidden_states"][..., :16].contiguous()
 
 
+def whole_numbers(tensors):
+    tensors["hidden_states"] = tensors["hidden_states"].long()
+
+
+def unnamed(tensors):
+    del tensors["hidden_states"]
+
+
+def wider_than_asked(tensors):
+    tensors["more"] = torch.zeros(1 << 22)
+
+
 def turned(tensors):
     tensors["hidden_states"] = tensors["hidden_states"].transpose(0, 1).contiguous()
 
@@ -156,24 +169,97 @@ def infinite(tensors):
     tensors["hidden_states"][0, 0, 0] = torch.nan
 
 
-@pytest.mark.parametrize("change", [other_tokens, narrow, turned, infinite])
+@pytest.mark.parametrize("change", [other_tokens, narrow, turned, infinite, whole_numbers, unnamed, wider_than_asked])
 def test_other_states_are_refused(change, tmp_path):
     drafter = DRAFTERS["eagle3"](llama(num_hidden_layers=4))
-    words = {other_tokens: "other tokens", infinite: "not finite"}.get(change, r"shape.*\[1, 2, 3, 4\]")
+    words = {
+        other_tokens: "other tokens",
+        infinite: "not finite",
+        unnamed: "hidden_states",
+        wider_than_asked: "more than",
+    }
+    words = words.get(change, r"shape.*\[1, 2, 3, 4\]")
     refused = pytest.raises(EndpointError, match=f"row 2.*{words}")
     with serving(drafter, tmp_path / "files", change) as endpoint, refused:
-        ServerStates(endpoint, drafter, data()).rows([2])
+        ServerStates(endpoint, drafter, data(), folder=tmp_path / "files").rows([2])
 
 
 def test_a_server_that_extracts_nothing_and_files_that_do_not_come_are_refused(tmp_path):
     drafter = DRAFTERS["heads"](llama())
     refused = pytest.raises(EndpointError, match="no hidden_states_path")
     with serving(drafter, tmp_path / "files", gives=False) as endpoint, refused:
-        ServerStates(endpoint, drafter, data())[0]
+        ServerStates(endpoint, drafter, data(), folder=tmp_path / "files")[0]
     with serving(drafter, tmp_path / "others") as endpoint:
         elsewhere = ServerStates(endpoint, drafter, data(), folder=tmp_path / "not mounted", wait=0.1)
         with pytest.raises(EndpointError, match="one disk"):
             elsewhere[0]
+
+
+def planted(path, kind, states):
+    """Put something else where a file of states is expected."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        elsewhere = path.parent.with_name("secret.safetensors")
+        elsewhere.write_bytes(states)
+        path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "directory"])
+@pytest.mark.parametrize("lock", [False, True], ids=["file", "lock"])
+def test_what_is_no_plain_file_is_refused_and_stays(kind, lock, tmp_path, monkeypatch):
+    drafter = DRAFTERS["heads"](llama())
+
+    def write(server, path, tensors, late):
+        if lock:
+            save_file(tensors, path)
+        planted(path.with_name(f"{path.name}.lock") if lock else path, kind, save(tensors))
+
+    monkeypatch.setattr(Server, "write", write)
+    with serving(drafter, tmp_path / "files") as endpoint:
+        rows = ServerStates(endpoint, drafter, data(), folder=tmp_path / "files", wait=0.2)
+        with pytest.raises(EndpointError, match="row 3.*(link|no plain file)"):
+            rows[3]
+    assert len(list((tmp_path / "files").iterdir())) == 1 + lock
+    assert kind != "link" or (tmp_path / "secret.safetensors").exists()
+
+
+NAMES = ["", "/", ".", "..", "/a/..", "a\0b.safetensors", 3, ["x"], None]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=map(repr, NAMES))
+def test_names_that_are_none_are_refused(name, tmp_path, monkeypatch):
+    drafter = DRAFTERS["heads"](llama())
+    with serving(drafter, tmp_path / "files") as endpoint:
+        rows = ServerStates(endpoint, drafter, data(), folder=tmp_path / "files", wait=0.1)
+        said, say = {"hidden_states_path": name}, Handler.say
+        monkeypatch.setattr(Handler, "say", lambda self, value: say(self, value | {"kv_transfer_params": said}))
+        with pytest.raises(EndpointError, match="row 0|hidden_states_path"):
+            rows[0]
+    assert (tmp_path / "files").is_dir()
+
+
+def test_a_path_elsewhere_is_a_name_in_the_folder(tmp_path, monkeypatch):
+    drafter, say = DRAFTERS["heads"](llama()), Handler.say
+    (tmp_path / "mine.safetensors").write_text("mine")
+    with serving(drafter, tmp_path / "files") as endpoint:
+        rows = ServerStates(endpoint, drafter, data(), folder=tmp_path / "files", wait=0.1)
+        said = {"hidden_states_path": str(tmp_path / "mine.safetensors")}
+        monkeypatch.setattr(Handler, "say", lambda self, value: say(self, value | {"kv_transfer_params": said}))
+        with pytest.raises(EndpointError, match="mine.safetensors of row 0.*one disk"):
+            rows[0]
+    assert (tmp_path / "mine.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("folder", None), ("folder", ""), ("wait", float("nan")), ("wait", -1), ("wait", "10")]
+)
+def test_a_folder_and_a_time_are_demanded(name, value, tmp_path):
+    drafter = DRAFTERS["heads"](llama())
+    with serving(drafter, tmp_path / "files") as endpoint, pytest.raises(ValueError, match=f"{name}="):
+        ServerStates(endpoint, drafter, data(), **{"folder": tmp_path, name: value})
 
 
 def test_the_last_layers_number_counts_outputs(tmp_path):

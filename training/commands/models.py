@@ -304,8 +304,9 @@ def store_features(trainer: Trainer, settings: Settings) -> None:
     if directory is None or not isinstance(rows, Dataset):
         return
     data = _Collated(rows, trainer.data_collator)
-    drafter, engine = untyped(trainer.model), settings.drafter.features_engine
-    source = None if engine is None else ServerStates(_endpoint(engine), drafter, data)
+    drafter, engine = untyped(trainer.model), settings.drafter.options("features_engine")
+    folder = engine.pop("folder", None)
+    source = ServerStates(_endpoint(engine), drafter, data, folder=folder) if engine else None
     trainer.train_dataset = cache_features(drafter, data, directory, source=source)
     trainer.data_collator = _Either(trainer.data_collator)
     trainer.args.remove_unused_columns = False  # TRL's list of columns knows no states
@@ -362,22 +363,23 @@ def with_own_text(settings: Settings, trainee: Trainee) -> Settings:
     column = settings.training.dataset_text_field
     prompts = [_beginning(dict(row), trainee.tokenizer, column, count) for row in rows]
     engine = options.pop("engine", "transformers")
-    writer = trainee.backbone if engine == "transformers" else _endpoint(engine, trainee.tokenizer)
+    writer = trainee.backbone if engine == "transformers" else _endpoint(engine, trainee.tokenizer, vocab_size)
     regenerate(writer, prompts, directory, **options)
     data = replace(settings.data, dataset_name=directory, dataset_config=None, dataset_train_split="train")
     return replace(settings, data=data, mixture=replace(settings.mixture, datasets=[]))
 
 
-def _endpoint(engine: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> Endpoint:
+def _endpoint(engine: Any, tokenizer: PreTrainedTokenizerBase | None = None, vocab_size: int | None = None) -> Endpoint:
     """Return the server of `engine`: its address, or fields of `Endpoint`."""
-    given = engine if isinstance(engine, dict) else {"url": engine}
+    given: Kwargs = engine if isinstance(engine, dict) else {"url": engine}
     names = [each.name for each in fields(Endpoint) if each.init and each.name != "tokenizer"]
-    if not {"url"} <= given.keys() <= {*names} or not str(given["url"]).startswith(("http://", "https://")):
+    if not {"url"} <= given.keys() <= {*names}:
         raise ValueError(
             f"engine={engine!r} must be 'transformers', the address of a server, as http://host:8000/v1, or fields of "
             f"Endpoint: {', '.join(names)}"
         )
-    return Endpoint(**given, tokenizer=tokenizer)
+    options: Kwargs = {"vocab_size": vocab_size, "tokenizer": tokenizer} | given
+    return Endpoint(**options)
 
 
 def _beginning(row: Inputs, tokenizer: PreTrainedTokenizerBase, column: str, count: int) -> Any:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -29,7 +30,8 @@ _GROUP = "settings of tokenahead"
 APART = ("heads", "eagle", "block")
 """Drafters that are apart from their backbone, in separate directories."""
 _KINDS = ("own", *APART, "modules", "parallel")
-_SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "acceptance")
+_NODES = 100_000  # values of a file, written out
+_SECTIONS = ("drafter_options", "loss_options", "strategy", "regenerate", "features_engine", "acceptance")
 
 
 @dataclass
@@ -64,8 +66,10 @@ class DrafterArguments:
         help="Directory for the frozen backbone's states, for drafters apart from it: every epoch then needs no "
         "forward of it, and a further run reads them.",
     )
-    features_engine: str | None = option(
-        None, help="Address of a vLLM server that gives these states (docs/scale.md); None: the backbone of the run."
+    features_engine: dict | str | None = option(
+        None,
+        help="A vLLM server that gives these states (docs/scale.md): url, folder, where its files are found here, and "
+        "fields of Endpoint; JSON. None: the backbone of the run.",
     )
     acceptance: dict | str | None = option(None, help="Options of AcceptanceCallback, JSON; false leaves it out.")
     early_stopping_patience: int | None = option(
@@ -73,6 +77,8 @@ class DrafterArguments:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.features_engine, str) and "://" in self.features_engine.partition("{")[0]:
+            self.features_engine = {"url": self.features_engine}  # without a folder
         for name in _SECTIONS:
             setattr(self, name, _section(name, vars(self)[name]))
         kinds = _KINDS if self.source is None else ("auto", *APART)
@@ -81,8 +87,11 @@ class DrafterArguments:
                 f"drafter={self.drafter!r}: choose of {', '.join(_KINDS)}; to continue from a drafter, of "
                 f"{', '.join(f'{kind}:SOURCE' for kind in ('auto', *APART))}"
             )
-        if self.features_engine is not None and self.features is None:
-            raise ValueError(f"features_engine={self.features_engine} gives states that features stores: name both")
+        if self.features_engine is not None and not (self.features and self.options("features_engine").get("folder")):
+            raise ValueError(
+                f"features_engine={self.features_engine} needs folder, where the server's files are found here, and "
+                "features, the directory that stores their states"
+            )
 
     @property
     def kind(self) -> str:
@@ -121,7 +130,7 @@ def _from_json(value: object) -> object:
     if isinstance(value, dict):
         return {key: _from_json(each) for key, each in value.items()}
     if isinstance(value, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
@@ -264,7 +273,14 @@ def filled(section: str, values: Mapping[str, Any], kind: Any) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which YAML takes the last in silence."""
+    """Refuses duplicate keys, of which YAML takes the last in silence, and aliases that make much out of little."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the root of a document that is of bounded size, written out."""
+        root = super().get_single_node()
+        if root is not None and _written_out(root, {}) > _NODES:
+            raise yaml.YAMLError(f"its aliases stand for more than {_NODES} values: write them out")
+        return root
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping of a node."""
@@ -272,6 +288,23 @@ class _Loader(yaml.SafeLoader):
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise yaml.YAMLError(f"{twice[0]!r} occurs twice in the mapping of line {node.start_mark.line + 1}")
         return super().construct_mapping(node, deep)
+
+
+def _written_out(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return how many values a node stands for, infinitely many where it holds itself; `known` ones by their nodes."""
+    if id(node) not in known:
+        known[id(node)] = inf
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        parts = [each for pair in parts for each in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_written_out(each, known) for each in parts)
+    return known[id(node)]
+
+
+def _read_yaml(file: str) -> Any:
+    try:
+        return yaml.load(Path(file).read_bytes(), _Loader)
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
+        raise ValueError(f"{file}: a setting holds what its field cannot: {error}") from error
 
 
 def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
@@ -293,9 +326,9 @@ def read_settings(argv: Sequence[str], command: str = "train") -> Settings:
         flags = ["--config", *flags]
     parser = _Parser(_CLASSES, prog=f"tokenahead {command}", usage=usage, allow_abbrev=False)
     try:
+        if "--config" in flags[:-1]:  # before TRL reads it, which takes any
+            given["file"] = _read_yaml(flags[flags.index("--config") + 1])
         *parts, rest = parser.parse_args_and_config(flags, return_remaining_strings=True)
-        if "--config" in flags:
-            given["file"] = yaml.load(Path(flags[flags.index("--config") + 1]).read_bytes(), _Loader)
     except (TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
         raise ValueError(f"{' '.join(argv)}: a setting holds what its field cannot: {error}") from error
     if rest:

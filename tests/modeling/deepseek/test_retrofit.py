@@ -113,3 +113,11 @@ def test_new_modules_hand_on_the_states_that_official_ones_do(tmp_path):
     model.save_pretrained(tmp_path)
     again = DeepSeekMTP.from_pretrained(tmp_path)
     torch.testing.assert_close(again(ids).mtp_logits[1], model(ids).mtp_logits[1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_backbone_in_float64_is_kept_where_its_padded_rows_are_no_numbers(attention):
+    backbone, ids = backbone_of("llama", attn_implementation=attention).double(), random_ids() % VOCABULARY
+    model = DeepSeekMTP.from_backbone(backbone)
+    plain = backbone.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS), plain)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tokenahead import PTPStudent, cli
 from tokenahead.training.commands.models import build, ptp_options
+from tokenahead.training.commands.settings import read_settings
 from tokenahead.training.commands.train import train
 
 
@@ -274,3 +275,32 @@ def test_refusals_come_before_the_backbone_writes_text(changes, message, setting
     with pytest.raises(ValueError, match=re.escape(message)):
         train(settings_of(**{"drafter": "heads", "max_steps": 1, "regenerate": asked} | changes))
     assert not (tmp_path / "own").exists() and not (tmp_path / "second").exists()
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefghi", "bcdefghij")
+)
+FILES = {
+    "a missing file": (None, "config.yaml: No such file"),
+    "aliases of aliases": (BOMB, "config.yaml.*aliases"),
+    "an alias of itself": ("report_to: &a [*a]\n", "config.yaml.*aliases"),
+    "deep lists": ("report_to: " + "[" * 5000, "config.yaml"),
+    "no mapping": ("- 1\n", "config.yaml.*mapping"),
+    "no YAML": ("a: [\n", "config.yaml"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_cannot_be_read_is_named(case, tmp_path, capsys):
+    text, words = FILES[case]
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    found = error_of(tmp_path, capsys)
+    assert re.search(words, found) and "Errno" not in found and "quotes" not in found
+
+
+def test_a_plain_alias_is_read(settings_of, tmp_path):
+    settings_of(drafter="heads")
+    file = tmp_path / "config.yaml"
+    file.write_text(file.read_text() + "loss_options: {decay: &half 0.5}\nweight_decay: *half\n")
+    assert read_settings([str(file)]).training.weight_decay == 0.5

@@ -15,11 +15,19 @@ def test_states_of_a_server_are_stored_and_learned_from(tmp_path, settings_of):
     settings = settings_of(**HEADS, max_steps=1, eval_strategy="no", features=str(tmp_path / "states"))
     drafter = MTPHeads.from_backbone(build(settings).backbone, window=2)
     with serving(drafter, tmp_path / "files") as endpoint:
-        settings.drafter.features_engine = endpoint.url
+        settings.drafter.features_engine = {"url": endpoint.url, "folder": str(tmp_path / "files")}
         train(settings)
     assert len(FeatureDataset(tmp_path / "states")) and not list((tmp_path / "files").glob("*.safetensors"))
 
 
-def test_a_server_without_a_directory_is_refused(settings_of):
-    with pytest.raises(ValueError, match="features_engine=.*features"):
-        settings_of(**HEADS, features_engine="http://127.0.0.1:1/v1")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"features_engine": "http://127.0.0.1:1/v1"},
+        {"features_engine": "http://127.0.0.1:1/v1", "features": "states"},
+        {"features_engine": {"url": "http://127.0.0.1:1/v1", "folder": "files"}},
+    ],
+)
+def test_a_server_without_directories_is_refused(given, settings_of):
+    with pytest.raises(ValueError, match="features_engine=.*folder.*features"):
+        settings_of(**HEADS, **given)

@@ -115,7 +115,9 @@ def is_same(value: object, other: object) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def refuse_unread(owner: object, raw: Mapping[str, Any], table: FieldTable, ignored: Sequence[str] = ()) -> None:
+def refuse_unread(
+    owner: object, raw: Mapping[str, Any], table: FieldTable, ignored: Sequence[str] = (), source: str = "config.json"
+) -> None:
     """Refuse a foreign config with a field that is neither read nor known to change nothing.
 
     Args:
@@ -123,6 +125,7 @@ def refuse_unread(owner: object, raw: Mapping[str, Any], table: FieldTable, igno
         raw: The config.json.
         table: The fields of its layout.
         ignored: Last names of fields that are passed over (`"x"` is `dflash_config.x`, too): `ignore_fields`.
+        source: Of the fields, for the message.
 
     Raises:
         ValueError: Such fields, all by their names; a field that is read, in `ignored`.
@@ -139,7 +142,7 @@ def refuse_unread(owner: object, raw: Mapping[str, Any], table: FieldTable, igno
         [
             (
                 found,
-                f"{owner}: config.json says {stated}, which is not read from the layout {table.layout!r}: without it "
+                f"{owner}: {source} says {stated}, which is not read from the layout {table.layout!r}: without it "
                 f"this may be another drafter than the published one; where it changes nothing, ignore_fields={last}",
             )
         ]

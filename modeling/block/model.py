@@ -176,24 +176,15 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
             raise ValueError(f"backbone: {kind} has its own cache class, whose columns a drafter's cannot follow")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's dtype and device, and share its tables where the checkpoint repeats them."""
+        """Follow the backbone's dtype and device; tables of the checkpoint stay the drafter's own."""
         if backbone.device.type != "meta":  # not offloaded
             dtype = backbone.dtype if backbone.dtype.is_floating_point else None
             untyped(self).to(backbone.device, dtype)
         if not self.config.vocab_size:
             self.config.vocab_size = self.config.draft_vocab_size = backbone.config.get_text_config().vocab_size
             self.draft_size = self.config.vocab_size
-        self._share_tables(backbone)
         adopt_fields(self.config, backbone)
         warn_of_kind(self.config, backbone, "block drafter")
-
-    def _share_tables(self, backbone: PreTrainedModel) -> None:
-        """Let whole tables of the checkpoint that equal the backbone's use its memory; both are frozen."""
-        theirs = {"embed_tokens": backbone.get_input_embeddings(), "lm_head": backbone.get_output_embeddings()}
-        for name, own in self.named_children():
-            table, weight = getattr(theirs.get(name), "weight", None), getattr(own, "weight", None)
-            if isinstance(table, Tensor) and isinstance(weight, Tensor) and _are_equal(weight, table):
-                weight.data = table.detach()
 
     def longest_draft(self) -> int:
         """Return m."""
@@ -257,14 +248,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
     def check_fields(cls, name: str | PathLike, raw: Fields, changed: Fields) -> None:
         check_overrides(name, raw, changed)
 
-    def _write_directory(
-        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
-    ) -> None:
-        """See `ForeignLayoutsMixin`; tables of the checkpoint may share memory with a tied backbone."""
-        if state_dict is None and self.config.own_embeddings:
-            state_dict = {name: tensor.clone() for name, tensor in self.state_dict().items()}
-        super()._write_directory(directory, is_main_process, state_dict, **kwargs)
-
     def export(self, folder: str | PathLike, layout: str = "speculators") -> None:
         """Write a checkpoint for other libraries and engines.
 
@@ -294,10 +277,6 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
         save_file(copies, directory / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
         write_json(directory / CONFIG_NAME, fields | {"dtype": str(self.dtype).removeprefix("torch.")})
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and not (one.is_meta or other.is_meta) and torch.equal(one, other)
 
 
 def _mask_embedding(name: str | PathLike, hub: Fields) -> Fields | None:

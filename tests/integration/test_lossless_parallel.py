@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.models import left_padded
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.tensors.sampling import pick
+from tokenahead.generation.verification.verifiers import CoupledVerifier, SampledVerifier
 from tokenahead.modeling.ptp import generation as parallel_drafter
 from tokenahead.testing import chi_square
 
@@ -138,6 +139,39 @@ def test_drafts_follow_the_target(variant, rule, many):
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
     assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
     assert {1, 2} <= set().union(*out.speculation.rows_accepted)
+
+
+@pytest.mark.parametrize("budget", [2, "linear"])
+def test_sequences_without_slots_follow_the_target_beside_others_that_have_drafts(budget):
+    """After some numbers of accepted drafts there are no slots: token 0 stands where no draft exists, as certain."""
+    model, outcomes, distribution = tiny("categorical"), torch.tensor([[1, 2, 3]]), torch.ones(1, dtype=torch.float64)
+    for _ in range(7):  # two tokens are possible at each position: 128 outcomes
+        with torch.no_grad():
+            values, ids = model(outcomes).logits[:, -1].topk(2)
+        distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()
+        outcomes = torch.cat([outcomes.repeat_interleave(2, 0), ids.flatten()[:, None]], dim=1)
+    rows = outcomes[:1, :3].expand(2500, -1)
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 2, "verification": "token", "slot_budget": budget}
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+    out = model.generate(**inputs, max_new_tokens=7, return_dict_in_generate=True, **options)
+    found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
+    assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
+    assert {0, 1, 2} <= set().union(*out.speculation.rows_accepted)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "token"])
+def test_distributions_are_held_where_a_rule_reads_them(rule, monkeypatch):
+    """Coupled drafts are compared with picks of the same uniforms: nobody reads probabilities [B, m, V] of them."""
+    kind, held = {"coupled": CoupledVerifier, "token": SampledVerifier}[rule], []
+    verify = kind.verify
+
+    def seen(self, tree, scores):
+        held.append((tree.tokens.shape[1], tree.probs is not None))
+        return verify(self, tree, scores)
+
+    monkeypatch.setattr(kind, "verify", seen)
+    tiny("categorical").generate(torch.tensor([[1, 2]]), do_sample=True, max_new_tokens=8, verification=rule, top_k=3)
+    assert {has_probs for count, has_probs in held if count} == {rule == "token"}
 
 
 def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_processors_that_read_ids():

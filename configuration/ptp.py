@@ -44,6 +44,7 @@ class PTPConfig(PreTrainedConfig):
         sampling: `temperature`, `top_k` and `top_p` of the target distribution that the drafts are learned for.
         sampler: Of `"mask"`: `"mlp"`, which conditions a slot on the token drafted before it, or `"none"`.
         lcm_weight: Of `"mask"`: weight of latent consistency matching in training.
+        source_fingerprint: Of the backbone as `from_backbone` found it, whose name an exported student bears.
 
     Raises:
         StrictDataclassError: A value out of range.
@@ -72,6 +73,7 @@ class PTPConfig(PreTrainedConfig):
     sampler: str = "mlp"
     lcm_weight: float | int = 1.0
     initializer_range: float = 0.02
+    source_fingerprint: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.backbone_config, dict):

@@ -28,8 +28,7 @@ from ..tensors.wrapped_models import carries_adapters, has_own_cache, untyped, u
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     """Return a model of the same class whose decoder has the first layers of another one.
 
-    Layers and norms are copies. Embeddings and head share the memory of the model's and are frozen, so that tuning does
-    not change that model; a saved and loaded one has its own.
+    All are copies, for the model may learn on. Embeddings and head are frozen.
 
     Args:
         model: A causal language model of transformers.
@@ -59,17 +58,10 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     if missing := [name for name in known if name not in copied]:
         raise ValueError(f"{kind} cannot be cut to {layers} layers: it has no {missing[0]}")
     small.load_state_dict(copied)
-    _share(small.get_input_embeddings(), model.get_input_embeddings())
-    _share(cast(nn.Module, small.get_output_embeddings()), cast(nn.Module, model.get_output_embeddings()))
-    small.tie_weights()
+    for table in (small.get_input_embeddings(), small.get_output_embeddings()):
+        cast(nn.Module, table).requires_grad_(False)
     small.generation_config = deepcopy(model.generation_config)
     return small.eval()
-
-
-def _share(module: nn.Module, source: nn.Module) -> None:
-    """Make a module use the memory of another one's weights, frozen."""
-    for name, parameter in source.named_parameters(recurse=False):
-        setattr(module, name, nn.Parameter(parameter.detach(), requires_grad=False))
 
 
 class _Reusing:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from zipfile import BadZipFile, ZipFile
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -37,6 +38,8 @@ _PLAIN = re.compile(r"[^/\\\\:\x00-\x1f\x7f]+")
 """Names of files without a directory or a drive."""
 _MOST_PACKED, _SMALL = 64, 1 << 24
 """More bytes than weights have for each byte of an archive; and what those of a small one may have in any case."""
+_MOST_SETTINGS, _MOST_ALIASES = 1 << 20, 16
+"""More bytes, and more aliases, than settings in YAML have."""
 _NAMES = (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME)
 
 
@@ -46,6 +49,26 @@ def read_json(file: Path) -> Fields:
         return {}
     with naming(file):
         return json.loads(file.read_text(encoding="utf-8"))
+
+
+def read_yaml(file: Path) -> Fields:
+    """Return the fields of a YAML file of settings, which makes no objects and nothing far larger than itself.
+
+    Raises:
+        ValueError: It holds more, or no fields by name.
+    """
+    if file.stat().st_size > _MOST_SETTINGS:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes: it holds more than the settings of a run")
+    try:
+        text = file.read_text(encoding="utf-8")
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)) > _MOST_ALIASES:
+            raise ValueError(f"{file} has more than {_MOST_ALIASES} aliases (*name): write the values out")
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} holds no settings by name; fetch it again")
+    return values
 
 
 def read_index(file: Path) -> dict[str, str]:

@@ -5,7 +5,7 @@ DFlash: 2602.06036, DSpark: 2607.05147.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from ...configuration.block import BlockDrafterConfig
 from ...generation.attach import adopt_fields
@@ -34,7 +33,7 @@ from ...generation.tensors.wrapped_models import has_own_cache, input_embeddings
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.drafter_configs import check_kind, warn_of_kind
-from ..common.foreign import ForeignLayoutsMixin, Stored
+from ..common.foreign import ForeignLayoutsMixin, Stored, optional_file
 from .conversion import backbone_config
 from .layouts import OVERRIDES, check_overrides, foreign_drafter, written
 from .learning import BlockLearner
@@ -177,24 +176,15 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
             raise ValueError(f"backbone: {kind} has its own cache class, whose columns a drafter's cannot follow")
 
     def on_attach(self, backbone: PreTrainedModel) -> None:
-        """Follow the backbone's dtype and device, and share its tables where the checkpoint repeats them."""
+        """Follow the backbone's dtype and device; tables of the checkpoint stay the drafter's own."""
         if backbone.device.type != "meta":  # not offloaded
             dtype = backbone.dtype if backbone.dtype.is_floating_point else None
             untyped(self).to(backbone.device, dtype)
         if not self.config.vocab_size:
             self.config.vocab_size = self.config.draft_vocab_size = backbone.config.get_text_config().vocab_size
             self.draft_size = self.config.vocab_size
-        self._share_tables(backbone)
         adopt_fields(self.config, backbone)
         warn_of_kind(self.config, backbone, "block drafter")
-
-    def _share_tables(self, backbone: PreTrainedModel) -> None:
-        """Let whole tables of the checkpoint that equal the backbone's use its memory; both are frozen."""
-        theirs = {"embed_tokens": backbone.get_input_embeddings(), "lm_head": backbone.get_output_embeddings()}
-        for name, own in self.named_children():
-            table, weight = getattr(theirs.get(name), "weight", None), getattr(own, "weight", None)
-            if isinstance(table, Tensor) and isinstance(weight, Tensor) and _are_equal(weight, table):
-                weight.data = table.detach()
 
     def longest_draft(self) -> int:
         """Return m."""
@@ -248,21 +238,15 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         return cls.load_stored(pretrained_model_name_or_path, fields, kwargs)
 
     @classmethod
-    def read_foreign(cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields) -> Stored:
+    def read_foreign(
+        cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
+    ) -> Stored:
         state = read_tensors(weight_files(name, pickles=True, **hub))
         return foreign_drafter(name, raw, state, _mask_embedding(name, hub), **fields)
 
     @classmethod
     def check_fields(cls, name: str | PathLike, raw: Fields, changed: Fields) -> None:
         check_overrides(name, raw, changed)
-
-    def _write_directory(
-        self, directory: Path, is_main_process: bool, state_dict: dict[str, Tensor] | None, **kwargs: Any
-    ) -> None:
-        """See `ForeignLayoutsMixin`; tables of the checkpoint may share memory with a tied backbone."""
-        if state_dict is None and self.config.own_embeddings:
-            state_dict = {name: tensor.clone() for name, tensor in self.state_dict().items()}
-        super()._write_directory(directory, is_main_process, state_dict, **kwargs)
 
     def export(self, folder: str | PathLike, layout: str = "speculators") -> None:
         """Write a checkpoint for other libraries and engines.
@@ -295,14 +279,9 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         write_json(directory / CONFIG_NAME, fields | {"dtype": str(self.dtype).removeprefix("torch.")})
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and not (one.is_meta or other.is_meta) and torch.equal(one, other)
-
-
 def _mask_embedding(name: str | PathLike, hub: Fields) -> Fields | None:
     """Return the embedding of the mask token that lies beside the weights, and its id where it is stated."""
-    missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(name, _MASK_FILE, **{**hub, **missing})
+    file = optional_file(name, _MASK_FILE, hub)
     if file is None:
         return None
     with naming(file):

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class DraftVocabulary:
         if (self.ids[1:] == self.ids[:-1]).any():
             raise ValueError(f"{name} holds a token id more than once; ids must be distinct")
         self.vocab_size = vocab_size
-        self._rows: tuple[Hashable, Tensor] | None = None
+        self._rows: tuple[ReferenceType[Tensor], Hashable, Tensor] | None = None
         self._on_device: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
@@ -64,9 +65,10 @@ class DraftVocabulary:
     def rows(self, weight: Tensor) -> Tensor:
         """Return the rows [U, H] of the weight [V, H] of an unembedding, gathered once (and again after training)."""
         key = (weight.data_ptr(), weight._version, weight.device, weight.dtype, torch.is_inference_mode_enabled())
-        if self._rows is None or self._rows[0] != key:
-            self._rows = (key, weight.detach()[self.on(weight.device)])
-        return self._rows[1]
+        # another weight may have the address of one that is gone, as where a state dict is assigned
+        if self._rows is None or self._rows[0]() is not weight or self._rows[1] != key:
+            self._rows = (ref(weight), key, weight.detach()[self.on(weight.device)])
+        return self._rows[2]
 
     def codes(self, tokens: Tensor) -> Tensor:
         """Return the columns 0 .. U - 1 of token ids [...]; of a token x outside U, U + x."""

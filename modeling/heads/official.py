@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import yaml
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ...generation.tensors.tensor_files import Fields, Tensors, naming, refuse_unknown, unwrapped
+from ...generation.tensors.tensor_files import Fields, Tensors, naming, read_yaml, refuse_unknown, unwrapped
 from .family import Directory, HeadLayout
 
 LAYERS = "draft_layers."
@@ -29,8 +28,6 @@ _LORA = re.compile(r"(\w+\.\w+_proj)\.(lora_[AB])\.default\.weight")
 _MAPS = (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))
 _WIRING = re.compile(r"circuit\.(_circuit\._address_book\._in_fold_idx_\d+_\d+|_(autoregressive|univariate)_mar_mask)")
 _REFERENCE, _STEP = re.compile(r"\$\{([\w.]+)\}"), re.compile(r"model@(\d+)\.pt")
-_MOST_SETTINGS = 1 << 20
-"""More bytes than a config.yaml has."""
 _HEAD, _ADAPTOR = "mt_head.hyperparameters.", "adaptor.hyperparameters."
 _READABLE = {
     "circuit.model.kind": ("cp", "hmm", "btree"),
@@ -49,17 +46,8 @@ class Settings:
     """The values of a config.yaml by dotted names; nothing where there is no such file."""
 
     def __init__(self, file: Path) -> None:
-        self.file, values = file, {}
-        if file.is_file():
-            if file.stat().st_size > _MOST_SETTINGS:
-                raise ValueError(f"{file} has {file.stat().st_size} bytes: it is no config.yaml of a run")
-            try:
-                values = yaml.safe_load(file.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-                raise ValueError(f"{file} is damaged or cut short ({error}); fetch it again") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} holds no settings by name; fetch it again")
-        self._values: Fields = values
+        self.file = file
+        self._values = read_yaml(file) if file.is_file() else {}
         for name, allowed in _READABLE.items():
             self.check(name, *allowed)
 

@@ -1,70 +1,253 @@
-"""Conversion of checkpoints of the public PTP code: configuration and tensor names."""
+"""Runs of the public PTP code (mandt-lab/ptp), read and written: `train.yaml`, and checkpoints of Lightning.
+
+What is not known here is refused by name: a field or a tensor that is ignored would make another distribution.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from math import inf
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
-from transformers import AutoConfig
+import torch
+import yaml
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...configuration.fields import check_counts
-from ...configuration.ptp import PTPConfig
-from ...generation.tensors.tensor_files import Fields, read_json, read_tensors, warn_of_numbers
+from ...configuration.foreign_fields import FieldTable, refuse_unread, stated
+from ...configuration.ptp import SAMPLING, PTPConfig
+from ...generation.tensors.saving import whole_directory
+from ...generation.tensors.tensor_files import (
+    Fields,
+    Tensors,
+    check_index,
+    naming,
+    read_yaml,
+    refuse_unknown,
+    renamed,
+    unwrapped,
+    warn_of_numbers,
+)
 
-_EMBEDDINGS = {"binary": ("bits", True), "linear_interpolation": ("interpolate", False)}
-_PREFIXES = re.compile(r"^(module\.|base_model\.model\.|student\.|backbone\.)+")
+_FILE, _LAST, _SHARES = "train.yaml", "last.ckpt", "correct_count_hist.pt"
+_TARGETS = {
+    "model": "ptp.lit.ParallelSamplingLightningModule",
+    "model.model": "ptp.transformer.MixedTransformerModel",
+}
+_MODEL, _LORA = "model.model", "model.model.lora_config"
+_TABLE = FieldTable(
+    "official",
+    read={
+        "": ("model", "data", "training"),
+        "model": ("_target_", "model", *SAMPLING),
+        _MODEL: ("_target_", "model_id", "adapter_name", "dtype", "lora_config"),
+        _LORA: ("r", "lora_alpha", "use_rslora", "target_modules"),
+    },
+    known={
+        "": ("*",),
+        "model": ["optim_cfg", "completion_*", "pbar_metrics", "tokens_per_student_call", "hist_base"],
+        _MODEL: ["attn_implementation", "cache_dir", "use_gradient_checkpointing", "reset_parameters", "gate_window"],
+        _LORA: [
+            "lora_dropout",
+            "task_type",
+            "peft_type",
+            "inference_mode",
+            "fan_in_fan_out",
+            "megatron_core",
+            "qalora_group_size",
+        ],
+    },
+    only={
+        "shift_positions": (True,),
+        "adapter_kwargs": ({}, {"num_embeddings": 3}),
+        "bias": ("none",),
+        "init_lora_weights": (True, False, "gaussian"),
+    },
+)
+_PROJECTION = "uniform_embedding.projection."
+_EMBEDDINGS = {
+    "linear_interpolation": ("interpolate", False, ("embedding.weight", "weight")),
+    "binary": ("bits", True, ("u_adapter.{part}", "{part}")),
+}
+"""By their names there: features, whether there is a bias, names of tensors there and here."""
+_PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
+"""Of a run, by the dtype of its backbone."""
 
 
-def read_official(directory: str | PathLike) -> tuple[PTPConfig, dict[str, Tensor]]:
-    """Return the configuration and the tensors, in this library's names."""
-    directory = Path(directory)
-    values = read_json(directory / "config.json")
-    found = _tensors(directory)
-    config = _config(directory, values)
-    check_counts(directory, config.to_dict(), len(found))
-    tensors = dict(_renamed(_PREFIXES.sub("", name), tensor) for name, tensor in found.items())
-    for layer in [name.split(".lora_")[0] for name in tensors if ".lora_A." in name]:
-        for part in ("weight", "bias"):
-            if (tensor := tensors.pop(f"{layer}.{part}", None)) is not None:
-                tensors[f"{layer}.base_layer.{part}"] = tensor
-    warn_of_numbers(directory, tensors.items())
-    return config, tensors
+class OfficialRun:
+    """A run, and one of its checkpoints; see `PTPForCausalLM.from_official`.
+
+    Attributes:
+        options: Of its student, for `from_backbone`.
+        tensors: Of the checkpoint, in this library's names; read where they are used.
+    """
+
+    def __init__(self, folder: Path, checkpoint: str | None, ignored: Sequence[str]) -> None:
+        self.folder, self.file = folder, folder / _FILE
+        if not self.file.is_file():
+            raise FileNotFoundError(f"{self.file} is missing: a run of the public PTP code has one")
+        self.values = read_yaml(self.file)
+        refuse_unread(self.file, self.values, _TABLE, ignored, "the run")
+        for path, target in _TARGETS.items():
+            self._one_of(f"{path}._target_", (target,))
+        self._check(_LORA, isinstance(self._get(_LORA), dict), "there: without adapters all weights are trained")
+        self.name, self.targets = self._get(f"{_MODEL}.model_id"), self._get(f"{_LORA}.target_modules")
+        self._check(f"{_MODEL}.model_id", isinstance(self.name, str), "the name of a model, or its path")
+        is_known = self.targets == "all-linear" or isinstance(self.targets, list)
+        self._check(f"{_LORA}.target_modules", is_known, "'all-linear', or a list of names")
+        self.dtype = self._one_of(f"{_MODEL}.dtype", (*_PRECISIONS,), "float32")
+        kind = self._one_of(f"{_MODEL}.adapter_name", (*_EMBEDDINGS,), "linear_interpolation")
+        rank, alpha = self._number(f"{_LORA}.r", int, 1, 8), self._number(f"{_LORA}.lora_alpha", float, 0, 8)
+        alpha *= rank**0.5 if self._one_of(f"{_LORA}.use_rslora", (True, False), False) else 1
+        features, bias, _ = _EMBEDDINGS[kind]
+        options = {"features": features, "projection": "linear", "projection_bias": bias, "greedy": False}
+        options |= {"num_slots": self._number("data.train_completion_len", int, 1)}
+        sampling = {key: self._number(f"model.{key}", type(value), 0, value) for key, value in SAMPLING.items()}
+        self.options: Fields = options | {"lora_rank": rank, "lora_alpha": alpha, "sampling": sampling}
+        self.checkpoint = self._checkpoint(checkpoint)
+        self.tensors = self._tensors(kind)
+        for name, tensor in self.tensors.items():  # before a model of that rank is made
+            if ".lora_A." in name and tensor.shape[:1] != (rank,):
+                raise ValueError(f"{self.file}: {_LORA}.r={rank}, but {name} has the shape {tuple(tensor.shape)}")
+
+    def backbone(self, given: PreTrainedModel | str | PathLike | None) -> PreTrainedModel:
+        """Return the backbone: a model, or the one of a name, which is that of the run by default."""
+        if isinstance(given, nn.Module):
+            return given
+        check_index(name := self.name if given is None else given)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, self.dtype))
+
+    @torch.no_grad()
+    def fill(self, student: nn.Module) -> None:
+        """Give a student the tensors of the checkpoint, and compare its backbone with that of a whole checkpoint."""
+        file, found, own = self.checkpoint, self.tensors, student.state_dict()
+        refuse_unknown(file, found.keys() - own.keys())
+        for name, tensor in found.items():
+            if tensor.shape != own[name].shape:
+                shapes = f"{tuple(tensor.shape)}, which a student of this backbone has as {tuple(own[name].shape)}"
+                raise ValueError(f"{file}: {name} has the shape {shapes}")
+        backbone = {name for name in own if name.startswith("backbone.") and ".lora_" not in name}
+        idle = {name for name in own if ".lora_" in name and not self._is_adapted(name)}
+        is_whole = backbone & found.keys() or self._get(f"{_MODEL}.reset_parameters")
+        if wrong := sorted((own.keys() - idle - (set() if is_whole else backbone)) ^ found.keys()):
+            raise ValueError(f"{file}: tensors are missing, or are not in {self.file}: {', '.join(wrong[:5])}")
+        for name in backbone & found.keys():
+            if not own[name].is_meta and not torch.equal(own[name].to("cpu", found[name].dtype), found[name]):
+                raise ValueError(f"{file}: {name} differs from that of backbone=, which is not the one of this run")
+        trained = {name: tensor for name, tensor in found.items() if name not in backbone}
+        warn_of_numbers(file, trained.items())
+        for name, tensor in (trained | {name: torch.zeros(()) for name in idle if ".lora_B." in name}).items():
+            own[name].copy_(tensor)
+
+    def _tensors(self, kind: str) -> Tensors:
+        state = _loaded(self.checkpoint)["state_dict"]
+        names = {key: re.sub(r"^student\.", "model.", name) for key, name in unwrapped(state).items()}
+        names = {name: re.sub(r"^model\.u_adapter\.", "model.u_embed.", new) for name, new in names.items()}
+        if len({*names.values()}) < len(names):
+            raise ValueError(f"{self.checkpoint} has a tensor under an older name (student., u_adapter) and a new one")
+        return _turned(renamed({new: state[name] for name, new in names.items()}, _names(kind), self.checkpoint), kind)
+
+    def _is_adapted(self, name: str) -> bool:
+        """Return whether train.yaml gives the layer of a tensor an adapter, as peft reads a list."""
+        layer = name.partition(".lora_")[0]
+        return self.targets == "all-linear" or any(f".{layer}".endswith(f".{each}") for each in self.targets)
+
+    def _checkpoint(self, name: str | None) -> Path:
+        """Return the file of a name; else the best that last.ckpt records, last.ckpt, or the last one in order."""
+        kept = self._get("training.ckpt_dir")
+        place = Path(kept) if isinstance(kept, str) and Path(kept).is_dir() else self.folder
+        found = sorted(place.glob("*.ckpt"))
+        last = place / _LAST
+        file = place / name if name else last if last in found or not found else found[-1]
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder, as training.strategy leaves it: bring its parts into one file")
+        if not file.is_file():
+            names = ", ".join(each.name for each in found) or "no *.ckpt"
+            raise FileNotFoundError(f"{file} is missing: {place} has {names}")
+        if name or file != last:
+            return file
+        callbacks = _loaded(file).get("callbacks")
+        known = callbacks.items() if isinstance(callbacks, dict) else ()
+        best = next((stated(each, "best_model_path") for key, each in known if "ModelCheckpoint" in str(key)), None)
+        best = place / re.split(r"[/\\]", best)[-1] if isinstance(best, str) else place  # a path where it was trained
+        return best if best.is_file() else file
+
+    def _get(self, path: str) -> Any:
+        return stated(self.values, path)
+
+    def _check(self, path: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise ValueError(f"{self.file}: {path}={self._get(path)!r:.200} must be {wanted}")
+
+    def _one_of(self, path: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+        value = default if (given := self._get(path)) is None else given
+        self._check(path, value in allowed, f"{' or '.join(map(repr, allowed))}")
+        return value
+
+    def _number(self, path: str, kind: type, least: int, default: Any = None) -> Any:
+        value = default if (given := self._get(path)) is None else given
+        is_number = isinstance(value, (kind, int)) and not isinstance(value, bool) and least <= value < inf
+        self._check(path, is_number, f"{'a whole' if kind is int else 'a'} number of at least {least}")
+        return value
 
 
-def _config(directory: Path, values: Fields) -> PTPConfig:
-    kind = values["aux_embedding"]
-    if kind not in _EMBEDDINGS:
-        raise ValueError(f"{directory}: aux_embedding={kind!r} is not supported; {', '.join(_EMBEDDINGS)} are")
-    features, bias = _EMBEDDINGS[kind]
-    llama = dict(values["llama"])
-    rope = {"rope_theta": llama.pop("rope_theta"), "rope_type": llama.pop("rope_type", "default")}
-    return PTPConfig(
-        backbone_config=AutoConfig.for_model("llama", **llama, rope_parameters=rope),
-        variant="one_hot",
-        features=features,
-        projection_bias=bias,
-        num_slots=values.get("completion_length", 16),
-        lora_rank=values["lora"]["r"],
-        lora_alpha=values["lora"]["alpha"],
-        sampling=values["sampling"],
-    )
+def write_run(
+    folder: str | PathLike, layout: str, config: PTPConfig, state: Tensors, name: object, dtype: object
+) -> None:
+    """Write the adapters and the embedding of a student, for a backbone of this name and dtype, as a run."""
+    kinds = {(features, bias): kind for kind, (features, bias, _) in _EMBEDDINGS.items()}
+    if layout != "official":
+        raise ValueError(f"layout={layout!r} is unknown; 'official' is that of the public PTP code")
+    fits = {"variant": ["one_hot"], "features": [features for features, _ in kinds], "projection": ["linear"]}
+    fits |= {"projection_bias": [bias for features, bias in kinds if features == config.features]}
+    for field, allowed in (fits | {"informative": [True], "greedy": [False]}).items():
+        if (value := getattr(config, field)) not in allowed:
+            raise ValueError(f"{layout=} holds {field}={' or '.join(map(repr, allowed))}, and not {value!r}")
+    if (written := str(dtype).removeprefix("torch.")) not in _PRECISIONS or not name:
+        raise ValueError(f"{layout=} needs a backbone in one of {', '.join(_PRECISIONS)} that has a name_or_path")
+    kind = kinds[config.features, config.projection_bias]
+    model = {"_target_": _TARGETS[_MODEL], "model_id": str(name), "dtype": written, "adapter_name": kind}
+    lora = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": "all-linear"}
+    sampling = {key: config.sampling[key] for key, value in SAMPLING.items() if config.sampling[key] != value}
+    values = {
+        "training": {"precision": _PRECISIONS[written]},
+        "model": {"_target_": _TARGETS["model"], "model": model | {"lora_config": lora}, **sampling},
+        "data": {"train_completion_len": config.num_slots},
+    }
+    tensors = {f"backbone.{name}" if ".lora_" in name else name: each for name, each in state.items()}
+    tensors = {name: each.detach().to("cpu", torch.float32) for name, each in tensors.items()}
+    tensors = renamed(_turned(tensors, kind), _names(kind), folder, back=True)
+    # what their reader renames to the names that it has
+    tensors = {name.replace("u_embed.u_adapter", "u_adapter.u_adapter"): each for name, each in tensors.items()}
+    shares = torch.zeros(21, dtype=torch.float64)  # of completions with 0 .. 20 right tokens, which nobody has counted
+    shares[: config.num_slots + 1] = 1
+    with whole_directory(folder) as directory:
+        (directory / _FILE).write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        content = {"state_dict": tensors, "epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.0"}
+        torch.save(content, directory / _LAST)
+        torch.save(shares / shares.sum(), directory / _SHARES)  # after the checkpoint, or their command would count
 
 
-def _tensors(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors of a directory; pickles are read with `weights_only=True`."""
-    for patterns in (["*.safetensors"], ["weights.npz"], ["*.ckpt", "*.pt", "*.bin"]):
-        if files := sorted(file for pattern in patterns for file in directory.glob(pattern)):
-            return read_tensors(files[:1])
-    raise FileNotFoundError(f"{directory}: no weights (*.safetensors, weights.npz, *.ckpt, *.pt, *.bin)")
+def _loaded(file: Path) -> Fields:
+    """Return the content of a checkpoint, of which no code is run."""
+    with naming(file):
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    state = loaded.get("state_dict") if isinstance(loaded, dict) else None
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{file} has no state_dict of tensors by name")
+    return loaded
 
 
-def _renamed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    if name.startswith("u_embed."):
-        own = name.rsplit(".", 1)
-        if own[0].endswith("embedding"):  # anchors [3, H]
-            return "uniform_embedding.projection.weight", tensor.T.contiguous()
-        return f"uniform_embedding.projection.{own[1]}", tensor
-    name = re.sub(r"\.(lora_[AB])\.(default\.)?weight$", r".\1.default.weight", name.replace(".base_layer.", "."))
-    return f"backbone.{name}", tensor
+def _names(kind: str) -> list[tuple[str, str]]:
+    """Return pairs of templates of names, there and here."""
+    there, here = _EMBEDDINGS[kind][2]
+    return [(f"model.u_embed.{there}", _PROJECTION + here), ("model.model.base_model.model.{rest}", "backbone.{rest}")]
+
+
+def _turned(tensors: Tensors, kind: str) -> Tensors:
+    """Return tensors in which the anchors [3, H] of an interpolation are the weight [H, 3] of a projection, or back."""
+    turned = () if kind == "binary" else (f"{_PROJECTION}weight", "model.u_embed.embedding.weight")
+    return {name: each.T.contiguous() if name in turned else each for name, each in tensors.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ...configuration.fields import check_options, requested_states
 from ...configuration.ptp import SAMPLING, PTPConfig
 from ...generation.drafter import DRAFTERS
 from ...generation.tensors.masks import additive_mask, selected_positions
+from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import check_index
 from ...generation.tensors.wrapped_models import (
     Kwargs,
@@ -23,6 +25,7 @@ from ...generation.tensors.wrapped_models import (
     WrapperMixin,
     checkpointing_paused,
     checkpoints_activations,
+    fingerprint,
     merged_copy,
     untyped,
 )
@@ -31,7 +34,8 @@ from ..common.outputs import OwnLossMixin, PTPOutput
 from ..heads.losses import check_targets, depth_targets
 from ..heads.window_distribution import FactorisedDistribution, SequentialDistribution, WindowDistribution
 from .assistant_session import ParallelAssistant
-from .embedding import Sampler, UniformEmbedding, slot_parts
+from .conversion import OfficialRun, write_run
+from .embedding import SLOT_PARTS, Sampler, UniformEmbedding, slot_parts
 from .gated_lora import ADAPTER, Gate, opened, preserve_gates
 from .generation import ParallelGenerationMixin
 from .inputs import check_config, check_model, check_positions, check_uniforms, has_slots
@@ -143,6 +147,7 @@ class PTPForCausalLM(
         base = AutoModelForCausalLM.from_pretrained(model_or_path) if loads else merged_copy(model_or_path)
         attention = base.config._attn_implementation
         sampling = {name: getattr(base.generation_config, name, None) for name in SAMPLING}
+        options = {"source_fingerprint": fingerprint(base)} | options
         options = {"sampling": {name: value for name, value in sampling.items() if value is not None}} | options
         divided = vars(base.config).pop("distributed_config", None)  # where `Trainer` reads it, and nothing is saved
         config = PTPConfig(backbone_config=base.config, **_recommended({"variant": variant} | options))
@@ -156,21 +161,49 @@ class PTPForCausalLM(
         return model.eval()
 
     @classmethod
-    def from_official(cls, folder: str | PathLike) -> PTPForCausalLM:
-        """Read a directory of the public PTP code: `config.json` and its weights (`.npz`, or pickles read safely).
+    @reads_whole
+    def from_official(
+        cls,
+        folder: str | PathLike,
+        backbone: PreTrainedModel | str | PathLike | None = None,
+        checkpoint: str | None = None,
+        ignore_fields: Sequence[str] = (),
+    ) -> PTPForCausalLM:
+        """Read a run of the public PTP code: `train.yaml`, and a checkpoint of Lightning, of which no code is run.
+
+        Args:
+            folder: Of the run.
+            backbone: A model, which is unchanged, or a path or name to load one by, in the dtype of the run. None: the
+                run's `model_id`.
+            checkpoint: The name of a `.ckpt` of the run; None: the best one, as last.ckpt records it, or last.ckpt.
+            ignore_fields: Names of fields of train.yaml that are not known here, and that are to be passed over.
 
         Raises:
-            ValueError: An embedding of uniforms that this library does not have, or missing tensors.
-            FileNotFoundError: No weights.
+            ValueError: What this library does not have, by the name of its field in train.yaml; missing or unknown
+                tensors, other shapes, another backbone than the checkpoint's.
+            FileNotFoundError: No train.yaml, or no checkpoint.
         """
-        from .conversion import read_official
+        run = OfficialRun(Path(folder), checkpoint, ignore_fields)
+        model = cls.from_backbone(run.backbone(backbone), **run.options)
+        run.fill(model)
+        return model
 
-        config, weights = read_official(folder)
-        model = cls(config)
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        if missing or unexpected:
-            raise ValueError(f"{folder}: missing tensors {missing[:5]}, unknown tensors {unexpected[:5]}")
-        return model.eval()
+    def export(self, folder: str | PathLike, layout: str = "official") -> None:
+        """Write a run of the public PTP code: train.yaml, and a checkpoint of the adapters and the embedding.
+
+        Args:
+            folder: The directory, which is created.
+            layout: `"official"`.
+
+        Raises:
+            ValueError: Another layout, or fields that it cannot hold; a backbone that is trained, or has no name.
+        """
+        recorded = self.config.source_fingerprint
+        if self.trains_backbone or (recorded and fingerprint(self.backbone) not in (None, recorded)):
+            raise ValueError(f"layout={layout!r} names a backbone, and holds none: this one was trained, or is trained")
+        adapters = {name: each for name, each in self.backbone.state_dict().items() if ".lora_" in name}
+        slots = {name: each for name, each in self.state_dict().items() if name.startswith(SLOT_PARTS)}
+        write_run(folder, layout, self.config, adapters | slots, self.backbone.config.name_or_path, self.backbone.dtype)
 
     def train_only(self, part: str) -> None:
         """Choose what is trained: `"all"`, or `"drafter"` (also `"student"`): adapters and slot embeddings.

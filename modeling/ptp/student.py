@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
+from os import PathLike
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ...generation.tensors.wrapped_models import Kwargs, adapter_marks, untyped,
 from ..common.loading import LOADS, StrictLoadingMixin
 from ..common.outputs import PTPOutput
 from ..heads.window_distribution import WindowDistribution
+from .conversion import write_run
 from .embedding import SLOT_PARTS, slot_parts
 from .gated_lora import ADAPTER, join_siblings
 from .generation import ParallelDrafter
@@ -131,6 +133,18 @@ class PTPStudent(StrictLoadingMixin, ParallelDrafter, AttachableDrafter, PreTrai
         _hand_over((self, self.adapters), (model, model.backbone))
         model.train_only("drafter")
         return model.train(self.training)
+
+    def export(self, folder: str | PathLike, layout: str = "official") -> None:
+        """Write a run of the public PTP code, for the backbone of `base_model_name_or_path`.
+
+        Raises:
+            ValueError: As of `PTPForCausalLM.export`.
+        """
+        if self.is_attached:
+            return self.whole.export(folder, layout)
+        state = {name.removeprefix("adapters."): each for name, each in self.state_dict().items()}
+        dtype = self.config.get_text_config().dtype or torch.float32
+        return write_run(folder, layout, self.config, state, self.config.base_model_name_or_path, dtype)
 
     def sampling_defaults(self, sources: tuple[object, ...]) -> Kwargs:
         """transformers' own: an assistant does not change the distribution of its target."""

@@ -10,20 +10,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.models import left_padded
 from tokenahead import PTPForCausalLM
 from tokenahead.generation.tensors.sampling import pick
+from tokenahead.generation.verification.verifiers import CoupledVerifier, SampledVerifier
 from tokenahead.modeling.ptp import generation as parallel_drafter
 from tokenahead.testing import chi_square
 
-DATA = Path(__file__).parents[1] / "data" / "ptp"
+RUNS = Path(__file__).parents[1] / "data" / "ptp" / "runs"
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 8, "top_p": 0.95}
 NEW_TOKENS = 16
 
 
-def official(name="official_binary", noise=0.0, seed=0):
+def official(noise=0.0, seed=0, slots=6):
     """The public code's tiny student in float64, its adapters disturbed."""
-    model = PTPForCausalLM.from_official(DATA / name).double().eval()
+    model = PTPForCausalLM.from_official(RUNS / "interpolation", RUNS / "backbone").double().eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    model.config.num_slots = 6
+    model.config.num_slots, model.config.sampling = slots, {"temperature": 0.7, "top_k": 8, "top_p": 0.95}
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -45,41 +46,24 @@ def decode(model, batch, **options):
     return model.generate(**left_padded(batch), **(defaults | options))
 
 
-@pytest.mark.parametrize("name", ["official_binary", "official_linear_interpolation"])
-def test_text_and_forwards_of_the_public_code(name):
-    model = PTPForCausalLM.from_official(DATA / name).eval()
+@pytest.mark.parametrize("name", ["binary", "interpolation"])
+def test_text_of_the_public_code(name):
+    model = PTPForCausalLM.from_official(RUNS / name, RUNS / "backbone").float().eval()
     model.generation_config.eos_token_id = None
-    runs = np.load(DATA / name / "generate.npz")
-    length = int(runs["max_new_tokens"])
-    for number in range(int(runs["count"])):
-        prompt = torch.from_numpy(runs[f"prompt_{number}"])
-        uniforms = torch.from_numpy(runs[f"z_{number}"])[None, :length]
+    runs = np.load(RUNS / name / "expected.npz")
+    for number in range(int(runs["generate_count"])):
+        prompt, wanted = torch.from_numpy(runs[f"prompt_{number}"]), runs[f"output_{number}"].tolist()
+        uniforms = torch.from_numpy(runs[f"z_{number}"])[None, : len(wanted)]
         for use_mtp in (False, True):
-            out = decode(model, [prompt], uniforms=uniforms, use_mtp=use_mtp, max_new_tokens=length, **SAMPLING)
-            assert out.sequences[0].tolist() == runs[f"output_{number}"].tolist()
-    gold = np.load(DATA / name / "train_forward.npz")
-    ids, documents, u, seen = (torch.from_numpy(gold[key]) for key in ("input_ids", "doc_ids", "u", "mask"))
-    length, slots = ids.shape[1], u[0].numel()
-    mask = torch.zeros(2, 1, length + slots, length + slots, dtype=torch.bool)
-    mask[:, :, length:] = seen
-    mask[:, 0, :length, :length] = torch.ones(length, length).tril().bool() & (
-        documents[:, :, None] == documents[:, None]
-    )
-    positions = torch.from_numpy(gold["position_ids_before_shift"]).flatten(1) - 1
-    positions = torch.cat([torch.arange(length).expand(2, -1), positions], dim=1)
-    inside = u.clamp(max=1 - 2**-24)  # the public code also draws 1 itself; those completions are not compared
-    with torch.no_grad():
-        logits = model(ids, uniforms=inside.flatten(1), attention_mask=mask, position_ids=positions).logits
-    rows = seen.any(-1)[:, 0] & (u < 1).all(-1).repeat_interleave(u.shape[2], dim=1)
-    torch.testing.assert_close(logits[:, :length], torch.from_numpy(gold["ar_logits"]), atol=1e-4, rtol=0)
-    torch.testing.assert_close(logits[:, length:][rows], torch.from_numpy(gold["aux_logits"])[rows], atol=1e-4, rtol=0)
+            out = decode(model, [prompt], uniforms=uniforms, use_mtp=use_mtp, max_new_tokens=len(wanted), **SAMPLING)
+            assert out.sequences[0, -len(wanted) :].tolist() == wanted
 
 
 def test_any_student_writes_the_sequential_text():
     """200 students x prompts: coupled sampling from the same uniforms, and greedy; alone and in ragged batches."""
     counts = {"sampled": set(), "greedy": set()}
-    for seed, noise in enumerate([0.0, 0.003, 0.01, 0.03, 0.3]):
-        model = official(noise=noise, seed=seed)
+    for seed, (noise, slots) in enumerate([(0.0, 6), (0.003, 5), (0.01, 4), (0.03, 3), (0.3, 2)]):
+        model = official(noise, seed, slots)
         batch = prompts(40, seed)
         uniforms = torch.rand(len(batch), NEW_TOKENS)
         options = {"sampled": SAMPLING, "greedy": {"do_sample": False}}
@@ -92,7 +76,7 @@ def test_any_student_writes_the_sequential_text():
                     out = decode(model, batch[chosen], **how, **{k: u[chosen] for k, u in given.items()})
                     assert torch.equal(out.sequences[:, -NEW_TOKENS:], want[chosen])
                     counts[kind] |= set().union(*out.speculation.rows_accepted)
-    assert counts["sampled"] >= set(range(6)) and counts["greedy"] >= set(range(5)), counts
+    assert counts["sampled"] >= set(range(5)) and counts["greedy"] >= set(range(5)), counts
 
 
 def test_plain_decoding_from_uniforms_is_inverse_cdf_sampling():
@@ -155,6 +139,39 @@ def test_drafts_follow_the_target(variant, rule, many):
     found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
     assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
     assert {1, 2} <= set().union(*out.speculation.rows_accepted)
+
+
+@pytest.mark.parametrize("budget", [2, "linear"])
+def test_sequences_without_slots_follow_the_target_beside_others_that_have_drafts(budget):
+    """After some numbers of accepted drafts there are no slots: token 0 stands where no draft exists, as certain."""
+    model, outcomes, distribution = tiny("categorical"), torch.tensor([[1, 2, 3]]), torch.ones(1, dtype=torch.float64)
+    for _ in range(7):  # two tokens are possible at each position: 128 outcomes
+        with torch.no_grad():
+            values, ids = model(outcomes).logits[:, -1].topk(2)
+        distribution = (distribution[:, None] * (values.double() / 3).softmax(-1)).flatten()
+        outcomes = torch.cat([outcomes.repeat_interleave(2, 0), ids.flatten()[:, None]], dim=1)
+    rows = outcomes[:1, :3].expand(2500, -1)
+    options = {"do_sample": True, "temperature": 3.0, "top_k": 2, "verification": "token", "slot_budget": budget}
+    inputs = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+    out = model.generate(**inputs, max_new_tokens=7, return_dict_in_generate=True, **options)
+    found = (out.sequences[:, None, 3:] == outcomes[:, 3:]).all(-1)
+    assert found.any(1).all() and chi_square(found.long().argmax(1), distribution) > 0.001
+    assert {0, 1, 2} <= set().union(*out.speculation.rows_accepted)
+
+
+@pytest.mark.parametrize("rule", ["coupled", "token"])
+def test_distributions_are_held_where_a_rule_reads_them(rule, monkeypatch):
+    """Coupled drafts are compared with picks of the same uniforms: nobody reads probabilities [B, m, V] of them."""
+    kind, held = {"coupled": CoupledVerifier, "token": SampledVerifier}[rule], []
+    verify = kind.verify
+
+    def seen(self, tree, scores):
+        held.append((tree.tokens.shape[1], tree.probs is not None))
+        return verify(self, tree, scores)
+
+    monkeypatch.setattr(kind, "verify", seen)
+    tiny("categorical").generate(torch.tensor([[1, 2]]), do_sample=True, max_new_tokens=8, verification=rule, top_k=3)
+    assert {has_probs for count, has_probs in held if count} == {rule == "token"}
 
 
 def test_the_best_of_many_is_repeated_by_its_seed_in_ragged_batches_with_processors_that_read_ids():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -62,7 +63,11 @@ DIRECTORIES = {
         PTPStudent.from_pretrained,
         "model.safetensors",
     ),
-    "official ptp": (copied(DATA.parent / "ptp/official_binary"), PTPForCausalLM.from_official, "weights.npz"),
+    "official ptp": (
+        copied(DATA.parent / "ptp/runs/interpolation"),
+        partial(PTPForCausalLM.from_official, backbone=DATA.parent / "ptp/runs/backbone"),
+        "last.ckpt",
+    ),
 }
 
 

@@ -121,10 +121,10 @@ def parts_of(shapes: Shapes) -> Fields:
     return {"own_embeddings": "embed_tokens.weight" in shapes, "own_unembedding": "lm_head.weight" in shapes}
 
 
-def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes) -> Fields:
-    """Return the law of a kind of drafter, `"dflash"`, `"dflash2"` or `"dspark"`, and its heads."""
+def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
+    """Return the law of a kind of drafter, `"dflash"`, `"dflash2"` or `"dspark"`, whose rows are so wide."""
     readers: Mapping[str, Callable[..., Fields]] = {"dflash2": _selector_fields, "dspark": _markov_fields}
-    return readers[kind](owner, raw, shapes) if kind in readers else {}
+    return readers[kind](owner, raw, shapes, width) if kind in readers else {}
 
 
 def both(*fields: str) -> list[str]:
@@ -137,7 +137,7 @@ def said(owner: object, raw: Fields, *fields: str, **meanings: Callable[[Any], A
     return agreed(owner, raw, *both(*fields), meanings=meanings)
 
 
-def _markov_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
+def _markov_fields(owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
     """Return the law and the confidence head of DSpark, as tensors show them where the config is silent."""
     head, proj = "markov_head.{}.weight", shapes.get("confidence_head.proj.weight")
     kinds = {"gated": head.format("gate_proj"), "rnn": head.format("joint_proj")}
@@ -149,15 +149,15 @@ def _markov_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
     switches = ("enable_confidence_head", "use_confidence_head")
     switch = next((each for each in switches for path in both(each) if stated(raw, path) is not None), switches[0])
     has_confidence = settled(owner, switch, said(owner, raw, *switches), proj is not None)
-    reads, field = None if proj is None else proj[1] > shapes["norm.weight"][0], "confidence_head_with_markov"
+    reads, field = None if proj is None else proj[1] > width, "confidence_head_with_markov"
     reads = settled(owner, field, said(owner, raw, field) if has_confidence else None, reads)
     return law | {"has_confidence": has_confidence, "confidence_reads_token": bool(reads)}
 
 
-def _selector_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
+def _selector_fields(owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
     """Return the convolutions and the law of DFlash 2."""
     conv = "layers.0.attention_conv."
-    taps, width = shapes.get(conv + "base_kernel", (0, 0, 0))[1:]
+    taps = shapes.get(conv + "base_kernel", (0, 0, 0))[1]
     columns = shapes.get(conv + "kernel_projection.weight", (0,))[0]
     shown = {
         "conv_kernel_size": taps or None,

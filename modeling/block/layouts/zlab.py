@@ -119,7 +119,7 @@ def read_common(owner: object, raw: Fields, shapes: Shapes, kind: str) -> Fields
         "num_target_layers": said(owner, raw, "num_target_layers"),
         "is_interleaved": is_interleaved(owner, raw),
     }
-    return body | values | law_fields(kind, owner, raw, shapes) | parts_of(shapes)
+    return body | values | law_fields(kind, owner, raw, shapes, body["hidden_size"]) | parts_of(shapes)
 
 
 def is_interleaved(owner: object, raw: Fields) -> bool:

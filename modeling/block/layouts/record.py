@@ -112,8 +112,8 @@ def rope_of(owner: object, raw: Fields) -> Fields:
 
 def _of_all_layers(rope: Fields) -> Fields:
     """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
-    nested = {kind: each for kind, each in rope.items() if isinstance(each, dict)}
-    return nested.get("sliding_attention", next(iter(nested.values()), rope))
+    nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
+    return next((each for each in nested if isinstance(each, dict)), rope)
 
 
 def parts_of(shapes: Shapes) -> Fields:

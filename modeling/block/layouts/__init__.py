@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
+from ....configuration.mtp_families import refuse_dspark
 from ....generation.tensors.tensor_files import Fields
 from ...common.draft_vocabulary import check_offsets
 from ...common.drafter_configs import architectures
@@ -62,6 +63,7 @@ def foreign_drafter(
         ValueError: No layout that is known, or fields that contradict each other or the tensors.
     """
     layout = layout_of(raw)
+    refuse_dspark(name, raw)
     if layout is None:
         raise ValueError(
             f"{name}: config.json is none of a block drafter (model_type={raw.get('model_type')!r}, "

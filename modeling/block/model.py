@@ -5,7 +5,7 @@ DFlash: 2602.06036, DSpark: 2607.05147.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from ...configuration.block import BlockDrafterConfig
 from ...generation.attach import adopt_fields
@@ -34,7 +33,7 @@ from ...generation.tensors.wrapped_models import has_own_cache, input_embeddings
 from ..common.backbone_parts import output_embeddings, weight_of
 from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.drafter_configs import check_kind, warn_of_kind
-from ..common.foreign import ForeignLayoutsMixin, Stored
+from ..common.foreign import ForeignLayoutsMixin, Stored, optional_file
 from .conversion import backbone_config
 from .layouts import OVERRIDES, check_overrides, foreign_drafter, written
 from .learning import BlockLearner
@@ -248,7 +247,9 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         return cls.load_stored(pretrained_model_name_or_path, fields, kwargs)
 
     @classmethod
-    def read_foreign(cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields) -> Stored:
+    def read_foreign(
+        cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
+    ) -> Stored:
         state = read_tensors(weight_files(name, pickles=True, **hub))
         return foreign_drafter(name, raw, state, _mask_embedding(name, hub), **fields)
 
@@ -301,8 +302,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 def _mask_embedding(name: str | PathLike, hub: Fields) -> Fields | None:
     """Return the embedding of the mask token that lies beside the weights, and its id where it is stated."""
-    missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    file = cached_file(name, _MASK_FILE, **{**hub, **missing})
+    file = optional_file(name, _MASK_FILE, hub)
     if file is None:
         return None
     with naming(file):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedConfig
+from transformers.utils.hub import cached_file
 
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS, Fields, refuse_unknown
@@ -16,6 +19,9 @@ from .draft_vocabulary import check_offsets
 from .learning import DraftModel
 from .loading import check_is_there
 
+_QUANTIZATION = "hf_quant_config.json"
+"""Where Model-Optimizer says how weights are packed."""
+_MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 Stored = tuple[PreTrainedConfig, dict[str, Tensor] | None]
 """The configuration of a stored drafter, and its tensors where they are not in this library's layout."""
 
@@ -29,14 +35,17 @@ class ForeignLayoutsMixin(DraftModel):
     config_class: ClassVar[type[PreTrainedConfig]]
 
     @classmethod
-    def read_foreign(cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields) -> Stored:
+    def read_foreign(
+        cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
+    ) -> Stored:
         """Return what a directory or repository in another layout holds.
 
         Args:
             name: Of the directory or repository.
-            raw: Its config.json.
+            raw: Its config.json, and `hf_quant_config.json` under its own name.
             hub: `revision`, `token`, ...
             fields: Fields of the configuration that replace the checkpoint's, where they are not None.
+            ignored: Fields of the config.json that are passed over, see `refuse_unread`.
         """
         raise NotImplementedError
 
@@ -55,10 +64,10 @@ class ForeignLayoutsMixin(DraftModel):
         Args:
             name: Of the directory or repository.
             fields: See `read_foreign`.
-            kwargs: Of `from_pretrained`.
+            kwargs: Of `from_pretrained`, and `ignore_fields`.
         """
-        wants_info = kwargs.pop("output_loading_info", False)
-        config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs)
+        wants_info, ignored = kwargs.pop("output_loading_info", False), kwargs.pop("ignore_fields", None) or ()
+        config, state = cls._read(name, kwargs.pop("config", None), fields, kwargs, ignored)
         if state is not None:
             kwargs = {key: value for key, value in kwargs.items() if key not in HUB_OPTIONS} | {"state_dict": state}
         kwargs["config"] = config
@@ -77,7 +86,9 @@ class ForeignLayoutsMixin(DraftModel):
         return cls._read(name, None, {}, {})[0]
 
     @classmethod
-    def _read(cls, name: str | PathLike, passed: object, fields: Fields, options: Kwargs) -> Stored:
+    def _read(
+        cls, name: str | PathLike, passed: object, fields: Fields, options: Kwargs, ignored: Sequence[str] = ()
+    ) -> Stored:
         hub = {key: options[key] for key in HUB_OPTIONS if key in options}
         if isinstance(passed, PreTrainedConfig):
             raw = passed.to_dict()
@@ -88,7 +99,7 @@ class ForeignLayoutsMixin(DraftModel):
             raise ValueError(f"{name}: no config.json")
         if raw.get("model_type") != cls.config_class.model_type:
             cls.refuse_other_drafter(name, raw.get("model_type"))
-            return cls.read_foreign(name, raw, hub, fields)
+            return cls.read_foreign(name, raw | _quantization(name, hub), hub, fields, ignored)
         changed = {key: value for key, value in fields.items() if value is not None}
         cls.check_fields(name, raw, changed)
         return cls.config_class.from_dict(raw | changed), None
@@ -109,3 +120,13 @@ class ForeignLayoutsMixin(DraftModel):
         layout = self.config.layout
         reason = f"layout={layout!r} is for other tools, and config.layout decides"
         return super().without_code() if layout == "tokenahead" else reason
+
+
+def optional_file(name: str | PathLike, file: str, hub: Fields) -> str | None:
+    """Return the path of a file that a directory or a Hub repository may hold."""
+    return cached_file(name, file, **{**hub, **_MAY_LACK})
+
+
+def _quantization(name: str | PathLike, hub: Fields) -> Fields:
+    file = optional_file(name, _QUANTIZATION, hub)
+    return {} if file is None else {_QUANTIZATION: json.loads(Path(file).read_text(encoding="utf-8"))}

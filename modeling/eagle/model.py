@@ -5,7 +5,7 @@ EAGLE: 2401.15077, EAGLE-2: 2406.16858, EAGLE-3: 2503.01840, HASS: 2408.15766.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -194,7 +194,9 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         return cls.load_stored(pretrained_model_name_or_path, fields, kwargs)
 
     @classmethod
-    def read_foreign(cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields) -> Stored:
+    def read_foreign(
+        cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
+    ) -> Stored:
         return foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), **fields)
 
     def write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:

@@ -1,0 +1,187 @@
+"""Fields of configs that other libraries write: each is read, is known to change nothing, or is refused by its name.
+
+A drafter that is read without one of its fields may be another network than the published one: texts stay right, and
+hardly a draft is accepted. A layout lists its fields in a `FieldTable`; all other fields are refused. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from .fields import refuse
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the names in a text, apart by spaces, in which tables of fields are written."""
+    return frozenset(text.split())
+
+
+CHANGES_NOTHING = names(
+    # of transformers, old versions included
+    "architectures model_type auto_map _name_or_path name_or_path transformers_version transformers_weights "
+    "_commit_hash dtype torch_dtype _attn_implementation* attn_implementation use_cache return_dict "
+    "output_hidden_states output_attentions torchscript use_bfloat16 pruned_heads chunk_size_feed_forward "
+    "is_encoder_decoder is_decoder "
+    "add_cross_attention cross_attention_hidden_size bos_token_id eos_token_id pad_token_id sep_token_id "
+    "decoder_start_token_id id2label label2id problem_type finetuning_task task_specific_params prefix tokenizer_class "
+    "tie_word_embeddings tie_encoder_decoder tf_legacy_loss initializer_range attention_dropout pretraining_tp "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    # of repositories
+    "license model_name library_name library_version "
+    # of engines
+    "runtime_block_size draft_window_size block_size_policy dflash_initial_block_size prefer_requested_block_size "
+    "adaptive_max_block_size verify_mode dspark_draft_topk "
+    # of training
+    "num_anchors ttt_length step_loss_decay confidence_head_alpha train_embed_tokens embed_requires_grad "
+    "draft_num_hidden_layers target_model_name_or_path target_model_type loss_* has_no_defaults_at_init"
+)
+"""Names, some with wildcards, that change nothing at any level of any layout."""
+ROPE = names(
+    "rope_type type rope_theta factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
+    "attention_factor short_factor long_factor low_freq_factor high_freq_factor truncate"
+)
+"""Fields of `rope_parameters` and `rope_scaling` that transformers reads."""
+COPIED_FROM_TARGET = names(
+    "attn_output_gate output_gate_type full_attention_interval linear_* mtp_* text_config vision_config "
+    "partial_rotary_factor mrope_* *_token_id mamba_ssm_dtype num_experts num_local_experts num_experts_per_tok "
+    "moe_intermediate_size shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers "
+    "output_router_logits router_aux_loss_coef"
+)
+"""Fields of a Qwen target that DeepSpec copies into the config of a drafter, and that describe the target alone."""
+_MULTIPLIERS = re.compile(r"(.*_)?(scale|scaling|multiplier|factor)(_.*)?")
+_NEUTRAL = {"num_nextn_predict_layers": (0,)}
+
+
+@dataclass(frozen=True)
+class FieldTable:
+    """What may stand in the config.json of a layout.
+
+    A level is an object of it, by its dotted path: `""` is the top, `"dflash_config"` an object there. An object that
+    is no level is read, or known, as a whole.
+
+    Attributes:
+        layout: Its name, for messages.
+        read: By level, the fields that are read.
+        known: By level, those that change nothing, beside `CHANGES_NOTHING`; names may have wildcards (`"mtp_*"`).
+        only: By name, the values at which a field changes nothing, in place of those of `is_neutral`.
+    """
+
+    layout: str
+    read: Mapping[str, Collection[str]]
+    known: Mapping[str, Collection[str]] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def unread(self, raw: Mapping[str, Any], level: str = "") -> Iterator[tuple[str, Any]]:
+        """Yield the dotted paths and values of fields that are neither read nor known to change nothing."""
+        levels, known = {*self.read, *self.known}, [*CHANGES_NOTHING, *self.known.get(level, ())]
+        only = _NEUTRAL | dict(self.only)
+        for name, value in raw.items():
+            path = f"{level}.{name}" if level else name
+            if path in levels and isinstance(value, dict):
+                yield from self.unread(value, path)
+            elif name in self.read.get(level, ()) or any(fnmatchcase(name, each) for each in known):
+                continue
+            elif not (
+                any(is_same(value, each) for each in only.get(name, ())) or is_neutral(name, value, name in only)
+            ):
+                yield path, value
+
+
+def is_neutral(name: str, value: object, null_alone: bool = False) -> bool:
+    """Return whether a field says nothing: null, a switch that is off, a multiplier of 1, a list or object of nothing.
+
+    With `null_alone`, null says nothing, and all other values do.
+
+    Example:
+        >>> is_neutral("logit_scale", 1.0), is_neutral("sinks", True), is_neutral("sinks", False)
+        (True, False, True)
+    """
+    if value is None or null_alone:
+        return value is None
+    if value is False or value == [] or value == {}:
+        return True
+    return is_same(value, 1) and _MULTIPLIERS.fullmatch(name) is not None
+
+
+def is_same(value: object, other: object) -> bool:
+    """Return whether two values of a config are equal; True is not 1, and False is not 0."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def refuse_unread(owner: object, raw: Mapping[str, Any], table: FieldTable, ignored: Sequence[str] = ()) -> None:
+    """Refuse a foreign config with a field that is neither read nor known to change nothing.
+
+    Args:
+        owner: Of the config, for the message.
+        raw: The config.json.
+        table: The fields of its layout.
+        ignored: Last names of fields that are passed over (`"x"` is `dflash_config.x`, too): `ignore_fields`.
+
+    Raises:
+        ValueError: Such fields, all by their names; a field that is read, in `ignored`.
+        TypeError: `ignored` is one string.
+    """
+    if isinstance(ignored, str):
+        raise TypeError(f"ignore_fields={ignored!r} must be a list of names, [{ignored!r}]")
+    if read := [name for name in ignored if any(name in names for names in table.read.values())]:
+        raise ValueError(f"ignore_fields={list(ignored)}: the layout {table.layout!r} reads {', '.join(read)}")
+    found = [(path, value) for path, value in table.unread(raw) if path.rpartition(".")[2] not in ignored]
+    last = list(dict.fromkeys(path.rpartition(".")[2] for path, _ in found))
+    stated = ", ".join(f"{path}={str(value):.80}" for path, value in found)
+    refuse(
+        [
+            (
+                found,
+                f"{owner}: config.json says {stated}, which is not read from the layout {table.layout!r}: without it "
+                f"this may be another drafter than the published one; where it changes nothing, ignore_fields={last}",
+            )
+        ]
+    )
+
+
+def stated(raw: Mapping[str, Any], path: str) -> Any:
+    """Return the field at a dotted path; None where there is none."""
+    value: Any = raw
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def agreed(
+    owner: object, raw: Mapping[str, Any], *paths: str, meanings: Mapping[str, Callable[[Any], Any]] | None = None
+) -> Any:
+    """Return what several fields say, which are names of one thing; None: none of them says anything.
+
+    Args:
+        owner: Of the config, for the message.
+        raw: The config.json.
+        *paths: Dotted paths of the fields; null and empty ones say nothing.
+        meanings: By path, what makes a field's value that of the first field.
+
+    Raises:
+        ValueError: Two of them differ, or one has no such meaning; the message names the fields.
+    """
+    found: dict[str, Any] = {}
+    for path in paths:
+        value = stated(raw, path)
+        if value is None or value == [] or value == {}:
+            continue
+        try:
+            found[path] = (meanings or {}).get(path, lambda same: same)(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{owner}: config.json has {path}={value!r}, which has no meaning") from None
+    first = next(iter(found.items()), ("", None))
+    for path, value in found.items():
+        if not is_same(value, first[1]):
+            raise ValueError(
+                f"{owner}: config.json says {first[0]}={stated(raw, first[0])!r} and {path}={stated(raw, path)!r}, "
+                "which are names of one thing and must agree"
+            )
+    return first[1]

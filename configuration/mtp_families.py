@@ -374,8 +374,8 @@ def refuse_dspark(owner: object, raw: Mapping[str, Any]) -> None:
     """
     if size := dspark_block_size(raw):
         raise ValueError(
-            f"{owner} ships a DSpark drafter ({_DSPARK}={size}), not MTP modules, and its layers, DeepSeek-V4's, are not "
-            "supported in a drafter: DeepSeekMTP.from_pretrained(..., inference_only=True) loads the model alone"
+            f"{owner} ships a DSpark drafter ({_DSPARK}={size}), not MTP modules, with layers of DeepSeek-V4, which "
+            "are not supported there: DeepSeekMTP.from_pretrained(..., inference_only=True) loads the model alone"
         )
 
 

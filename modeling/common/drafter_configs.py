@@ -9,6 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from ...configuration.fields import field
+from ...configuration.foreign_fields import ROPE, agreed
 from ...generation.tensors.tensor_files import Fields
 
 logger = logging.get_logger(__name__)
@@ -59,6 +60,25 @@ def warn_of_kind(config: TrainedFor, backbone: PreTrainedModel, drafter: str) ->
     if not is_own and _class_of(config.base_model_type) not in map(_class_of, kinds):
         made = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
         logger.warning_once(f"This {drafter} was made for {made}: output remains exact, with fewer accepted drafts.")
+
+
+def stated_rope(owner: object, fields: Fields, theta: float | None = None) -> Fields:
+    """Return the rope of the layers that a config.json states: in `rope_parameters`, in `rope_scaling`, or flat.
+
+    The first of these places that has a theta wins, as in transformers; `theta` is meant where there is none.
+
+    Raises:
+        ValueError: No `rope_theta`, or two kinds of rope.
+    """
+    places = [part for key in ("rope_parameters", "rope_scaling") if isinstance(part := fields.get(key), dict)]
+    kinds = (f"{level}.{key}" for level in ("rope_parameters", "rope_scaling") for key in ("rope_type", "type"))
+    kind = agreed(owner, fields, *kinds) or "default"
+    thetas = (place.get("rope_theta") for place in (*places, fields, {"rope_theta": theta}))
+    found = next((value for value in thetas if value is not None), None)
+    if found is None:
+        raise ValueError(f"{owner}: config.json has no rope_theta")
+    rest = {key: value for place in places[::-1] for key, value in place.items() if key in ROPE - {"type"}}
+    return rest | {"rope_type": kind, "rope_theta": found}
 
 
 def architectures(raw: Fields) -> list[str]:

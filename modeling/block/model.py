@@ -35,7 +35,7 @@ from ..common.draft_vocabulary import DraftVocabulary, drafted_tokens
 from ..common.drafter_configs import check_kind, warn_of_kind
 from ..common.foreign import ForeignLayoutsMixin, Stored, optional_file
 from .conversion import backbone_config
-from .layouts import OVERRIDES, check_overrides, foreign_drafter, written
+from .layouts import OVERRIDES, check_overrides, checked_layout, foreign_drafter, written
 from .learning import BlockLearner
 from .session import BlockSession
 
@@ -250,8 +250,9 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
     def read_foreign(
         cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
     ) -> Stored:
+        layout = checked_layout(name, raw, ignored)
         state = read_tensors(weight_files(name, pickles=True, **hub))
-        return foreign_drafter(name, raw, state, _mask_embedding(name, hub), **fields)
+        return foreign_drafter(name, raw, layout, state, _mask_embedding(name, hub), **fields)
 
     @classmethod
     def check_fields(cls, name: str | PathLike, raw: Fields, changed: Fields) -> None:

@@ -62,23 +62,32 @@ def warn_of_kind(config: TrainedFor, backbone: PreTrainedModel, drafter: str) ->
         logger.warning_once(f"This {drafter} was made for {made}: output remains exact, with fewer accepted drafts.")
 
 
-def stated_rope(owner: object, fields: Fields, theta: float | None = None) -> Fields:
-    """Return the rope of the layers that a config.json states: in `rope_parameters`, in `rope_scaling`, or flat.
+def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
+    """Return the rope of all layers, wherever it stands; theta is the nested one before the flat one.
 
-    The first of these places that has a theta wins, as in transformers; `theta` is meant where there is none.
+    `usual` is the theta of a layout that need not say it; for others any default would be wrong somewhere.
 
     Raises:
-        ValueError: No `rope_theta`, or two kinds of rope.
+        ValueError: No theta, or two kinds of rope.
     """
-    places = [part for key in ("rope_parameters", "rope_scaling") if isinstance(part := fields.get(key), dict)]
-    kinds = (f"{level}.{key}" for level in ("rope_parameters", "rope_scaling") for key in ("rope_type", "type"))
-    kind = agreed(owner, fields, *kinds) or "default"
-    thetas = (place.get("rope_theta") for place in (*places, fields, {"rope_theta": theta}))
-    found = next((value for value in thetas if value is not None), None)
-    if found is None:
+    places = {place: _of_all_layers(raw.get(place) or {}) for place in ("rope_parameters", "rope_scaling")}
+    thetas = [rope.get("rope_theta") for rope in places.values()] + [raw.get("rope_theta"), usual]
+    theta = next((each for each in thetas if each is not None), None)
+    if theta is None:
         raise ValueError(f"{owner}: config.json has no rope_theta")
-    rest = {key: value for place in places[::-1] for key, value in place.items() if key in ROPE - {"type"}}
-    return rest | {"rope_type": kind, "rope_theta": found}
+    kinds = {
+        place: {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+        | {key: rope[key] for key in sorted(ROPE - {"rope_theta", "rope_type", "type"}) if rope.get(key) is not None}
+        for place, rope in places.items()
+        if rope.keys() - {"rope_theta"}
+    }
+    return (agreed(owner, kinds, *kinds) or {"rope_type": "default"}) | {"rope_theta": theta}
+
+
+def _of_all_layers(rope: Fields) -> Fields:
+    """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
+    nested = {kind: each for kind, each in rope.items() if isinstance(each, dict)}
+    return nested.get("sliding_attention", next(iter(nested.values()), rope))
 
 
 def architectures(raw: Fields) -> list[str]:

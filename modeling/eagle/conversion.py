@@ -18,14 +18,14 @@ from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
 from ...configuration.fields import check_options, refuse
-from ...configuration.foreign_fields import agreed, names, refuse_unread
+from ...configuration.foreign_fields import agreed, names, refuse_unread, settled
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
 from ..common.drafter_configs import (
     architectures,
     check_kind,
     layer_fields,
-    stated_rope,
+    rope_of,
     verifier_fields,
     warn_of_kind,
 )
@@ -159,8 +159,9 @@ def foreign_head(
     stated.setdefault("dtype", layers.get("torch_dtype"))
     flags = {key: agreed(name, raw, key, f"eagle_config.{key}") for key in FLAGS}
     shown = _sizes(name, stated, shapes, version) | _read_off(name, shapes, version)
-    implied = _implied(stated, shapes, version)
-    _check_shown(name, layers | flags, shown | implied, counts_layers and layout.counts_layers)
+    for key, value in (shown | _implied(stated, shapes, version)).items():
+        if key != "num_hidden_layers" or (counts_layers and layout.counts_layers):
+            settled(name, key, (layers | flags).get(key), value)
     _refuse_windows(name, layers, shown["num_hidden_layers"])
     values = shown | stated | {"rope_parameters": _rope(name, layers, layout)}
     values |= {key: flag for key, flag in flags.items() if flag is not None and version == 3}
@@ -227,17 +228,6 @@ def _implied(stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -
     return {"use_aux_hidden_state": fc is not None, "num_aux_hidden_states": count, "num_aux_layers": count}
 
 
-def _check_shown(name: object, stated: Fields, shown: Fields, counts_layers: bool) -> None:
-    """Refuse fields that contradict what the tensors show."""
-    refuse(
-        (
-            stated.get(key) is not None and stated[key] != value and (counts_layers or key != "num_hidden_layers"),
-            f"{name}: config.json has {key}={stated.get(key)!r}, but the shapes of its tensors say {value!r}",
-        )
-        for key, value in shown.items()
-    )
-
-
 def _refuse_windows(name: object, layers: Fields, count: int) -> None:
     """Refuse layers with a window: all rows are read."""
     kinds, window = layers.get("layer_types"), layers.get("sliding_window")
@@ -251,7 +241,7 @@ def _refuse_windows(name: object, layers: Fields, count: int) -> None:
 
 def _rope(name: object, layers: Fields, layout: EagleLayout) -> Fields:
     """Return the rope of the layers: official heads learned with 10,000, which their configs do not say."""
-    rope = stated_rope(name, layers, None if layout.states_theta else _OFFICIAL_THETA)
+    rope = rope_of(name, layers, None if layout.states_theta else _OFFICIAL_THETA)
     kind = rope["rope_type"]
     if kind != "default" and not layout.scales_rope:
         raise ValueError(

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ...configuration.fields import refuse
-from ...configuration.foreign_fields import COPIED_FROM_TARGET, ROPE, FieldTable, names
+from ...configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, names
 from ...generation.tensors.tensor_files import Fields
 from ..common.drafter_configs import architectures
 
@@ -38,14 +38,13 @@ _TRAINED_BY_MODEL_OPTIMIZER = {
     "position_embedding_type": ("rope",),
 }
 """Fields of its networks, at the values of EAGLE-3's."""
-_ROPES = dict.fromkeys(("rope_parameters", "rope_scaling"), ROPE)
 _PLAIN = FieldTable(
     "official",
-    {"": LAYER_FIELDS | _HEAD_FIELDS, "eagle_config": names(f"{AUX_IDS} {' '.join(FLAGS)}"), **_ROPES}
+    {"": LAYER_FIELDS | _HEAD_FIELDS, "eagle_config": names(f"{AUX_IDS} {' '.join(FLAGS)}"), **ROPE_LEVELS}
     | {"dflash_config": ("mask_token_id",), "model": LAYER_FIELDS}
-    | {f"model.{level}": fields for level, fields in _ROPES.items()},
+    | {f"model.{level}": fields for level, fields in ROPE_LEVELS.items()},
     {"": _INFORMATION, "model": _INFORMATION, "eagle_config": _INFORMATION},
-    _TRAINED_BY_MODEL_OPTIMIZER | {"rope_is_neox_style": (True,), "is_neox_style": (True,)},
+    _TRAINED_BY_MODEL_OPTIMIZER,
 )
 _OF_TARGETS = COPIED_FROM_TARGET - names("partial_rotary_factor mrope_*") | names("resid_pdrop embd_pdrop")
 """Fields of targets that NeMo copies, Phi-3's among them; it rotates as they say."""
@@ -72,17 +71,16 @@ class EagleLayout:
     counts_layers: bool = True
 
 
-def _named(layout: str, **known: Collection[str]) -> FieldTable:
-    """Return the table of a layout that knows more fields than the official one, by level; `top` is the top."""
-    levels = {"" if level == "top" else level: names for level, names in known.items()}
-    more = {level: {*_PLAIN.known.get(level, ()), *names} for level, names in levels.items()}
+def _named(layout: str, top: Collection[str] = (), rope: Collection[str] = ()) -> FieldTable:
+    """Return the table of a layout that knows more fields than the official one, at the top and of rope."""
+    more = {"": {*_INFORMATION, *top}} | dict.fromkeys(ROPE_LEVELS, rope)
     return replace(_PLAIN, layout=layout, known={**_PLAIN.known, **more})
 
 
 _SPECULATORS = FieldTable(
     "speculators",
     {"": _HEAD_FIELDS, "transformer_layer_config": LAYER_FIELDS, "speculators_config": ("verifier",)}
-    | {f"transformer_layer_config.{level}": fields for level, fields in _ROPES.items()},
+    | {f"transformer_layer_config.{level}": fields for level, fields in ROPE_LEVELS.items()},
     {
         "": names("speculators_model_type speculators_version ignore_keys"),
         "transformer_layer_config": _INFORMATION,
@@ -109,13 +107,13 @@ LAYOUTS = (
     ),
     EagleLayout(
         names("Qwen3Eagle3Model"),
-        _named("deepspec", top=COPIED_FROM_TARGET, rope_parameters=names("partial_rotary_factor mrope_*")),
+        _named("deepspec", COPIED_FROM_TARGET, names("partial_rotary_factor mrope_*")),
         "tokenahead",
         states_theta=True,
     ),
     EagleLayout(
         names("LlamaEagle3DraftModel"),
-        _named("nemo", top=_OF_TARGETS),
+        _named("nemo", _OF_TARGETS),
         "vllm",
         states_theta=True,
         counts_layers=False,

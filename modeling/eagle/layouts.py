@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...configuration.fields import refuse
 from ...configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, names
 from ...generation.tensors.tensor_files import Fields
-from ..common.drafter_configs import architectures
+from ..common.drafter_configs import architectures, rope_of
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id", "dflash_config.mask_token_id")
@@ -46,8 +46,6 @@ _PLAIN = FieldTable(
     {"": _INFORMATION, "model": _INFORMATION, "eagle_config": _INFORMATION},
     _TRAINED_BY_MODEL_OPTIMIZER,
 )
-_OF_TARGETS = COPIED_FROM_TARGET - names("partial_rotary_factor mrope_*") | names("resid_pdrop embd_pdrop")
-"""Fields of targets that NeMo copies, Phi-3's among them; it rotates as they say."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,13 @@ _SPECULATORS = FieldTable(
     _PLAIN.only,
 )
 SPECULATORS = EagleLayout(names("Eagle3DraftModel Eagle3Speculator"), _SPECULATORS, "speculators")
+_OF_ROPE = names("partial_rotary_factor mrope_*")
+"""Of the target: DeepSpec's heads rotate whole heads by a plain rope, and NeMo's as their config says."""
+_OF_TARGETS = COPIED_FROM_TARGET - _OF_ROPE | names("resid_pdrop embd_pdrop")
+_DEEPSPEC = EagleLayout(
+    names("Qwen3Eagle3Model"), _named("deepspec", COPIED_FROM_TARGET, _OF_ROPE), "tokenahead", states_theta=True
+)
+_DEEPSPEC_SCALED = replace(_DEEPSPEC, table=_named("deepspec", COPIED_FROM_TARGET - _OF_ROPE))
 LAYOUTS = (
     EagleLayout(
         names("LlamaForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM MistralForCausalLM MixtralForCausalLM"),
@@ -105,12 +110,7 @@ LAYOUTS = (
         _named("vllm"),
         "official",
     ),
-    EagleLayout(
-        names("Qwen3Eagle3Model"),
-        _named("deepspec", COPIED_FROM_TARGET, names("partial_rotary_factor mrope_*")),
-        "tokenahead",
-        states_theta=True,
-    ),
+    _DEEPSPEC,
     EagleLayout(
         names("LlamaEagle3DraftModel"),
         _named("nemo", _OF_TARGETS),
@@ -134,4 +134,8 @@ def layout_of(name: object, raw: Fields) -> EagleLayout:
         (layout is None, f"{name}: architectures={named}: {kind} is no EAGLE head that is known here")
         for kind, layout in zip(named, found)
     )
-    return SPECULATORS if is_speculators else next((layout for layout in found if layout), LAYOUTS[0])
+    if is_speculators:
+        return SPECULATORS
+    layout = next((layout for layout in found if layout), LAYOUTS[0])
+    is_scaled = layout is _DEEPSPEC and rope_of(name, raw, 1.0)["rope_type"] != "default"
+    return _DEEPSPEC_SCALED if is_scaled else layout

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
 from ....configuration.foreign_fields import refuse_unread
+from ....configuration.mtp_families import refuse_dspark
 from ....generation.tensors.tensor_files import Fields
 from ...common.draft_vocabulary import check_offsets
 from ...common.drafter_configs import architectures
@@ -59,9 +60,8 @@ def checked_layout(name: object, raw: Fields, ignored: Sequence[str] = ()) -> Bl
     Raises:
         ValueError: No layout that is known; fields that are not read, by their names.
     """
-    layout, own = layout_of(raw), raw.get("dspark_block_size")
-    if own is not None:
-        raise ValueError(f"{name}: a DSpark within a model's own checkpoint (dspark_block_size={own}) is not supported")
+    layout = layout_of(raw)
+    refuse_dspark(name, raw)
     if layout is None:
         raise ValueError(
             f"{name}: config.json is none of a block drafter (model_type={raw.get('model_type')!r}, "

@@ -9,8 +9,8 @@ from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
 from ....configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, names
 from ....generation.tensors.tensor_files import Fields
-from ...common.drafter_configs import architectures
-from .record import BODY, MARKOV, BlockLayout, Shapes, rope_of, written_body, written_law
+from ...common.drafter_configs import architectures, rope_of
+from .record import BODY, MARKOV, BlockLayout, Shapes, written_body, written_law
 from .zlab import COMMON, RENAMES, is_interleaved, kind_of, read_common
 
 _NAME = "Qwen3DSparkModel"

@@ -8,8 +8,9 @@ from typing import Any
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
-from ....configuration.foreign_fields import ROPE, FieldTable, agreed, names, settled, stated
+from ....configuration.foreign_fields import FieldTable, agreed, names, settled, stated
 from ....generation.tensors.tensor_files import Fields, count_of
+from ...common.drafter_configs import rope_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the tensors, under this library's names."""
@@ -38,17 +39,15 @@ class BlockLayout:
     renames: tuple[tuple[str, str], ...] = ()
 
 
-_BODY = (
+_SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "initializer_range"),
-    *("attention_bias", "attention_dropout", "layer_types", "sliding_window", "dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
 )
-BODY = names(
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
-    "rms_norm_eps vocab_size max_position_embeddings attention_bias layer_types sliding_window use_sliding_window "
-    "rope_theta"
+_LAYERS = (*_SIZES, "hidden_act", "rms_norm_eps", "attention_bias", "layer_types", "sliding_window")
+_BODY = (
+    *(*_LAYERS, "initializer_range", "attention_dropout", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
+BODY = names("use_sliding_window rope_theta").union(_LAYERS)
 """Fields of the layers."""
 MARKOV = names(
     "markov_rank dspark_markov_rank markov_head_type enable_confidence_head use_confidence_head "
@@ -66,12 +65,15 @@ def body_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
         values.setdefault("dtype", raw["torch_dtype"])
     if missing := [key for key in ("hidden_size", "num_attention_heads") if key not in values]:
         raise ValueError(f"{owner}: config.json has no {', '.join(missing)}")
+    for key in _SIZES:
+        if type(values.get(key, 1)) is not int or values.get(key, 1) < 1:
+            raise ValueError(f"{owner}: config.json has {key}={values[key]!r}, which is no size")
     values["rope_parameters"] = rope_of(owner, raw)
-    attention, heads = "layers.0.self_attn.{}_proj.weight", max(values["num_attention_heads"], 1)
+    attention = "layers.0.self_attn.{}_proj.weight"
     rows = {each: shapes.get(attention.format(each), (0,))[0] for each in "qk"}
     tables = ("embed_tokens", "markov_head.markov_w1", "candidate_selector.predecessor_codebook")
     sizes = [shapes[key] for each in tables for key in (each, each + ".weight") if key in shapes]
-    head_dim = rows["q"] // heads
+    head_dim = rows["q"] // values["num_attention_heads"]
     shown = {
         "hidden_size": shapes.get("norm.weight", (0,))[0],
         "num_hidden_layers": count_of(
@@ -88,32 +90,6 @@ def body_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
     is_open = raw.get("use_sliding_window") and not values.get("layer_types")
     refuse([(is_open, f"{owner}: config.json says use_sliding_window=True, and no layer_types: which layers?")])
     return {"vocab_size": 0} | values
-
-
-def rope_of(owner: object, raw: Fields) -> Fields:
-    """Return the rope of all layers, wherever it stands; theta is the nested one before the flat one.
-
-    Raises:
-        ValueError: None has a theta, for which any default would be wrong somewhere; or two of them differ.
-    """
-    places = {place: _of_all_layers(raw.get(place) or {}) for place in ("rope_parameters", "rope_scaling")}
-    thetas = [rope.get("rope_theta") for rope in places.values()] + [raw.get("rope_theta")]
-    theta = next((each for each in thetas if each is not None), None)
-    if theta is None:
-        raise ValueError(f"{owner}: config.json has no rope_theta")
-    kinds = {
-        place: {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
-        | {key: rope[key] for key in sorted(ROPE - {"rope_theta", "rope_type", "type"}) if rope.get(key) is not None}
-        for place, rope in places.items()
-        if rope.keys() - {"rope_theta"}
-    }
-    return (agreed(owner, kinds, *kinds) or {"rope_type": "default"}) | {"rope_theta": theta}
-
-
-def _of_all_layers(rope: Fields) -> Fields:
-    """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
-    nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
-    return next((each for each in nested if isinstance(each, dict)), rope)
 
 
 def parts_of(shapes: Shapes) -> Fields:

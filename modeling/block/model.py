@@ -238,7 +238,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
             pretrained_model_name_or_path: Directory or repository of the drafter.
             feature_layers: Indices into `hidden_states`, where those of the checkpoint are wrong or missing.
             sample_from_anchor: Whether the first row drafts, where the checkpoint does not say it.
-            block_size: Fewer rows than the drafter learned, or how many it learned where the checkpoint does not say it.
+            block_size: Fewer rows than the drafter learned, or their number where the checkpoint does not say it.
             ignore_fields: Fields of a config.json of another library that are passed over; unknown ones are refused.
             **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
 

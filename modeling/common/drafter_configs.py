@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -13,6 +14,7 @@ from ...configuration.foreign_fields import ROPE, agreed
 from ...generation.tensors.tensor_files import Fields
 
 logger = logging.get_logger(__name__)
+_ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 
 
 class TrainedFor(Protocol):
@@ -75,13 +77,18 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
     theta = next((each for each in thetas if each is not None), None)
     if theta is None:
         raise ValueError(f"{owner}: config.json has no rope_theta")
+    if not isinstance(theta, (int, float)) or theta <= 0:
+        raise ValueError(f"{owner}: config.json has rope_theta={theta!r}, which is no positive number")
     kinds = {
         place: {"rope_type": agreed(owner, rope, "rope_type", "type") or "default"}
         | {key: rope[key] for key in sorted(ROPE - {"rope_theta", "rope_type", "type"}) if rope.get(key) is not None}
         for place, rope in places.items()
         if rope.keys() - {"rope_theta"}
     }
-    return (agreed(owner, kinds, *kinds) or {"rope_type": "default"}) | {"rope_theta": theta}
+    rope = agreed(owner, kinds, *kinds) or {"rope_type": "default"}
+    if rope["rope_type"] not in _ROPE_TYPES:
+        raise ValueError(f"{owner}: rope_type={rope['rope_type']!r} is none of {', '.join(sorted(_ROPE_TYPES))}")
+    return rope | {"rope_theta": theta}
 
 
 def _of_all_layers(rope: Fields) -> Fields:

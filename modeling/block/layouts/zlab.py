@@ -157,8 +157,8 @@ def _windows(owner: object, raw: Fields, values: Fields, causal: bool | None) ->
     refuse(
         [
             (
-                size is None or size < smallest,
-                f"{owner}: swa_window_size or sliding_window is {size}, not {smallest} or more",
+                type(size) is not int or size < smallest,
+                f"{owner}: swa_window_size or sliding_window is {size!r}, not {smallest} or more",
             )
         ]
     )

@@ -29,8 +29,10 @@ def _is_deepspec(raw: Fields) -> bool:
 
 def _table(owner: object, raw: Fields) -> FieldTable:
     kind_of(owner, {"architectures": [_NAME]} | raw)
-    is_plain = rope_of(owner, raw | {"rope_theta": 1.0})["rope_type"] == "default" and not is_interleaved(owner, raw)
-    return _COPIED if is_plain else _PLAIN
+    partial = {path for path, _ in _PLAIN.unread(raw)} - {path for path, _ in _COPIED.unread(raw)}
+    if partial and is_interleaved(owner, raw):
+        raise ValueError(f"{owner}: rope_is_neox_style or is_neox_style is false beside {', '.join(sorted(partial))}")
+    return _COPIED if rope_of(owner, raw, 1.0)["rope_type"] == "default" else _PLAIN
 
 
 def _read(owner: object, raw: Fields, shapes: Shapes) -> Fields:

@@ -154,14 +154,8 @@ def _windows(owner: object, raw: Fields, values: Fields, causal: bool | None) ->
     if not is_whole and "sliding_attention" not in kinds:
         return {"sliding_window": size}
     smallest = (values["block_size"] or 1) if is_whole else 1
-    refuse(
-        [
-            (
-                type(size) is not int or size < smallest,
-                f"{owner}: swa_window_size or sliding_window is {size!r}, not {smallest} or more",
-            )
-        ]
-    )
+    if type(size) is not int or size < smallest:
+        raise ValueError(f"{owner}: swa_window_size or sliding_window is {size!r}, not {smallest} or more")
     windows = {"sliding_window": size, "sliding_causal": not is_whole if causal is None else causal}
     return windows | ({"layer_types": ["sliding_attention"] * values["num_hidden_layers"]} if is_whole else {})
 

@@ -14,6 +14,7 @@ from tests.modeling.block.test_decoding import drafter_of
 from tests.modeling.block.test_golden import DATA, close, contexts
 from tokenahead import BlockDrafter
 from tokenahead.modeling.common.stored_drafters import drafter_class, read_drafter
+from tokenahead.training.evaluation.methods import named_method
 
 SMALL = ("modelopt_dspark", "modelopt_swa", "zlab_dspark_fill_in", "zlab_dflash_interleaved")
 DSPARK, WINDOWS, FILL_IN, PAIRS = SMALL
@@ -222,6 +223,11 @@ def test_what_is_ignored_is_named_wherever_a_drafter_is(edited):
     assert read_drafter(folder, ignore_fields=ignored).read_with == {"ignore_fields": ignored}
     with pytest.raises(ValueError, match=r"\['quantization_config'\]$"):
         read_drafter(folder, ignore_fields=["new"])
+    base = AutoModelForCausalLM.from_pretrained(DATA / "llama", dtype=torch.float32)
+    for kind in ("auto", "block", "cascade"):
+        assert named_method(f"{kind}:{folder}?ignore_fields={json.dumps(ignored)}", base).drafter is not None
+    with pytest.raises(ValueError, match="quantization_config"):
+        named_method(f"auto:{folder}", base)
     with pytest.raises(ValueError, match="block_size"):
         BlockDrafter.from_pretrained(folder, ignore_fields=["block_size"])
     with pytest.raises(TypeError, match="ignore_fields"):
@@ -241,7 +247,7 @@ def test_fields_of_the_target_that_deepspec_copies_describe_the_target(edited):
     check_same(
         read(edited(DEEPSPEC, COPIED)), read(edited(DEEPSPEC, plain | dict.fromkeys(COPIED.keys() - plain, ...)))
     )
-    with pytest.raises(ValueError, match="partial_rotary_factor.*mrope_section"):
+    with pytest.raises(ValueError, match="is_neox_style.*partial_rotary_factor.*mrope_section"):
         BlockDrafter.from_pretrained(edited(DEEPSPEC, COPIED | {"rope_is_neox_style": False}))
 
 
@@ -308,5 +314,5 @@ def test_heads_have_plain_and_prefixed_names(edited, name, renamed):
 
 
 def test_a_dspark_within_a_model_is_named(edited):
-    with pytest.raises(ValueError, match="dspark_block_size=5|DSpark"):
+    with pytest.raises(ValueError, match="dspark_block_size=5"):
         BlockDrafter.from_pretrained(edited("llama", {"dspark_block_size": 5}))

@@ -125,7 +125,7 @@ def read_common(owner: object, raw: Fields, shapes: Shapes, kind: str) -> Fields
 
 def is_interleaved(owner: object, raw: Fields) -> bool:
     """Return whether rope turns pairs of neighbours, and not of halves of a head."""
-    return said(owner, raw, "rope_is_neox_style", "is_neox_style") is False
+    return said(owner, raw, "rope_is_neox_style", "is_neox_style") in (False,)
 
 
 def _anchor_first(owner: object, raw: Fields, is_dspark: bool) -> bool | None:

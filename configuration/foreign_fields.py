@@ -48,6 +48,14 @@ ROPE = names(
     "attention_factor short_factor long_factor low_freq_factor high_freq_factor truncate"
 )
 """Fields of `rope_parameters` and `rope_scaling` that transformers reads."""
+ROPE_LEVELS = dict.fromkeys(
+    names(
+        "rope_parameters rope_parameters.full_attention rope_parameters.sliding_attention "
+        "rope_scaling rope_scaling.full_attention rope_scaling.sliding_attention"
+    ),
+    ROPE,
+)
+"""The levels at which they stand, by kind of layer in some configs."""
 COPIED_FROM_TARGET = names(
     "attn_output_gate output_gate_type full_attention_interval linear_* mtp_* text_config vision_config "
     "partial_rotary_factor mrope_* *_token_id mamba_ssm_dtype num_experts num_local_experts num_experts_per_tok "
@@ -56,7 +64,7 @@ COPIED_FROM_TARGET = names(
 )
 """Fields of a Qwen target that DeepSpec copies into the config of a drafter, and that describe the target alone."""
 _MULTIPLIERS = re.compile(r"(.*_)?(scale|scaling|multiplier|factor)(_.*)?")
-_NEUTRAL = {"num_nextn_predict_layers": (0,)}
+_NEUTRAL = {"num_nextn_predict_layers": (0,), "rope_is_neox_style": (True,), "is_neox_style": (True,)}
 
 
 @dataclass(frozen=True)
@@ -166,25 +174,38 @@ def agreed(
         owner: Of the config, for the message.
         raw: The config.json.
         *paths: Dotted paths of the fields; null and empty ones say nothing.
-        meanings: By path, what makes a field's value that of the first field.
+        meanings: By path or last name, what makes a field's value that of the first field; null: it says nothing.
 
     Raises:
         ValueError: Two of them differ, or one has no such meaning; the message names the fields.
     """
     found: dict[str, Any] = {}
     for path in paths:
-        value = stated(raw, path)
+        value, name = stated(raw, path), path.rpartition(".")[2]
         if value is None or value == [] or value == {}:
             continue
+        meaning = (meanings or {}).get(path) or (meanings or {}).get(name, lambda same: same)
         try:
-            found[path] = (meanings or {}).get(path, lambda same: same)(value)
+            value = meaning(value)
         except (TypeError, ValueError):
             raise ValueError(f"{owner}: config.json has {path}={value!r}, which has no meaning") from None
-    first = next(iter(found.items()), ("", None))
+        found |= {} if value is None else {path: value}
+    first = next(iter(found), "")
     for path, value in found.items():
-        if not is_same(value, first[1]):
+        if not is_same(value, found[first]):
             raise ValueError(
-                f"{owner}: config.json says {first[0]}={stated(raw, first[0])!r} and {path}={stated(raw, path)!r}, "
-                "which are names of one thing and must agree"
+                f"{owner}: config.json says {first}={stated(raw, first)!r} and {path}={stated(raw, path)!r}, which are "
+                "names of one thing and must agree"
             )
-    return first[1]
+    return found.get(first)
+
+
+def settled(owner: object, name: str, said: Any, shown: Any) -> Any:
+    """Return what a config says, or else what the tensors show; null says and shows nothing.
+
+    Raises:
+        ValueError: They contradict each other; the message names the field.
+    """
+    if said is not None and shown is not None and not is_same(said, shown):
+        raise ValueError(f"{owner}: config.json says {name}={said!r}, and the tensors show {shown!r}")
+    return shown if said is None else said

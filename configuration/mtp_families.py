@@ -7,7 +7,9 @@ In this library a module has the names of DeepSeek-V3: module k (from 0) of a mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import PreTrainedConfig, Qwen2Config
 
@@ -17,6 +19,7 @@ SAME = "same"
 """Instead of a type of layer: the type of the main model's layer of the module's own index."""
 COUNT = "num_nextn_predict_layers"
 """The field of config.json with the number of modules, in most families."""
+_DSPARK = "dspark_block_size"
 
 
 class MiMoConfig(Qwen2Config):
@@ -355,6 +358,25 @@ def family_of(config: PreTrainedConfig) -> MTPFamily:
         return family
     names = tuple((family.tower_prefix + theirs, ours) for theirs, ours in family.names)
     return replace(family, stem="model.language_model", names=names)
+
+
+def dspark_block_size(raw: Mapping[str, Any]) -> int | None:
+    """Return `dspark_block_size` of a config.json: its `mtp.*` are a DSpark drafter, not modules (DeepSeek-V4)."""
+    parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, Mapping)]
+    return next((part[_DSPARK] for part in parts if part.get(_DSPARK) is not None), None)
+
+
+def refuse_dspark(owner: object, raw: Mapping[str, Any]) -> None:
+    """Refuse a release whose `mtp.*` are a DSpark drafter, with layers of the model itself.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if size := dspark_block_size(raw):
+        raise ValueError(
+            f"{owner} ships a DSpark drafter ({_DSPARK}={size}), not MTP modules, with layers of DeepSeek-V4, which "
+            "are not supported there: DeepSeekMTP.from_pretrained(..., inference_only=True) loads the model alone"
+        )
 
 
 def announced_modules(config: PreTrainedConfig) -> int | None:

@@ -43,7 +43,7 @@ def make_card(request: CardRequest) -> Path:
         raise FileNotFoundError(
             f"{request.model}: no such directory; for a model of the Hub, name a directory with --output"
         )
-    model = _load(request.model)
+    model = _load(request.model, request.ignore_fields)
     try:
         describe(model)
     except TypeError as error:
@@ -73,10 +73,10 @@ def make_card(request: CardRequest) -> Path:
     return path
 
 
-def _load(source: str) -> PreTrainedModel:
+def _load(source: str, ignored: list[str] | None) -> PreTrainedModel:
     logging.disable_progress_bar()
     if holds_drafter_alone(source):
-        return read_drafter(source).eval()
+        return read_drafter(source, **({"ignore_fields": ignored} if ignored else {})).eval()
     config = AutoConfig.from_pretrained(source)
     check_index(source)
     return causal_class(config).from_pretrained(source, config=config, dtype="auto").eval()

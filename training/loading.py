@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..configuration.mtp_families import REFUSED, count_modules
+from ..configuration.mtp_families import REFUSED, count_modules, dspark_block_size
 from ..generation.drafter import DRAFTERS
 from ..generation.tensors.config_errors import naming_field
 from ..generation.tensors.saving import finish, readable
@@ -149,7 +149,9 @@ def load_config(source: str, option: str) -> PreTrainedConfig:
 
 def causal_class(config: PreTrainedConfig) -> type[DeepSeekMTP] | type[AutoModelForCausalLM]:
     """Return the class that loads a causal language model with the modules that its checkpoint has."""
-    return DeepSeekMTP if config.model_type not in REFUSED and count_modules(config) else AutoModelForCausalLM
+    if config.model_type in REFUSED or dspark_block_size(config.to_dict()):
+        return AutoModelForCausalLM
+    return DeepSeekMTP if count_modules(config) else AutoModelForCausalLM
 
 
 def usable_device(name: str | torch.device | None) -> torch.device:

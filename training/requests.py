@@ -256,4 +256,7 @@ class CardRequest:
     license: str | None = option(None, f"licence id of the weights{_KEEPS}")
     language: list[str] | None = option(None, f"codes of the languages that it writes{_KEEPS}", nargs="+")
     base_model: str | None = option(None, f"name on the Hub of what it derives from{_KEEPS}")
+    ignore_fields: list[str] | None = option(
+        None, "fields of the drafter's config.json that are passed over", nargs="+", metavar="NAME"
+    )
     overwrite: bool = option(False, "replace a README.md that a person wrote")

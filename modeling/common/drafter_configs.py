@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from ...configuration.fields import field
+from ...configuration.foreign_fields import ROPE, agreed
 from ...generation.tensors.tensor_files import Fields
 
 logger = logging.get_logger(__name__)
+_ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 
 
 class TrainedFor(Protocol):
@@ -59,6 +62,39 @@ def warn_of_kind(config: TrainedFor, backbone: PreTrainedModel, drafter: str) ->
     if not is_own and _class_of(config.base_model_type) not in map(_class_of, kinds):
         made = f"model_type {config.base_model_type!r}, not {backbone.config.model_type!r}"
         logger.warning_once(f"This {drafter} was made for {made}: output remains exact, with fewer accepted drafts.")
+
+
+def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
+    """Return the rope of all layers, wherever it stands; theta is the nested one before the flat one.
+
+    `usual` is the theta of a layout that need not say it; for others any default would be wrong somewhere.
+
+    Raises:
+        ValueError: No theta, or two kinds of rope.
+    """
+    places = {place: _of_all_layers(raw.get(place) or {}) for place in ("rope_parameters", "rope_scaling")}
+    thetas = [rope.get("rope_theta") for rope in places.values()] + [raw.get("rope_theta"), usual]
+    theta = next((each for each in thetas if each is not None), None)
+    if theta is None:
+        raise ValueError(f"{owner}: config.json has no rope_theta")
+    if not isinstance(theta, (int, float)) or theta <= 0:
+        raise ValueError(f"{owner}: config.json has rope_theta={theta!r}, which is no positive number")
+    kinds = {
+        place: {"rope_type": agreed(owner, rope, "rope_type", "type") or "default"}
+        | {key: rope[key] for key in sorted(ROPE - {"rope_theta", "rope_type", "type"}) if rope.get(key) is not None}
+        for place, rope in places.items()
+        if rope.keys() - {"rope_theta"}
+    }
+    rope = agreed(owner, kinds, *kinds) or {"rope_type": "default"}
+    if rope["rope_type"] not in _ROPE_TYPES:
+        raise ValueError(f"{owner}: rope_type={rope['rope_type']!r} is none of {', '.join(sorted(_ROPE_TYPES))}")
+    return rope | {"rope_theta": theta}
+
+
+def _of_all_layers(rope: Fields) -> Fields:
+    """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
+    nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
+    return next((each for each in nested if isinstance(each, dict)), rope)
 
 
 def architectures(raw: Fields) -> list[str]:

@@ -82,6 +82,7 @@ class StrictLoadingMixin:
         """
         if kwargs.get("weights_only") is False:
             raise ValueError("weights_only=False would run code that is in a file: leave it out")
+        kwargs.pop("ignore_fields", None)  # in this library's layout no field is foreign
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         cls.check_model_type(pretrained_model_name_or_path, kwargs.get("config"), **hub)
         if pretrained_model_name_or_path is not None:

@@ -68,11 +68,17 @@ def read_drafter(
         backbone: The model that it drafts for, whose layers published heads with draft layers run; left out, its
             configuration is read by the name that they record.
         **options: Of `from_pretrained` (`revision`, ...; for an EAGLE head `aux_layers`, for a block drafter
-            `feature_layers`), or of `from_official`.
+            `feature_layers`), or of `from_official`; `ignore_fields` of any. They stand in `read_with` of the drafter.
 
     Raises:
         ValueError: No drafter, or what its class refuses.
     """
+    drafter = _read(name, dtype, backbone, **options)
+    drafter.read_with = options
+    return drafter
+
+
+def _read(name: str | PathLike[str], dtype: Any, backbone: PreTrainedModel | None, **options: Any) -> Any:
     hub = {key: options[key] for key in HUB_OPTIONS if key in options}
     kind = drafter_class(name, **hub)
     if kind is None:

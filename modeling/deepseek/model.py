@@ -13,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field, requested_states
 from ...configuration.loss_options import ModuleLossOptions
-from ...configuration.mtp_families import MiMoConfig, count_modules, family_of
+from ...configuration.mtp_families import MiMoConfig, count_modules, family_of, refuse_dspark
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
@@ -143,6 +143,8 @@ class DeepSeekMTP(
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if name is not None:
             check_stored(name, config, kwargs.get("variant"), **hub)
+        if name is not None and not inference_only:
+            refuse_dspark(name, PreTrainedConfig.get_config_dict(name, **hub)[0])
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(untyped(config or name), **hub)
         wants_info = kwargs.pop("output_loading_info", False)

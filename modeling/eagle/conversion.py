@@ -7,8 +7,7 @@ that a config lacks are read off the tensors; unknown and contradictory values a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
 from inspect import get_annotations
 from typing import Any
 
@@ -18,15 +17,25 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
-from ...configuration.fields import check_options
+from ...configuration.fields import check_options, refuse
+from ...configuration.foreign_fields import agreed, names, refuse_unread, settled
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
-from ..common.drafter_configs import architectures, check_kind, layer_fields, verifier_fields, warn_of_kind
+from ..common.drafter_configs import (
+    architectures,
+    check_kind,
+    layer_fields,
+    rope_of,
+    verifier_fields,
+    warn_of_kind,
+)
+from .layouts import AUX_IDS, FLAGS, LAYER_FIELDS, MASK_TOKENS, NESTED, EagleLayout, layout_of
 
 logger = logging.get_logger(__name__)
 _FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
 _DEFAULT_LAYERS = 7
 """With fewer layers, the default choice of hidden states would repeat one."""
+_OFFICIAL_THETA = 10_000.0
 
 
 def resolved_aux_layers(config: EagleHeadConfig, num_layers: int) -> list[int]:
@@ -85,8 +94,6 @@ def _small_aux_layers(num_layers: int) -> list[int]:
     return wanted
 
 
-MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
-AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _RENAMES = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -94,11 +101,11 @@ _RENAMES = (
     (re.compile(r"^target_id_to_draft_id$"), "t2d"),
 )
 _ADDITIONAL = re.compile(r"^additional_layers\.(\d+)\.(.*)")
-_ARCHITECTURES = re.compile(r"\w+ForCausalLMEagle3|Eagle3\w+ForCausalLM|Eagle3(DraftModel|Speculator)")
-"""SpecForge's, vLLM's and speculators' names of EAGLE-3 heads."""
-_FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output", "use_aux_hidden_state")
-_OWN = {own.name for own in fields(EagleHeadConfig)}
-_NOT_TAKEN = {"version", "layout", "tie_word_embeddings", "num_hidden_layers", "architectures"}
+_HEAD = re.compile(r"\w*eagle3?\w*", re.IGNORECASE)
+"""Names of heads of any layout, but for the official ones, which are those of models."""
+_TAKEN = LAYER_FIELDS | names("draft_vocab_size target_hidden_size bos_token_id eos_token_id pad_token_id dtype")
+_TAKEN |= names("attention_dropout initializer_range loss_options")
+_TAKEN -= names("num_hidden_layers rope_theta layer_types sliding_window use_sliding_window")
 
 
 def own_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +129,7 @@ def is_foreign_head(raw: Fields, names: Iterable[str]) -> bool:
     One that its config names so is, even where tensors are missing.
     """
     nested = raw.get("eagle_config")
-    is_named = any(map(_ARCHITECTURES.fullmatch, architectures(raw)))
+    is_named = any(map(_HEAD.fullmatch, architectures(raw)))
     if is_named or AUX_IDS in raw or (isinstance(nested, dict) and AUX_IDS in nested):
         return True
     own, last_norm = set(map(own_name, names)), "norm.weight"
@@ -132,31 +139,42 @@ def is_foreign_head(raw: Fields, names: Iterable[str]) -> bool:
 
 
 def foreign_head(
-    name: object, raw: Fields, state: dict[str, Tensor], **overrides: object
+    name: object, raw: Fields, state: dict[str, Tensor], ignored: Sequence[str] = (), **overrides: Any
 ) -> tuple[EagleHeadConfig, dict[str, Tensor]]:
     """Return configuration and tensors of a checkpoint from another library, from its config.json and its tensors.
 
-    `overrides` are fields of the configuration that replace the checkpoint's, where they are not None.
+    `overrides` are fields of the configuration that replace the checkpoint's, where they are not None; `ignored` are
+    names of fields of the config.json that are passed over.
     """
+    counts_layers = not any(map(_ADDITIONAL.match, state))  # SGLang's further layers are not counted
     state = own_names(state)
     shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    version = _version(name, raw, shapes)
-    stated = _llama_fields(raw)
+    version, layout = _version(name, raw, shapes), layout_of(name, raw)
+    refuse_unread(name, raw, layout.table, ignored)
+    layers = raw | next((raw[nested] for nested in NESTED if isinstance(raw.get(nested), dict)), {})
+    stated = {key: layers[key] for key in _TAKEN if layers.get(key) is not None}
+    stated |= verifier_fields((raw.get("speculators_config") or {}).get("verifier") or {})
     if "hidden_size" not in stated:
         raise ValueError(f"{name}: config.json has no hidden_size")
-    values = _sizes(name, stated, shapes, version) | stated | _read_off(name, stated, shapes, version)
-    flags = dict(raw.get("eagle_config") or {}) | raw
-    values |= {key: bool(flags[key]) for key in _FLAGS if key in flags and version == 3}
+    stated.setdefault("dtype", layers.get("torch_dtype"))
+    flags = {key: agreed(name, raw, key, f"eagle_config.{key}") for key in FLAGS}
+    shown = _sizes(name, stated, shapes, version) | _read_off(name, shapes, version)
+    for key, value in (shown | _implied(stated, shapes, version)).items():
+        if key != "num_hidden_layers" or (counts_layers and layout.counts_layers):
+            settled(name, key, (layers | flags).get(key), value)
+    _refuse_windows(name, layers, shown["num_hidden_layers"])
+    values = shown | stated | {"rope_parameters": _rope(name, layers, layout)}
+    values |= {key: flag for key, flag in flags.items() if flag is not None and version == 3}
     values |= {key: value for key, value in overrides.items() if value is not None}
-    values["mask_token_id"] = _mask_token(name, raw) if "mask_hidden" in shapes else None
+    values["mask_token_id"] = _mask_token(name, raw, "mask_hidden" in shapes, overrides.get("mask_token_id"))
     if version == 3 and values.get("use_aux_hidden_state", True):
         if values.get("aux_layers") is None:
             values["aux_layers"] = _aux_layers(name, raw)
         _check_fc(name, values, shapes)
     elif values.get("aux_layers") is not None:
         raise ValueError(f"{name}: aux_layers={values['aux_layers']}: this head reads the last hidden state only")
-    layout = "vllm" if "mask_hidden" in shapes else _layout(raw)
-    config = EagleHeadConfig(version=version, layout=layout, **values)
+    saved_as = "vllm" if "mask_hidden" in shapes else layout.saved_as
+    config = EagleHeadConfig(version=version, layout=saved_as, **values)
     config.name_or_path = str(name)
     if "t2d" in state and "d2t" not in state and version == 3:
         ids = state["t2d"].nonzero()[:, 0]  # [Vd]
@@ -165,12 +183,28 @@ def foreign_head(
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
 
 
-def _mask_token(name: object, raw: Fields) -> int:
-    """Return the token of P-EAGLE's rows, by the names that vLLM reads."""
-    for key in MASK_TOKENS:
-        if raw.get(key) is not None:
-            return int(raw[key])
-    raise ValueError(f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}")
+def _mask_token(name: object, raw: Fields, is_parallel: bool, given: int | None) -> int | None:
+    """Return the token of P-EAGLE's rows, by the names that vLLM reads; None for other heads."""
+    token = agreed(name, raw, *MASK_TOKENS, meanings=dict.fromkeys(MASK_TOKENS, int))
+    token = token if given is None else given
+    says = raw.get("parallel_drafting")
+    is_named = any(kind.lower().startswith("peagle") for kind in architectures(raw))
+    refuse(
+        [
+            (
+                is_parallel and token is None,
+                f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}: SpecForge does "
+                "not save this option of a run; pass mask_token_id=",
+            ),
+            (is_parallel and says is False, f"{name}: parallel_drafting={says}, but mask_hidden is present"),
+            (
+                not is_parallel and (token is not None or says or is_named),
+                f"{name}: mask_token_id={token}, parallel_drafting={says}, architectures={architectures(raw)}: rows "
+                "that run at once need mask_hidden, which its tensors lack",
+            ),
+        ]
+    )
+    return token
 
 
 def _version(name: object, raw: Fields, shapes: dict[str, tuple[int, ...]]) -> int:
@@ -185,39 +219,56 @@ def _version(name: object, raw: Fields, shapes: dict[str, tuple[int, ...]]) -> i
     return 1
 
 
-def _layout(raw: Fields) -> str:
-    if "speculators_model_type" in raw:
-        return "speculators"
-    return "specforge" if raw.get("architectures") == ["LlamaForCausalLMEagle3"] else "official"
+def _implied(stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
+    """Return fields that other libraries write of what the shapes show, and this one does not have."""
+    fc = shapes.get("fc.weight")
+    if version == 1:
+        return {"bias": "fc.bias" in shapes} | dict.fromkeys(FLAGS[:-1], False)
+    count = fc[-1] // (stated.get("target_hidden_size") or stated["hidden_size"]) if fc else 0
+    return {"use_aux_hidden_state": fc is not None, "num_aux_hidden_states": count, "num_aux_layers": count}
 
 
-def _llama_fields(raw: Fields) -> Fields:
-    """Return the fields of the layers; speculators and vLLM nest them."""
-    values = dict(raw)
-    for nested in ("transformer_layer_config", "model"):
-        if isinstance(raw.get(nested), dict):
-            values |= raw[nested]
-    known = (_OWN | {"rope_theta", "rope_scaling", "dtype"}) - _NOT_TAKEN
-    values["dtype"] = values.get("dtype") or values.get("torch_dtype")
-    taken = {key: value for key, value in values.items() if key in known and value is not None}
-    return taken | verifier_fields((raw.get("speculators_config") or {}).get("verifier") or {})
+def _refuse_windows(name: object, layers: Fields, count: int) -> None:
+    """Refuse layers with a window: all rows are read."""
+    kinds, window = layers.get("layer_types"), layers.get("sliding_window")
+    others = [kind for kind in (kinds or ())[:count] if kind != "full_attention"]
+    if others or (not kinds and window is not None and layers.get("use_sliding_window")):
+        raise ValueError(
+            f"{name}: layer_types={kinds} with sliding_window={window}: layers of EAGLE heads attend to all rows here, "
+            "and these learned to see some"
+        )
+
+
+def _rope(name: object, layers: Fields, layout: EagleLayout) -> Fields:
+    """Return the rope of the layers: official heads learned with 10,000, which their configs do not say."""
+    rope = rope_of(name, layers, None if layout.states_theta else _OFFICIAL_THETA)
+    kind = rope["rope_type"]
+    if kind != "default" and not layout.scales_rope:
+        raise ValueError(
+            f"{name}: rope_type={kind!r}: the code that trained this head ({layout.table.layout}) drops it"
+        )
+    return rope
 
 
 def _sizes(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
-    """Return sizes that the tensors show, for those that a config does not state; Llama's defaults would be wrong."""
+    """Return the sizes that the tensors show; for those that a config does not state, Llama's defaults are wrong."""
 
     def rows(tensor: str) -> int:
         return shapes.get(tensor, (0,))[0]
 
     attention = "layers.0.self_attn.{}_proj.weight"
     heads, head_dim = (stated.get(key) for key in ("num_attention_heads", "head_dim"))
+    heads = rows(attention.format("q")) // head_dim if head_dim else heads
     head_dim = head_dim or rows(attention.format("q")) // (heads or 1)
     drafted = rows("lm_head.weight") if version == 3 else 0
+    whole = 0 if "d2t" in shapes or "vocab_size" in stated else drafted
     shown = {
-        "num_attention_heads": heads or (rows(attention.format("q")) // head_dim if "head_dim" in stated else 0),
+        "num_attention_heads": heads,
         "num_key_value_heads": rows(attention.format("k")) // (head_dim or 1),
+        "head_dim": head_dim if heads else 0,
+        "hidden_size": rows("layers.0.post_attention_layernorm.weight"),
         "intermediate_size": rows("layers.0.mlp.gate_proj.weight"),
-        "vocab_size": rows("embed_tokens.weight") or rows("t2d") or (0 if "d2t" in shapes else drafted),
+        "vocab_size": rows("embed_tokens.weight") or rows("t2d") or whole,
         "draft_vocab_size": drafted,
     }
     if missing := [key for key in ("num_attention_heads", "vocab_size") if key not in stated and not shown[key]]:
@@ -225,22 +276,19 @@ def _sizes(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], ver
     return {key: size for key, size in shown.items() if size}
 
 
-def _read_off(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
+def _read_off(name: object, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return options that the tensors show; many configs lack them."""
     layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
     values = {
         "num_hidden_layers": count_of(name, layers, "layer"),
         "own_embeddings": "embed_tokens.weight" in shapes,
         "attention_bias": "layers.0.self_attn.q_proj.bias" in shapes,
+        "mlp_bias": "layers.0.mlp.gate_proj.bias" in shapes,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
         "fc_bias": "fc.bias" in shapes,
     }
-    first = shapes.get("layers.0.self_attn.q_proj.weight")
-    if first is not None and "num_attention_heads" in stated and "head_dim" not in stated:
-        values["head_dim"] = first[0] // stated["num_attention_heads"]
     if version == 3:
-        shown = {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes}
-        values |= {key: value for key, value in shown.items() if value and key not in stated}
+        values |= {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes}
     return values
 
 
@@ -248,14 +296,14 @@ def _aux_layers(name: object, raw: Fields) -> list[int] | None:
     """Return indices into transformers' hidden states.
 
     At the top level, which vLLM and speculators read, ids are such indices. In `eagle_config` they are SpecForge's and
-    SGLang's: a first id of 1 means indices of layers' outputs, one less.
+    SGLang's: a first id of 1 means indices of layers' outputs, one less. DeepSpec's are such outputs.
     """
-    top, nested = raw.get(AUX_IDS), (raw.get("eagle_config") or {}).get(AUX_IDS)
-    if nested is not None:
-        nested = [index + 1 for index in nested] if nested and nested[0] == 1 else list(nested)
-    if top is not None and nested is not None and list(top) != nested:
-        raise ValueError(f"{name}: {AUX_IDS} is {list(top)}, but means {nested} in eagle_config; pass aux_layers=")
-    return nested if top is None else list(top)
+    outputs = lambda ids: [index + 1 for index in ids]  # noqa: E731
+    meanings = {
+        f"eagle_config.{AUX_IDS}": lambda ids: outputs(ids) if ids[0] == 1 else ids,
+        "target_layer_ids": outputs,
+    }
+    return agreed(name, raw, AUX_IDS, *meanings, meanings=meanings)
 
 
 def _check_fc(name: object, values: Fields, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -15,7 +15,7 @@ from ...configuration.eagle import EagleHeadConfig
 from ...configuration.fields import refuse
 from ...generation.tensors.tensor_files import Fields, write_json
 from ...generation.tensors.wrapped_models import input_embeddings
-from .conversion import AUX_IDS, MASK_TOKENS
+from .layouts import AUX_IDS
 from .modules import EagleNetwork
 
 _LLAMA_FIELDS = (
@@ -50,7 +50,7 @@ def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> F
     values |= {"architectures": [_ARCHITECTURES.get((config.version, layout), "LlamaForCausalLM")]}
     values |= {"model_type": "llama"}
     if config.version == 1:
-        return values | {"bias": config.fc_bias, "qkv_bias": config.attention_bias}
+        return values | {"bias": config.fc_bias or layout == "sglang", "qkv_bias": config.attention_bias}
     values |= {"draft_vocab_size": config.draft_vocab_size} | options
     if config.target_hidden_size != config.hidden_size:
         values["target_hidden_size"] = config.target_hidden_size
@@ -61,7 +61,7 @@ def layout_config(config: EagleHeadConfig, layout: str, dtype: torch.dtype) -> F
             by_outputs = config.aux_layers[0] == 2  # SpecForge and SGLang take a first id of 1 for indices of outputs
             nested[AUX_IDS] = [index - by_outputs for index in config.aux_layers]
     if config.mask_token_id is not None:
-        values[MASK_TOKENS[-1]] = config.mask_token_id
+        values["ptd_token_id"] = config.mask_token_id
     if config.norm_before_fc:
         nested["norm_before_fc"] = True
     return values | {"eagle_config": nested}

@@ -174,9 +174,11 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         aux_layers: list[int] | None = None,
         norm_output: bool | None = None,
         norm_before_residual: bool | None = None,
+        mask_token_id: int | None = None,
+        ignore_fields: Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
-        """Load a directory or a Hub repository in our layout, an official one, SpecForge's or speculators'.
+        """Load a directory or a Hub repository in our layout or in one that `modeling/eagle/layouts.py` lists.
 
         Args:
             pretrained_model_name_or_path: Directory or repository of the head.
@@ -184,20 +186,24 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
             norm_output: See `EagleHeadConfig`; False for heads that SpecForge trained from July to September
                 2026, whose configs have true with another meaning.
             norm_before_residual: See `EagleHeadConfig`; a missing field means different values in other libraries.
+            mask_token_id: The mask token of a P-EAGLE head whose config.json does not say it, such as SpecForge's.
+            ignore_fields: Fields of a config.json of another library that are passed over; unknown ones are refused.
             **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
 
         Raises:
-            ValueError: No EAGLE head, missing or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft
-                vocabulary out of range, a pickle of more than tensors.
+            ValueError: No EAGLE head, a field of another library that is not read and may change the network, missing
+                or unknown tensors, wrong shapes, ambiguous auxiliary layers, a draft vocabulary out of range, a pickle
+                of more than tensors.
         """
         fields = {"aux_layers": aux_layers, "norm_output": norm_output, "norm_before_residual": norm_before_residual}
-        return cls.load_stored(pretrained_model_name_or_path, fields, kwargs)
+        fields["mask_token_id"] = mask_token_id
+        return cls.load_stored(pretrained_model_name_or_path, fields, kwargs | {"ignore_fields": ignore_fields})
 
     @classmethod
     def read_foreign(
         cls, name: str | PathLike, raw: Fields, hub: Fields, fields: Fields, ignored: Sequence[str] = ()
     ) -> Stored:
-        return foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), **fields)
+        return foreign_head(name, raw, read_tensors(weight_files(name, pickles=True, **hub)), ignored, **fields)
 
     def write_layout(self, directory: Path, layout: str, state: dict[str, Tensor] | None = None) -> None:
         write_layout(self, directory, layout, state)

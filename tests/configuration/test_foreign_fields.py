@@ -10,6 +10,7 @@ from tokenahead.configuration.foreign_fields import (
     is_neutral,
     is_same,
     refuse_unread,
+    settled,
     stated,
 )
 
@@ -116,6 +117,24 @@ def test_that_a_value_without_meaning_is_named():
         agreed(
             "f", {"inner": {"ids": "x"}}, "inner.ids", meanings={"inner.ids": lambda ids: [each - 1 for each in ids]}
         )
+
+
+def test_that_a_meaning_may_stand_by_its_last_name_and_say_nothing():
+    meanings = {"bonus": lambda bonus: None if not bonus else False}
+    assert agreed("f", {"first": True, "inner": {"bonus": False}}, "first", "inner.bonus", meanings=meanings) is True
+    with pytest.raises(ValueError, match="first=True and inner.bonus=True"):
+        agreed("f", {"first": True, "inner": {"bonus": True}}, "first", "inner.bonus", meanings=meanings)
+
+
+@pytest.mark.parametrize(("said", "shown", "found"), [(None, 4, 4), (4, None, 4), (4, 4, 4), (None, None, None)])
+def test_that_tensors_show_what_a_config_does_not_say(said, shown, found):
+    assert settled("folder", "rank", said, shown) == found
+
+
+@pytest.mark.parametrize(("said", "shown"), [(4, 5), (True, 1), (False, True), (0, False)])
+def test_that_a_config_which_contradicts_tensors_is_refused(said, shown):
+    with pytest.raises(ValueError, match=f"rank={said}.*{shown}"):
+        settled("folder", "rank", said, shown)
 
 
 def test_paths_and_equal_values():

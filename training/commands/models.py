@@ -178,10 +178,11 @@ def _stored(arguments: DrafterArguments, name: str, backbone: PreTrainedModel) -
     options = _drafter_options(arguments)
     taken = {"eagle": {"aux_layers"}, "block": {"feature_layers", "sample_from_anchor", "block_size"}}
     taken["auto"] = set().union(*taken.values())
-    if options.keys() - taken.get(arguments.kind, set()):
+    if options.keys() - taken.get(arguments.kind, set()) - {"ignore_fields"}:
         raise ValueError(
             f"drafter_options are for a new drafter, and {name} exists already: leave one of them out (an EAGLE head "
-            "takes aux_layers, and a block drafter feature_layers, where its config.json does not name them)"
+            "takes aux_layers, and a block drafter feature_layers, where its config.json does not name them; all take "
+            "ignore_fields)"
         )
     drafter = load_drafter(name, backbone, "drafter", None if arguments.kind == "auto" else arguments.kind, **options)
     if not issubclass(type(drafter), tuple(DRAFTERS[kind] for kind in APART)):

@@ -214,7 +214,8 @@ def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Sourc
     if dtype == torch.float32 or not isinstance(drafter, torch.nn.Module) or isinstance(drafter, MTPGenerationMixin):
         return Finding("dtype", OK, name)
     held = {key: value.clone() for key, value in drafter.state_dict().items()}
-    wide = held if source is None else read_drafter(source, torch.float32, untyped(drafter).backbone).state_dict()
+    options, backbone = getattr(drafter, "read_with", {}), untyped(drafter).backbone
+    wide = held if source is None else read_drafter(source, torch.float32, backbone, **options).state_dict()
     odd = too_large([*wide.items()], dtype)
     try:
         untyped(drafter).float().load_state_dict(wide)

@@ -28,6 +28,7 @@ from ..utils import one_line
 from .bench import PLAIN
 from .decoding import Method
 
+_IGNORE = "ignore_fields"
 _SPEC = re.compile(r"(?:(?P<name>[^=:?]+)=)?(?P<kind>(?:transformers:)?\w+)(?::(?P<source>[^?]+))?(?:\?(?P<query>.*))?")
 
 
@@ -150,7 +151,7 @@ def _trained(kind: str | None, *own: str) -> Callable[..., AttachableDrafter]:
     """Return a maker of drafters of a kind; None: any. `own` are options of its loading, and not of `generate`."""
 
     def load(model: PreTrainedModel, source: str, options: Kwargs) -> AttachableDrafter:
-        taken = {name: options.pop(name) for name in own if name in options}
+        taken = {name: options.pop(name) for name in (*own, _IGNORE) if name in options}
         return load_drafter(source, model, "--methods", kind, options.pop("shared", True), **taken)
 
     return load
@@ -167,7 +168,8 @@ def _lookahead(model: PreTrainedModel, source: str, options: Kwargs) -> Lookahea
 
 def _cascade(model: PreTrainedModel, source: str, options: Kwargs) -> DrafterCascade:
     own = {name: options.pop(name) for name in ("least", "joins") if name in options}
-    last = load_drafter(source, model, "--methods", shared=True)
+    taken = {_IGNORE: options.pop(_IGNORE)} if _IGNORE in options else {}
+    last = load_drafter(source, model, "--methods", shared=True, **taken)
     return DrafterCascade([SuffixDrafter(), last], **own).attach(model)
 
 

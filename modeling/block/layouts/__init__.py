@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
+from ....configuration.foreign_fields import refuse_unread
+from ....configuration.mtp_families import refuse_dspark
 from ....generation.tensors.tensor_files import Fields
 from ...common.draft_vocabulary import check_offsets
 from ...common.drafter_configs import architectures
@@ -15,7 +20,7 @@ from .assistant import ASSISTANT
 from .deepspec import DEEPSPEC
 from .record import BlockLayout
 from .speculators import SPECULATORS
-from .zlab import ZLAB
+from .zlab import KINDS, ZLAB
 
 logger = logging.get_logger(__name__)
 LAYOUTS: tuple[BlockLayout, ...] = (SPECULATORS, ZLAB, ASSISTANT, DEEPSPEC)
@@ -28,45 +33,65 @@ _REFUSED = {
     "Gemma4DSparkModel": "its layers are Gemma 4's",
     "DSparkDeepseekV4ForCausalLM": "its layers are DeepSeek-V4's",
 }
+_LIKE_OURS = re.compile(r".*(DFlash|DSpark|Domino|XPress|LiLiCorr).*")
+"""Names of architectures that are those of block drafters."""
 _OF_OTHERS = ("qkv_proj", "aux_hidden_norms")
 """Parts of names of tensors in Laguna's drafters."""
 _PREFIXES = ("model.", "logit_head.")
+_TURNED = re.compile(r".*self_attn\.[qk]_(proj|norm)\.(weight|bias)")
 
 
 def layout_of(raw: Fields) -> BlockLayout | None:
     """Return the layout of a config.json; None where it is no block drafter of another library.
 
     Raises:
-        ValueError: One that is known by name, and has no code here.
+        ValueError: One whose architecture has no code here.
     """
-    for name in [*architectures(raw), str(raw.get("speculators_model_type"))]:
-        known = "XPressSpeculator" if name == "xpress" else name
-        if known in _REFUSED:
-            raise ValueError(f"architectures={raw.get('architectures')}: {known} is not supported: {_REFUSED[known]}")
+    for name in [*architectures(raw), "XPressSpeculator" if raw.get("speculators_model_type") == "xpress" else ""]:
+        if name in _REFUSED or (_LIKE_OURS.fullmatch(name) and name not in KINDS):
+            reason = _REFUSED.get(name, "its layers or rows may be others")
+            raise ValueError(f"architectures={raw.get('architectures')}: {name} is not supported: {reason}")
     return next((layout for layout in LAYOUTS if layout.recognises(raw)), None)
 
 
+def checked_layout(name: object, raw: Fields, ignored: Sequence[str] = ()) -> BlockLayout:
+    """Return the layout of a config.json whose fields are all read, known to change nothing, or ignored.
+
+    Raises:
+        ValueError: No layout that is known; fields that are not read, by their names.
+    """
+    layout = layout_of(raw)
+    refuse_dspark(name, raw)
+    if layout is None:
+        raise ValueError(
+            f"{name}: config.json is none of a block drafter (model_type={raw.get('model_type')!r}, "
+            f"architectures={raw.get('architectures')})"
+        )
+    refuse_unread(name, raw, layout.table(name, raw), ignored)
+    return layout
+
+
 def foreign_drafter(
-    name: object, raw: Fields, state: dict[str, Tensor], mask: Fields | None = None, **overrides: object
+    name: object,
+    raw: Fields,
+    layout: BlockLayout,
+    state: dict[str, Tensor],
+    mask: Fields | None = None,
+    **overrides: object,
 ) -> tuple[BlockDrafterConfig, dict[str, Tensor]]:
     """Return configuration and tensors of a checkpoint from another library.
 
     Args:
         name: Of the checkpoint, for messages.
         raw: Its config.json.
+        layout: Of this, see `checked_layout`.
         state: Its tensors.
         mask: The embedding of the mask token that lies beside it (`mask_embedding.pt`), and its id.
         **overrides: Of `OVERRIDES`, in place of what the checkpoint says; None: not.
 
     Raises:
-        ValueError: No layout that is known, or fields that contradict each other or the tensors.
+        ValueError: Fields that contradict each other or the tensors.
     """
-    layout = layout_of(raw)
-    if layout is None:
-        raise ValueError(
-            f"{name}: config.json is none of a block drafter (model_type={raw.get('model_type')!r}, "
-            f"architectures={raw.get('architectures')})"
-        )
     state = own_names(state, layout)
     if unknown := [key for key in state if any(part in key for part in _OF_OTHERS)]:
         raise ValueError(f"{name}: tensors such as {unknown[0]} are not supported (Laguna's drafters)")
@@ -75,13 +100,16 @@ def foreign_drafter(
     check_overrides(name, values, given)
     values |= given
     open_fields = {
-        "feature_layers": "name the states that the drafter reads",
-        "sample_from_anchor": "say whether the first row drafts",
+        "block_size": "say how many rows a block has",
+        "feature_layers": "name the states that the drafter reads (target_layer_ids)",
+        "sample_from_anchor": "say whether the first row drafts (shift_label alone does not)",
     }
     refuse(
         (values[key] is None, f"{name}: config.json does not {what}; pass {key}=") for key, what in open_fields.items()
     )
     _check_fc(name, values, state)
+    if values.pop("is_interleaved", False):
+        state = {key: _of_halves(key, tensor, values["head_dim"]) for key, tensor in state.items()}
     if mask is not None:
         _check_mask(name, values, mask)
         state["mask_embedding"], values["mask_embedding"] = mask["embedding"].reshape(-1), True
@@ -90,12 +118,21 @@ def foreign_drafter(
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
 
 
+def _of_halves(key: str, tensor: Tensor, head_dim: int) -> Tensor:
+    """Return a map to queries or keys whose rope turns pairs of neighbours as one that turns pairs of halves."""
+    if not _TURNED.fullmatch(key):
+        return tensor
+    return tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)  # [H, D / 2, 2] -> [H, 2, D / 2]
+
+
 def check_overrides(name: object, values: Fields, given: Fields) -> None:
     """Refuse a longer block than the drafter learned, and warn of a shorter one."""
     size, wanted = values["block_size"], given.get("block_size")
-    if wanted is not None and wanted > size:
+    if None in (size, wanted):
+        return
+    if wanted > size:
         raise ValueError(f"{name}: block_size={wanted} is more than the {size} rows that the drafter learned")
-    if wanted is not None and wanted < size:
+    if wanted < size:
         logger.warning_once(f"{name}: block_size={wanted} changes every draft: the drafter learned {size} rows")
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
+from ....configuration.foreign_fields import ROPE_LEVELS, FieldTable, names
 from ....generation.tensors.tensor_files import Fields
-from .record import BlockLayout, Shapes, body_fields
+from .record import BODY, BlockLayout, Shapes, body_fields
 
 _TYPE = "muse_glimmer_assistant"
+_NEEDED = ("block_size", "mask_token_id", "target_layer_ids", "layer_types")
+_TABLE = FieldTable(
+    "muse_glimmer_assistant", {"": BODY | names("block_size mask_token_id target_layer_ids")} | ROPE_LEVELS
+)
 
 
 def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
-    needed = ("block_size", "mask_token_id", "target_layer_ids")
-    refuse((raw.get(each) is None, f"{name}: config.json has no {each}") for each in needed)
+    refuse((raw.get(each) is None, f"{name}: config.json has no {each}") for each in _NEEDED)
     body = body_fields(name, raw, shapes)
     window = body.get("sliding_window")
     return body | {
@@ -28,6 +32,7 @@ def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
 ASSISTANT = BlockLayout(
     "tokenahead",
     lambda raw: raw.get("model_type") == _TYPE,
+    lambda owner, raw: _TABLE,
     _read,
     BlockDrafterConfig.to_dict,
     renames=(("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),

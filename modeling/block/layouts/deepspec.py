@@ -1,32 +1,43 @@
-"""DeepSpec's DFlash and DSpark (one architecture), with copies of the backbone's embeddings and unembedding."""
+"""DeepSpec's DFlash and DSpark (one architecture), with copies of the backbone's embeddings and unembedding.
+
+The config is a copy of the backbone's, whose further fields describe the backbone: heads turn whole by a plain rope.
+"""
 
 from __future__ import annotations
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
+from ....configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, names
 from ....generation.tensors.tensor_files import Fields
-from .record import BlockLayout, Shapes, body_fields, markov_fields, parts_of, written_body, written_law
+from ...common.drafter_configs import architectures, rope_of
+from .record import BODY, MARKOV, BlockLayout, Shapes, written_body, written_law
+from .zlab import COMMON, RENAMES, is_interleaved, kind_of, read_common
 
 _NAME = "Qwen3DSparkModel"
+_READ = {"": BODY | COMMON | MARKOV} | ROPE_LEVELS
+_KNOWN, _OF_ROPE = names("max_window_layers has_embed_tokens has_lm_head"), names("partial_rotary_factor mrope_*")
+_PLAIN, _COPIED = (
+    FieldTable("deepspec", _READ, {"": _KNOWN | copied} | dict.fromkeys(ROPE_LEVELS, of_rope))
+    for copied, of_rope in ((COPIED_FROM_TARGET - _OF_ROPE, ()), (COPIED_FROM_TARGET, _OF_ROPE))
+)
 
 
 def _is_deepspec(raw: Fields) -> bool:
-    return raw.get("architectures") == [_NAME] or ("target_layer_ids" in raw and "markov_rank" in raw)
+    named = architectures(raw)
+    return named == [_NAME] or (not named and "target_layer_ids" in raw and "markov_rank" in raw)
 
 
-def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
-    body = body_fields(name, raw, shapes)
-    needed = ("block_size", "mask_token_id", "target_layer_ids")
-    refuse((raw.get(each) is None, f"{name}: config.json has no {each}") for each in needed)
-    values: Fields = {
-        "block_size": raw["block_size"],
-        "mask_token_id": raw["mask_token_id"],
-        "sample_from_anchor": not raw.get("dspark_bonus_anchor"),
-        "feature_layers": [index + 1 for index in raw["target_layer_ids"]],
-        "num_target_layers": raw.get("num_target_layers"),
-        "layer_types": ["full_attention"] * body["num_hidden_layers"],
-    }
-    return body | values | markov_fields(raw) | parts_of(shapes)
+def _table(owner: object, raw: Fields) -> FieldTable:
+    kind_of(owner, {"architectures": [_NAME]} | raw)
+    partial = {path for path, _ in _PLAIN.unread(raw)} - {path for path, _ in _COPIED.unread(raw)}
+    if partial and is_interleaved(owner, raw):
+        raise ValueError(f"{owner}: rope_is_neox_style or is_neox_style is false beside {', '.join(sorted(partial))}")
+    return _COPIED if rope_of(owner, raw, 1.0)["rope_type"] == "default" else _PLAIN
+
+
+def _read(owner: object, raw: Fields, shapes: Shapes) -> Fields:
+    values = read_common(owner, raw, shapes, "dspark")
+    return values | {"layer_types": ["full_attention"] * values["num_hidden_layers"]}
 
 
 def _write(config: BlockDrafterConfig) -> Fields:
@@ -61,4 +72,4 @@ def _write(config: BlockDrafterConfig) -> Fields:
     }
 
 
-DEEPSPEC = BlockLayout("deepspec", _is_deepspec, _read, _write, copies=True)
+DEEPSPEC = BlockLayout("deepspec", _is_deepspec, _table, _read, _write, copies=True, renames=RENAMES)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
+from ....configuration.foreign_fields import FieldTable, agreed, names, settled, stated
 from ....generation.tensors.tensor_files import Fields, count_of
+from ...common.drafter_configs import rope_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of the tensors, under this library's names."""
@@ -20,6 +23,7 @@ class BlockLayout:
     Attributes:
         name: `config.layout` of what is read; `"tokenahead"`: it is saved in this library's own.
         recognises: Whether a config.json is in it.
+        table: From the name of a checkpoint and its config.json to the fields that may stand there.
         read: From the name of a checkpoint, its config.json and shapes to fields of `BlockDrafterConfig`.
         write: From a configuration to a config.json.
         copies: Embeddings and unembedding are in the file, copies of the backbone's.
@@ -28,44 +32,64 @@ class BlockLayout:
 
     name: str
     recognises: Callable[[Fields], bool]
+    table: Callable[[object, Fields], FieldTable]
     read: Callable[[object, Fields, Shapes], Fields]
     write: Callable[[BlockDrafterConfig], Fields]
     copies: bool = False
     renames: tuple[tuple[str, str], ...] = ()
 
 
-_BODY = (
+_SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "initializer_range"),
-    *("attention_bias", "attention_dropout", "layer_types", "sliding_window", "dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
 )
-_ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
+_LAYERS = (*_SIZES, "hidden_act", "rms_norm_eps", "attention_bias", "layer_types", "sliding_window")
+_BODY = (
+    *(*_LAYERS, "initializer_range", "attention_dropout", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+BODY = names("use_sliding_window rope_theta").union(_LAYERS)
+"""Fields of the layers."""
+MARKOV = names(
+    "markov_rank dspark_markov_rank markov_head_type enable_confidence_head use_confidence_head "
+    "confidence_head_with_markov"
+)
+"""Fields of DSpark's law and confidence head."""
+SELECTOR = names("conv_kernel_size conv_group_size selector_rank selector_top_k")
+"""Fields of DFlash 2's convolutions and law."""
 
 
-def body_fields(name: object, raw: Fields, shapes: Shapes) -> Fields:
+def body_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
     """Return the fields of the layers; sizes that are not stated are read off the tensors."""
-    values = {key: raw[key] for key in (*_BODY, *_ROPE) if raw.get(key) is not None}
+    values = {key: raw[key] for key in _BODY if raw.get(key) is not None}
     if raw.get("torch_dtype") is not None:
         values.setdefault("dtype", raw["torch_dtype"])
-    rope = values.get("rope_parameters") or {}
-    missing = [key for key in ("hidden_size", "num_attention_heads") if key not in values]
-    if not any("rope_theta" in each for each in (values, rope, *rope.values()) if isinstance(each, dict)):
-        missing.append("rope_theta")  # any default would be wrong somewhere, and nothing but counts would tell
-    if missing:
-        raise ValueError(f"{name}: config.json has no {', '.join(missing)}")
-    if isinstance(nested := rope.get("sliding_attention"), dict):  # one of these serves all layers
-        values["rope_parameters"] = nested
-    attention, heads = "layers.0.self_attn.{}_proj.weight", values["num_attention_heads"]
-    head_dim = values.setdefault("head_dim", shapes.get(attention.format("q"), (0,))[0] // heads)
+    if missing := [key for key in ("hidden_size", "num_attention_heads") if key not in values]:
+        raise ValueError(f"{owner}: config.json has no {', '.join(missing)}")
+    for key in _SIZES:
+        if type(values.get(key, 1)) is not int or values.get(key, 1) < 1:
+            raise ValueError(f"{owner}: config.json has {key}={values[key]!r}, which is no size")
+    values["rope_parameters"] = rope_of(owner, raw)
+    attention = "layers.0.self_attn.{}_proj.weight"
+    rows = {each: shapes.get(attention.format(each), (0,))[0] for each in "qk"}
+    tables = ("embed_tokens", "markov_head.markov_w1", "candidate_selector.predecessor_codebook")
+    sizes = [shapes[key] for each in tables for key in (each, each + ".weight") if key in shapes]
+    head_dim = rows["q"] // values["num_attention_heads"]
     shown = {
+        "hidden_size": shapes.get("norm.weight", (0,))[0],
         "num_hidden_layers": count_of(
-            name, {int(key.split(".")[1]) for key in shapes if key[:7] == "layers."}, "layer"
+            owner, {int(key.split(".")[1]) for key in shapes if key[:7] == "layers."}, "layer"
         ),
-        "num_key_value_heads": shapes.get(attention.format("k"), (0,))[0] // max(head_dim, 1),
+        "head_dim": head_dim,
+        "num_key_value_heads": rows["k"] // max(head_dim, 1),
         "intermediate_size": shapes.get("layers.0.mlp.gate_proj.weight", (0,))[0],
+        "vocab_size": sizes[0][0] if sizes else 0,
     }
-    return {key: size for key, size in shown.items() if size} | values
+    values |= {key: settled(owner, key, values.get(key), size) for key, size in shown.items() if size}
+    has_bias = "layers.0.self_attn.q_proj.bias" in shapes if rows["q"] else None
+    values["attention_bias"] = bool(settled(owner, "attention_bias", values.get("attention_bias"), has_bias))
+    is_open = raw.get("use_sliding_window") and not values.get("layer_types")
+    refuse([(is_open, f"{owner}: config.json says use_sliding_window=True, and no layer_types: which layers?")])
+    return {"vocab_size": 0} | values
 
 
 def parts_of(shapes: Shapes) -> Fields:
@@ -73,22 +97,53 @@ def parts_of(shapes: Shapes) -> Fields:
     return {"own_embeddings": "embed_tokens.weight" in shapes, "own_unembedding": "lm_head.weight" in shapes}
 
 
-def markov_fields(raw: Fields) -> Fields:
-    """Return the law and the confidence head of DSpark."""
-    rank = raw.get("markov_rank") or 0
-    law: Fields = {"law": "markov", "law_options": {"kind": raw.get("markov_head_type") or "vanilla", "rank": rank}}
-    confidence: Fields = {
-        "has_confidence": bool(raw.get("enable_confidence_head")),
-        "confidence_reads_token": bool(raw.get("confidence_head_with_markov")),
-    }
-    return (law if rank else {}) | confidence
+def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
+    """Return the law of a kind of drafter, `"dflash"`, `"dflash2"` or `"dspark"`, whose rows are so wide."""
+    readers: Mapping[str, Callable[..., Fields]] = {"dflash2": _selector_fields, "dspark": _markov_fields}
+    return readers[kind](owner, raw, shapes, width) if kind in readers else {}
 
 
-def selector_fields(raw: Fields) -> Fields:
+def both(*fields: str) -> list[str]:
+    """Return the places of fields that stand at the top or in `dflash_config`."""
+    return [path for field in fields for path in (field, f"dflash_config.{field}")]
+
+
+def said(owner: object, raw: Fields, *fields: str, **meanings: Callable[[Any], Any]) -> Any:
+    """Return what names of one thing say, at the top and in `dflash_config`; see `agreed`."""
+    return agreed(owner, raw, *both(*fields), meanings=meanings)
+
+
+def _markov_fields(owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
+    """Return the law and the confidence head of DSpark, as tensors show them where the config is silent."""
+    head, proj = "markov_head.{}.weight", shapes.get("confidence_head.proj.weight")
+    kinds = {"gated": head.format("gate_proj"), "rnn": head.format("joint_proj")}
+    shown = shapes.get(head.format("markov_w1"), (0, 0))[1]
+    rank = settled(owner, "markov_rank", said(owner, raw, "markov_rank", "dspark_markov_rank"), shown)
+    named = [kind for kind, key in kinds.items() if key in shapes]
+    kind = settled(owner, "markov_head_type", said(owner, raw, "markov_head_type"), (named or ["vanilla"])[0])
+    law: Fields = {"law": "markov", "law_options": {"kind": kind, "rank": rank}} if rank else {}
+    switches = ("enable_confidence_head", "use_confidence_head")
+    switch = next((each for each in switches for path in both(each) if stated(raw, path) is not None), switches[0])
+    has_confidence = settled(owner, switch, said(owner, raw, *switches), proj is not None)
+    reads, field = None if proj is None else proj[1] > width, "confidence_head_with_markov"
+    reads = settled(owner, field, said(owner, raw, field) if has_confidence else None, reads)
+    return law | {"has_confidence": has_confidence, "confidence_reads_token": bool(reads)}
+
+
+def _selector_fields(owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
     """Return the convolutions and the law of DFlash 2."""
-    options = {"rank": raw.get("selector_rank", 256), "top_k": raw.get("selector_top_k", 16)}
-    sizes = {"conv_kernel_size": raw.get("conv_kernel_size", 2), "conv_group_size": raw.get("conv_group_size", 16)}
-    return sizes | {"law": "selector", "law_options": options}
+    conv = "layers.0.attention_conv."
+    taps = shapes.get(conv + "base_kernel", (0, 0, 0))[1]
+    columns = shapes.get(conv + "kernel_projection.weight", (0,))[0]
+    shown = {
+        "conv_kernel_size": taps or None,
+        "conv_group_size": 2 * taps * width // columns if columns else None,
+        "selector_rank": shapes.get("candidate_selector.hidden_projection.weight", (None,))[0],
+        "selector_top_k": None,
+    }
+    found = {key: settled(owner, key, said(owner, raw, key), each) for key, each in shown.items()}
+    options = {"rank": found.pop("selector_rank") or 256, "top_k": found.pop("selector_top_k") or 16}
+    return {key: each for key, each in found.items() if each} | {"law": "selector", "law_options": options}
 
 
 def written_law(config: BlockDrafterConfig, layout: str) -> Fields:

@@ -6,45 +6,68 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
+from ....configuration.foreign_fields import ROPE_LEVELS, FieldTable, names, settled
 from ....generation.tensors.tensor_files import Fields
 from ...common.drafter_configs import verifier_fields
 from .record import (
+    BODY,
+    MARKOV,
+    SELECTOR,
     BlockLayout,
     Shapes,
     body_fields,
-    markov_fields,
+    law_fields,
     parts_of,
-    selector_fields,
     written_body,
     written_law,
 )
 
 _LAYERS = "aux_hidden_state_layer_ids"
 _KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+_LAYER_CONFIG = "transformer_layer_config"
+_READ = names(
+    "speculators_model_type block_size mask_token_id sample_from_anchor aux_hidden_state_layer_ids target_hidden_size "
+    "draft_vocab_size sliding_window_non_causal"
+)
+_TABLES = {
+    kind: FieldTable(
+        "speculators",
+        {"": _READ | own, _LAYER_CONFIG: BODY, "speculators_config": names("proposal_methods verifier")}
+        | {f"{_LAYER_CONFIG}.{level}": read for level, read in ROPE_LEVELS.items()},
+        {
+            "": names("speculators_version"),
+            _LAYER_CONFIG: names("max_window_layers"),
+            "speculators_config": names("algorithm default_proposal_method"),
+        },
+    )
+    for kind, own in (("dflash", names("")), ("dflash2", SELECTOR), ("dspark", MARKOV))
+}
+
+
+def _table(owner: object, raw: Fields) -> FieldTable:
+    kind, named = raw["speculators_model_type"], raw.get("architectures")
+    is_other = named and named != [_KINDS[kind]]
+    refuse([(is_other, f"{owner}: architectures={named}, but speculators_model_type={kind!r} is {_KINDS[kind]}")])
+    return _TABLES[kind]
 
 
 def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
     kind = raw["speculators_model_type"]
-    body = body_fields(name, {"dtype": raw.get("dtype")} | (raw.get("transformer_layer_config") or {}), shapes)
+    body = body_fields(name, {"dtype": raw.get("dtype")} | (raw.get(_LAYER_CONFIG) or {}), shapes)
     refuse([(raw.get("mask_token_id") is None, f"{name}: config.json has no mask_token_id")])
-    is_free = raw.get("sliding_window_non_causal")
+    is_free, drafted = raw.get("sliding_window_non_causal"), shapes.get("lm_head.weight", (None,))[0]
     values: Fields = {
         "block_size": raw.get("block_size", 8),
         "mask_token_id": raw["mask_token_id"],
         "sample_from_anchor": _anchor_first(raw),
         "feature_layers": raw.get(_LAYERS),
         "target_hidden_size": raw.get("target_hidden_size"),
-        "draft_vocab_size": raw.get("draft_vocab_size", shapes.get("lm_head.weight", (None,))[0]),
+        "draft_vocab_size": settled(name, "draft_vocab_size", raw.get("draft_vocab_size"), drafted),
         "sliding_causal": not (kind == "dflash2" if is_free is None else is_free),
     }
-    law = {"dflash": lambda _: {}, "dflash2": selector_fields, "dspark": _markov}[kind](raw)
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    law = law_fields(kind, name, raw, shapes, body["hidden_size"])
     return body | values | law | parts_of(shapes) | verifier_fields(verifier)
-
-
-def _markov(raw: Fields) -> Fields:
-    defaults = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
-    return markov_fields(defaults | raw)
 
 
 def _anchor_first(raw: Fields) -> bool | None:
@@ -81,7 +104,7 @@ def _write(config: BlockDrafterConfig) -> Fields:
         "architectures": [_KINDS[kind]],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
-        "transformer_layer_config": written_body(config),
+        _LAYER_CONFIG: written_body(config),
         _LAYERS: config.feature_layers,
         "block_size": config.block_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -100,4 +123,4 @@ def _write(config: BlockDrafterConfig) -> Fields:
     }
 
 
-SPECULATORS = BlockLayout("speculators", lambda raw: raw.get("speculators_model_type") in _KINDS, _read, _write)
+SPECULATORS = BlockLayout("speculators", lambda raw: raw.get("speculators_model_type") in _KINDS, _table, _read, _write)

@@ -1,23 +1,88 @@
-"""z-lab's DFlash and DFlash 2, and SpecForge's DSpark: a Qwen3 config with a `dflash_config`."""
+"""z-lab's DFlash and DFlash 2, and the DSparks that others save like them: a Qwen3 config with a `dflash_config`.
+
+So do SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI.
+"""
 
 from __future__ import annotations
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
+from ....configuration.foreign_fields import ROPE_LEVELS, FieldTable, agreed, names, stated
 from ....generation.tensors.tensor_files import Fields
 from ...common.drafter_configs import architectures
 from .record import (
+    BODY,
+    MARKOV,
+    SELECTOR,
     BlockLayout,
     Shapes,
     body_fields,
-    markov_fields,
+    both,
+    law_fields,
     parts_of,
-    selector_fields,
+    said,
     written_body,
     written_law,
 )
 
-_ENGINE_ONLY = ("use_swa", "swa_window_size", "attention_sink_bias")
+KINDS = {
+    "DFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "DSparkDraftModel": "dspark",
+    "Lfm2DSparkDraftModel": "dspark",
+    "Qwen3DFlashDraftModel": "dflash",
+    "Qwen3DFlash2DraftModel": "dflash2",
+    "Qwen3DSparkModel": "dspark",
+}
+"""The kinds of drafters that architectures name."""
+COMMON = names(
+    "block_size mask_token_id pard_token ptd_token_id target_layer_ids eagle_aux_hidden_state_layer_ids num_aux_layers "
+    "num_target_layers sample_from_anchor dspark_bonus_anchor shift_label projector_type attention_mode "
+    "target_hidden_size draft_vocab_size rope_is_neox_style is_neox_style"
+)
+"""Fields that drafters of all kinds may have, at the top or in `dflash_config`."""
+RENAMES = (
+    *((f"{part}.", f"markov_head.{part}.") for part in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")),
+    ("confidence_proj.", "confidence_head.proj."),
+)
+"""Model-Optimizer's names of a DSpark's heads."""
+_CAUSAL = ("is_causal", "causal", "dflash_query_causal", "causal_head")
+_ZLAB = COMMON | names(
+    "is_causal causal dflash_query_causal causal_head use_swa swa_window_size final_logit_softcapping "
+    "input_embedding_scale output_multiplier"
+)
+_OF_KIND = {"dflash": names(""), "dflash2": SELECTOR, "dspark": MARKOV}
+_TENSORS_DECIDE = names("has_embed_tokens has_lm_head max_window_layers")
+_TABLES = {
+    kind: FieldTable(
+        "z-lab",
+        {"": BODY | _ZLAB | own, "dflash_config": _ZLAB | own} | ROPE_LEVELS,
+        {"": _TENSORS_DECIDE, "dflash_config": _TENSORS_DECIDE},
+        {"dspark_fixup_head_type": ("markov",)}
+        if kind == "dspark"
+        else {"markov_rank": (0,), "dspark_markov_rank": (0,)},
+    )
+    for kind, own in _OF_KIND.items()
+}
+
+
+def kind_of(owner: object, raw: Fields) -> str:
+    """Return the kind of drafter that a config.json names, `"dflash"`, `"dflash2"` or `"dspark"`.
+
+    Raises:
+        ValueError: An architecture or a `projector_type` that is not read.
+    """
+    projector, named = said(owner, raw, "projector_type"), raw.get("architectures")
+    kinds = {KINDS.get(name) for name in architectures(raw)} or {None}
+    kinds = {"dspark"} if projector == "dspark" and kinds == {"dflash"} else kinds  # Model-Optimizer's
+    kind = next(iter(kinds))
+    if kind is None or len(kinds) > 1:
+        raise ValueError(f"{owner}: architectures={named} is none of {', '.join(KINDS)}")
+    if projector not in (None, kind):
+        raise ValueError(
+            f"{owner}: projector_type={projector!r} of architectures={named} is not supported, {kind!r} is"
+        )
+    return kind
 
 
 def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
@@ -27,38 +92,85 @@ def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + index * (num_target_layers - 4) / (num_layers - 1)) for index in range(num_layers)]
 
 
-def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
-    flat = raw | (raw.get("dflash_config") or {})
-    body = body_fields(name, raw, shapes)
-    kind = "dspark" if flat.get("projector_type") == "dspark" else _KINDS.get((raw.get("architectures") or [""])[0])
-    layers, targets = flat.get("target_layer_ids"), flat.get("num_target_layers")
+def read_common(owner: object, raw: Fields, shapes: Shapes, kind: str) -> Fields:
+    """Return the fields that z-lab's and DeepSpec's layouts share."""
+    body, fields = body_fields(owner, raw, shapes), {"target_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 1}
+    meanings = {field: lambda ids, more=more: [index - more for index in ids] for field, more in fields.items()}
+    layers = said(owner, raw, *fields, **meanings)
+    heads, mode = body["num_attention_heads"], said(owner, raw, "attention_mode")
+    sizes = {"target_hidden_size": body["hidden_size"], "draft_vocab_size": body["vocab_size"]}
+    sizes |= {"num_aux_layers": None if layers is None else len(layers)}
+    modes = ("gqa", "mha") if body.get("num_key_value_heads", heads) == heads else ("gqa",)
+    mask = said(owner, raw, "mask_token_id", "pard_token", "ptd_token_id")
     refuse(
         [
-            *((flat.get(each), f"{name}: {each}={flat.get(each)!r} is not supported") for each in _ENGINE_ONLY),
-            (kind is None, f"{name}: architectures={raw.get('architectures')} is none of {', '.join(_KINDS)}"),
-            (flat.get("mask_token_id") is None, f"{name}: dflash_config has no mask_token_id"),
+            (mask is None, f"{owner}: config.json has no mask_token_id"),
+            (mode not in (None, *modes), f"{owner}: attention_mode={mode!r} contradicts the heads of attention"),
+            *(
+                (said(owner, raw, key) not in (None, size), f"{owner}: {key}={said(owner, raw, key)} is not {size}")
+                for key, size in sizes.items()
+            ),
         ]
     )
-    stated = next((flat[each] for each in ("is_causal", "causal") if flat.get(each) is not None), None)
-    causal_head = bool(flat.get("causal_head"))
-    if layers is None and targets is not None:
-        layers = default_ids(targets, body["num_hidden_layers"])
-    law = {"dflash": lambda _: {}, "dflash2": selector_fields, "dspark": markov_fields}[kind or "dflash"](flat)
     values: Fields = {
-        "block_size": flat.get("block_size", 16),
-        "mask_token_id": flat["mask_token_id"],
-        "sample_from_anchor": kind == "dspark" and not flat.get("dspark_bonus_anchor"),
+        "block_size": said(owner, raw, "block_size"),
+        "mask_token_id": mask,
+        "sample_from_anchor": _anchor_first(owner, raw, kind == "dspark"),
         "feature_layers": None if layers is None else [index + 1 for index in layers],
-        "num_target_layers": targets,
-        "causal": bool(stated) or causal_head,
-        "sliding_causal": stated is None or bool(stated) or causal_head,
-        "final_logit_softcapping": flat.get("final_logit_softcapping"),
+        "num_target_layers": said(owner, raw, "num_target_layers"),
+        "is_interleaved": is_interleaved(owner, raw),
     }
-    values |= {key: flat.get(key, 1.0) for key in ("input_embedding_scale", "output_multiplier")}
-    return body | values | law | parts_of(shapes)
+    return body | values | law_fields(kind, owner, raw, shapes, body["hidden_size"]) | parts_of(shapes)
 
 
-_KINDS = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2", "DSparkDraftModel": "dspark"}
+def is_interleaved(owner: object, raw: Fields) -> bool:
+    """Return whether rope turns pairs of neighbours, and not of halves of a head."""
+    return said(owner, raw, "rope_is_neox_style", "is_neox_style") in (False,)
+
+
+def _anchor_first(owner: object, raw: Fields, is_dspark: bool) -> bool | None:
+    """Return which rows draft; None: a `shift_label` says that it is not as usual, of which trainers disagree."""
+    fields = ["sample_from_anchor", "dspark_bonus_anchor"]
+    meanings = {"dspark_bonus_anchor": lambda bonus: not bonus if bonus or is_dspark else None}
+    shift, known = said(owner, raw, "shift_label"), said(owner, raw, *fields, **meanings)
+    if known is None:
+        return is_dspark if shift in (None, is_dspark) else None
+    return said(owner, raw, *fields, "shift_label", **meanings) if shift or is_dspark else known
+
+
+def _causal(owner: object, raw: Fields) -> bool | None:
+    """Return whether rows see rows up to their own alone; None: the config does not say it."""
+    places = both(*_CAUSAL)
+    if stated(raw, "is_causal") is False and stated(raw, "dflash_config.causal"):
+        places.remove("is_causal")  # NeMo writes false for every drafter
+    return agreed(owner, raw, *places)
+
+
+def _windows(owner: object, raw: Fields, values: Fields, causal: bool | None) -> Fields:
+    """Return the windows of layers; Model-Optimizer's `use_swa` gives one to every layer."""
+    size = agreed(owner, raw, "sliding_window", *both("swa_window_size"))
+    kinds = values.get("layer_types") or []
+    is_whole = bool(said(owner, raw, "use_swa")) and "sliding_attention" not in kinds
+    if not is_whole and "sliding_attention" not in kinds:
+        return {"sliding_window": size}
+    smallest = (values["block_size"] or 1) if is_whole else 1
+    if type(size) is not int or size < smallest:
+        raise ValueError(f"{owner}: swa_window_size or sliding_window is {size!r}, not {smallest} or more")
+    windows = {"sliding_window": size, "sliding_causal": not is_whole if causal is None else causal}
+    return windows | ({"layer_types": ["sliding_attention"] * values["num_hidden_layers"]} if is_whole else {})
+
+
+def _read(owner: object, raw: Fields, shapes: Shapes) -> Fields:
+    values, causal = read_common(owner, raw, shapes, kind_of(owner, raw)), _causal(owner, raw)
+    targets = values["num_target_layers"]
+    if values["feature_layers"] is None and targets is not None:
+        values["feature_layers"] = [index + 1 for index in default_ids(targets, values["num_hidden_layers"])]
+    values |= {"causal": bool(causal)} | _windows(owner, raw, values, causal)
+    scales = {key: said(owner, raw, key) for key in ("input_embedding_scale", "output_multiplier")}
+    values |= {key: scale for key, scale in scales.items() if scale is not None}
+    return values | {"final_logit_softcapping": said(owner, raw, "final_logit_softcapping")}
+
+
 _ARCHITECTURES = {"independent": "DFlashDraftModel", "selector": "DFlash2DraftModel", "markov": "DSparkDraftModel"}
 
 
@@ -68,9 +180,9 @@ def _write(config: BlockDrafterConfig) -> Fields:
     refuse(
         [
             (
-                config.sample_from_anchor != is_dspark,
-                f"layout='z-lab' with law={config.law!r} drafts from row {int(not is_dspark)}: make the "
-                f"drafter with from_backbone(..., sample_from_anchor={is_dspark})",
+                config.sample_from_anchor and not is_dspark,
+                f"layout='z-lab' with law={config.law!r} drafts from row 1: make the drafter with from_backbone(..., "
+                "sample_from_anchor=False)",
             ),
             (
                 config.has_draft_vocabulary,
@@ -90,6 +202,7 @@ def _write(config: BlockDrafterConfig) -> Fields:
     }
     defaults = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
     nested |= {key: getattr(config, key) for key, usual in defaults.items() if getattr(config, key) != usual}
+    nested |= {} if config.sample_from_anchor == is_dspark else {"sample_from_anchor": config.sample_from_anchor}
     values = written_body(config) | {"architectures": [_ARCHITECTURES[config.law]], "block_size": config.block_size}
     if config.num_target_layers is not None:
         values["num_target_layers"] = config.num_target_layers
@@ -99,7 +212,8 @@ def _write(config: BlockDrafterConfig) -> Fields:
 
 
 def _is_zlab(raw: Fields) -> bool:
-    return isinstance(raw.get("dflash_config"), dict) or any(name in _KINDS for name in architectures(raw)[:1])
+    own = KINDS.keys() - {"Qwen3DSparkModel"}
+    return isinstance(raw.get("dflash_config"), dict) or any(name in own for name in architectures(raw)[:1])
 
 
-ZLAB = BlockLayout("z-lab", _is_zlab, _read, _write)
+ZLAB = BlockLayout("z-lab", _is_zlab, lambda owner, raw: _TABLES[kind_of(owner, raw)], _read, _write, renames=RENAMES)

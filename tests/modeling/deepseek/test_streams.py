@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.glm5_next import modeling_glm5_next as glm
@@ -12,7 +13,8 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as qwen
 
 from tests.families import family_model, random_ids
 from tests.towers import image_batch, tower_model
-from tokenahead import DeepSeekMTP
+from tokenahead import BlockDrafter, DeepSeekMTP
+from tokenahead.training.loading import causal_class
 
 KINDS = ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"]
 
@@ -194,3 +196,28 @@ def test_streams_are_no_business_of_a_head_that_may_not_learn():
     model.loss_options.weight = 0.0
     model(ids, labels=ids).loss.backward()
     torch.testing.assert_close(mine, model.get_output_embeddings().weight.grad)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@torch.no_grad()
+def test_a_release_of_deepseek_v4_with_dspark_names_its_drafter(nested, tmp_path):
+    """Its `mtp.*` are a drafter: they are no modules, and the model alone is loaded on request."""
+    model, ids = family_model("deepseek_v4"), random_ids()
+    model.save_pretrained(tmp_path)
+    files = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if "mtp." not in name}
+    extra = {"mtp.0.main_proj.weight": torch.ones(32, 96), "mtp.2.markov_head.markov_w1.weight": torch.ones(96, 4)}
+    save_file(files | extra, tmp_path / "model.safetensors", {"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text())
+    stated = {"dspark_block_size": 5, "dspark_target_layer_ids": [0, 1, 2], "dspark_markov_rank": 4}
+    values |= {"num_nextn_predict_layers": 3} | ({"text_config": stated} if nested else stated)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"DSpark.*dspark_block_size=5.*inference_only=True"):
+        DeepSeekMTP.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"DSpark.*dspark_block_size=5"):
+        BlockDrafter.from_pretrained(tmp_path)
+    if nested:  # as in V4.1, which transformers does not have
+        return
+    alone = DeepSeekMTP.from_pretrained(tmp_path, inference_only=True)
+    assert alone.num_modules == 0
+    torch.testing.assert_close(alone(ids).logits, model(ids).logits)
+    assert causal_class(AutoConfig.from_pretrained(tmp_path)) is AutoModelForCausalLM

@@ -80,19 +80,23 @@ class CandidateAdapter(CandidateGenerator):
         self._take(input_ids, outputs, n_last_matches)
         length = min(self.session.num_tokens, self.options.max_length - input_ids.shape[1] - 1)
         tree = self.session.propose(Sequences(input_ids), max(length, 0))
-        self.drafted = tree.tokens.shape[1]
-        self.block = torch.cat([input_ids[:, -1:], tree.tokens], dim=1)  # [1, m + 1]
+        draft, q = tree.tokens, tree.probs
         numbers = self.options.numbers.taken(input_ids.device)
         if numbers is not None and not bool((numbers < torch.inf).all()):
             self.is_left_out = True
             if self.drafter is not None:
                 self.drafter.warn_of_numbers()
-        if self.drafted == 0 or self.is_left_out:
+            # drawn tokens before such a number are verified: dropped for what was drawn, they would come too seldom
+            are_drawn = [] if q is None else [bool(row) for row in q[0].isfinite().all(-1)]
+            draft = draft[:, : [*are_drawn, False].index(False)]
+            q = None if q is None else q[:, : draft.shape[1]]
+        self.drafted = draft.shape[1]
+        self.block = torch.cat([input_ids[:, -1:], draft], dim=1)  # [1, m + 1]
+        if self.drafted == 0:
             return input_ids, None
-        q = tree.probs
         if q is None and self.options.do_sample:  # transformers takes candidates without distributions as greedy ones
-            q = torch.nn.functional.one_hot(tree.tokens, cast(Tensor, outputs.logits).shape[-1]).float()
-        return torch.cat([input_ids, tree.tokens], dim=1), None if q is None else q.log()
+            q = torch.nn.functional.one_hot(draft, cast(Tensor, outputs.logits).shape[-1]).float()
+        return torch.cat([input_ids, draft], dim=1), None if q is None else q.log()
 
     def _take(self, input_ids: Tensor, outputs: CausalLMOutputWithPast, matches: int) -> None:
         """Pass the outputs of the last forward to the session, as our own loop would."""

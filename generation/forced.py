@@ -3,7 +3,8 @@
 Where the call's constraints leave exactly one token, it is certain, and its draft is never rejected; where a grammar
 leaves one text, but several ways to cut it into tokens, the usual one is a guess, which is verified as any look-up. So
 a cycle begins with all tokens that are forced after the sequences. Where these are as many as the drafter would draft,
-it is not called; else it drafts, under the same constraints, and what is forced after its draft is added to it.
+it is not called; else it drafts, under the same constraints, and what is forced after its draft is added to it. At the
+places of forced tokens and guesses these are proposed with certainty, whatever the drafter has drawn there.
 """
 
 from __future__ import annotations
@@ -93,19 +94,22 @@ class ForcedSession(DraftSession):
         return DraftTree.chain(drafts, probs, None if is_even else torch.tensor(counts, device=drafts.device))
 
     def _joined(self, run: Tensor, counts: list[int], tree: DraftTree) -> DraftTree:
-        """Return the drafts of a chain, with what is forced in the place of those that it contradicts or exceeds."""
+        """Return what is forced, and then the rest of a chain that does not contradict it.
+
+        The rest was drawn given the very tokens that are forced, and what it was drawn from depends on no others.
+        """
         drafts, width = tree.tokens, max(tree.tokens.shape[1], run.shape[1])
         forced = torch.tensor(counts, device=run.device)  # [B]
         drafted = torch.full_like(forced, drafts.shape[1]) if tree.num_nodes is None else tree.num_nodes
         run, drafts = (pad(each, (0, width - each.shape[1])) for each in (run, drafts))  # [B, w]
         places = torch.arange(width, device=run.device)
-        differs = ((run != drafts) & (places < forced[:, None])).any(1) | (drafted < forced)  # [B]
-        tokens = torch.where(differs[:, None], run, drafts)
+        is_forced = places < forced[:, None]  # [B, w]
+        differs = ((run != drafts) & is_forced).any(1) | (drafted < forced)  # [B]
         probs = None
         if tree.probs is not None:
             probs = pad(tree.probs, (0, 0, 0, width - tree.probs.shape[1]))  # [B, w, V]
-            probs = torch.where(differs[:, None, None], certain(run, probs), probs)
-        return DraftTree.chain(tokens, probs, torch.where(differs, forced, drafted))
+            probs = torch.where(is_forced[..., None], certain(run, probs), probs)
+        return DraftTree.chain(torch.where(is_forced, run, drafts), probs, torch.where(differs, forced, drafted))
 
     def _continued(self, tree: DraftTree, tokens: Sequences, length: int) -> DraftTree:
         """Return a chain with what is forced after it, where all sequences draft equally many tokens."""

@@ -16,10 +16,11 @@ On a cache of a fixed size the ends are also found on the device (`Stopping.coun
 the host reads it, and can be recorded and replayed (`graphs`). Where the next cycle needs nothing of the host, it is
 launched before the host reads this one (`ahead`); where all sequences turn out to have ended, it does nothing.
 
-Where scores of an open sequence, or what its draft was chosen from, are no numbers (NaN, +inf, -inf everywhere), the
-cycle is repeated on the cache as it was with b alone: a row that nobody sees is multiplied by 0, and 0 times NaN is
-NaN. If b's scores are none either, the backbone is at fault, which is an error; else the drafter is left out from there
-on.
+Where scores of an open sequence are no numbers (NaN, +inf, -inf everywhere), the cycle is repeated on the cache as it
+was with b alone: a row that nobody sees is multiplied by 0, and 0 times NaN is NaN. If b's scores are none either, the
+backbone is at fault, which is an error; else the drafter is left out from there on. So it is where its draft was chosen
+from no numbers; what was drafted before these is verified, for drafts that are dropped for what was drawn come too
+seldom.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from .plan import SpeculationPlan, decode_plainly
 from .results import Results
 from .tensors.masks import to_device
 from .tensors.wrapped_models import has_foreign_hooks, untyped
+from .trees.building import up_to
 from .trees.growth import most_nodes
 from .verification.cycles import Cycle
 from .verification.verifiers import GreedyVerifier
@@ -65,10 +67,14 @@ class SpeculativeLoop(Results):
 
     Args:
         plan: Complete (`SpeculationPlan.complete`).
+
+    Attributes:
+        limits: The most tokens of every sequence, in the cycle in which a processor's state moved on a drawn draft.
     """
 
     fixed: FixedSequences | None = None
     recorder: Recorder | None = None
+    limits: list[int] | None = None
     is_whole = is_constant = needs_host = False
     drafted = called = 0.0
 
@@ -189,7 +195,7 @@ class SpeculativeLoop(Results):
         drafted = None
         if self.fixed is not None and self.session.reads_host and self._drafts():
             drafted = held_draft(self.session.propose(self.tokens, length), self.target.held)
-        if self.fixed is not None and self.is_whole and self._drafts():
+        if self.fixed is not None and self.is_whole and (self._drafts() or self.ahead is not None):
             cycle = self.ahead or self._launched(length, self.fixed, drafted)
             self.ahead = self._launched(length, self.fixed, None) if self._is_followed() else None
             cycle = self._on_host(cycle)
@@ -203,7 +209,8 @@ class SpeculativeLoop(Results):
             cycle = self._without_drafts(cycle)
         accepted, new_tokens = self._settle(cycle)
         is_cut = sum(new_tokens.counts) < sum(accepted) + len(accepted)
-        if is_cut and self.stopping.holds:  # the last token that a sequence keeps is a draft
+        # the last token that a sequence keeps is a draft; where none is cut `first` would change nothing
+        if is_cut and self.stopping.holds:
             cycle.result = cycle.result.first(new_tokens.on_device)
         if self.fixed is not None:
             self.fixed.end(self.done)
@@ -216,7 +223,8 @@ class SpeculativeLoop(Results):
 
     def _is_followed(self) -> bool:
         """Return whether another cycle surely follows one that nobody has read, but for ends of sequences by eos."""
-        return self.is_constant and not self.needs_host and self._tokens_left() > self.session.num_tokens + 1
+        is_alike = self.is_constant and self._drafts() and not self.needs_host
+        return is_alike and self._tokens_left() > self.session.num_tokens + 1
 
     def _region(self, name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what a part of a cycle returns in which the host waits for nothing."""
@@ -261,24 +269,31 @@ class SpeculativeLoop(Results):
     def _verified(self, tree: DraftTree, outputs: TargetOutput, numbers: Tensor | None = None) -> Cycle:
         """Verify a draft."""
         scores, fed = self._scores(outputs.logits, tree), tree  # [B, m + 1, V]
-        if self.is_plain:  # since this cycle, perhaps: then its drafts were read, and are dropped
+        if self.limits is not None:
+            limits = torch.tensor(self.limits, device=scores.device)  # [B]
+            result = self.verifier.verify(up_to(tree, limits), scores).first(limits)
+        elif self._drafts():
+            result = self.verifier.verify(tree, scores)
+        else:  # since this cycle, perhaps: then its drafts were read, and are dropped
             tree, outputs = self.empty, TargetOutput(outputs.logits[:, :1], outputs.first(1))
-        result = self.verifier.verify(tree, scores) if self._drafts() else self._picked(scores)
+            result = self._picked(scores)
         return self._checked(Cycle(fed, tree, outputs, scores, result, numbers))
 
     def _without_drafts(self, cycle: Cycle) -> Cycle:
         """Return a cycle of the bonus token alone in the place of one with faults; from then on nothing is drafted.
 
+        What was drafted is not looked at: scores that drafts alone made none are those of a backbone at fault.
+
         Raises:
             ValueError: Processors left no token, or the scores of that token alone are no numbers: it is the backbone.
         """
-        are_scores, are_drafts = cycle.has_finite_scores(), cycle.has_finite_drafts()
-        if are_scores and are_drafts and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:
+        are_scores = cycle.has_finite_scores()
+        if are_scores and isinstance(self.verifier, GreedyVerifier) and not self.verifier.takes_infinity:
             self.verifier.takes_infinity = True  # processors made it, and plain decoding goes on from it
             self.recorder = None
             cycle = self._on_host(self._checked(cycle))
             return self._without_drafts(cycle) if cycle.faults else cycle
-        if are_drafts and (are_scores or cycle.fed.is_empty):
+        if are_scores or cycle.fed.is_empty:
             raise cycle.refusal(self.backbone, self.processing)
         self.is_left_out = True
         self.target.forget(NewTokens([0] * len(self.done), self.tokens.ids.device))
@@ -299,9 +314,12 @@ class SpeculativeLoop(Results):
     def _scores(self, logits: Tensor, tree: DraftTree, is_prefill: bool = False) -> Tensor:
         """Return the target's scores [B, m + 1, v] of a block, after the logits processors of the call.
 
-        Where their state moves, they are called as in plain decoding from now on, and drafts are dropped: in the
-        prefill they may prepare, but what moves again after that is a state.
+        Where their state moves, they are called as in plain decoding from now on: in the prefill they may prepare, but
+        what moves again after that is a state. Drafts are dropped then, but drawn ones at which it moved: those up to
+        them, themselves included, are verified (`limits`), for a token that is drawn anew because it was drafted comes
+        too seldom.
         """
+        self.limits = None
         if self.processing is None:
             return logits
         if self.is_plain:
@@ -324,6 +342,15 @@ class SpeculativeLoop(Results):
         if is_prefill or was_trial:
             return scores
         self.watch.restore()
+        if tree.probs is not None:
+            watch = self.watch
+            scores, limits = self.processing.until(
+                self.tokens, logits, tree, self.done, lambda: watch.moved() is not None
+            )
+            watch.restore()
+            if any(limit and not done for limit, done in zip(limits, self.done)):
+                self.limits = limits
+                return scores
         return self.processing.in_step(self.tokens, logits, self.done)
 
     def _length(self) -> int:
@@ -384,15 +411,21 @@ class SpeculativeLoop(Results):
     def _on_host(self, cycle: Cycle) -> Cycle:
         """Let the host read what it needs: it waits for the device, once in a cycle."""
         is_faulty, cycle.faults = cycle.read(), []
-        if any(is_faulty):
-            ignored = zip(is_faulty, self.done, self._waiting())
-            cycle.faults = [row for row, (fault, done, waits) in enumerate(ignored) if fault and not (done or waits)]
+        if any(is_faulty) or any(cycle.strays):
+            ignored = [done or waits for done, waits in zip(self.done, self._waiting())]
+            cycle.faults = [row for row, (fault, skips) in enumerate(zip(is_faulty, ignored)) if fault and not skips]
+            if any(stray and not skips for stray, skips in zip(cycle.strays, ignored)):
+                self.is_left_out = True
+                if not cycle.faults:  # else the backbone itself may be at fault
+                    self.plan.call.drafter.warn_of_numbers()
         if self.is_constant:
             cycle.shorten(self._tokens_left() - 1)
         return cycle
 
     def _waiting(self) -> list[bool]:
         """Return which sequences are further on than others, wait for these in plain decoding, and get nothing."""
+        if self.limits is not None:
+            return [not limit for limit in self.limits]
         lengths = self.tokens.lengths
         fewest = min((n for n, done in zip(lengths, self.done) if not done), default=0)
         return [self.is_plain and n > fewest for n in lengths]

@@ -9,8 +9,9 @@ padding, where they are shorter), and their result is dropped.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -76,11 +77,19 @@ class Processing:
         if not self.processors:
             return logits
         if not self.is_known:
-            return self._by_length(tokens, logits, tree, done)
+            return self._by_length(tokens, logits, tree, done)[0]
         positions, flat = TreePositions(tokens, tree, logits.shape[-1]), logits.flatten(0, 1)
         for processor in self.processors:
             flat = self.constraints.applied(processor, positions, flat, None)
         return flat.view(logits.shape)
+
+    def until(
+        self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool], has_moved: Callable[[], bool]
+    ) -> tuple[Tensor, list[int]]:
+        """Return scores as plain decoding has them until `has_moved` after a call, and how many tokens these verify of
+        every sequence: those up to the drafts that the call looked at, themselves included."""
+        scores, end = self._by_length(tokens, logits, tree, done, has_moved)
+        return scores, [max(end - length, 0) for length in tokens.lengths]
 
     def in_step(self, tokens: Sequences, logits: Tensor, done: list[bool]) -> Tensor:
         """Return scores [B, 1, v] as plain decoding does, once for every length that all open sequences have.
@@ -108,10 +117,18 @@ class Processing:
     def masks(self, tokens: Sequences, is_warped: bool) -> DraftMasks | None:
         return self.constraints.masks(tokens, is_warped) if self.constraints.all else None
 
-    def _by_length(self, tokens: Sequences, logits: Tensor, tree: DraftTree, done: list[bool]) -> Tensor:
+    def _by_length(
+        self,
+        tokens: Sequences,
+        logits: Tensor,
+        tree: DraftTree,
+        done: list[bool],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> tuple[Tensor, int]:
         """Apply the whole list at one length after the other, along paths until they meet a token that it excludes.
 
-        What follows such a token, or an end, is never used, and a constraint need not know it.
+        What follows such a token, or an end, is never used, and a constraint need not know it. Return also the length
+        after which it `is_over`, or more than any.
         """
         positions, size = TreePositions(tokens, tree, self.pad), logits.shape[-1]
         output, ids, offered = logits.clone(), positions.ids, dict[int, Tensor]()
@@ -138,10 +155,12 @@ class Processing:
                 if self.unchecked and (mask is not None or offers_mask(processor)):
                     offer = processor.allowed(prefixes[index]) if mask is None else mask[index]
                     self._compare(processor, fitted(offer, size, processor), before[index], scores[index])
+            if is_over():
+                return output, length
             output[index, here[1][index]] = scores[index].to(output.dtype)
             self._close(possible, used, chosen, parents, scores, tree.tokens)
         self.unchecked = max(self.unchecked - 1, 0)
-        return output
+        return output, sys.maxsize
 
     def _compare(self, processor: object, offer: Tensor, before: Tensor, after: Tensor) -> None:
         """Warn of a processor whose mask [N, v] is not what it excludes: its drafts are worse, and the output is

@@ -83,7 +83,7 @@ class StateWatch:
 
     def note(self) -> None:
         """Remember the state before a call."""
-        if not self.held or self._moved() is not None:
+        if not self.held or self.moved() is not None:
             self.held, self.has_matcher = [], False
             for processor in self.processors:
                 name = getattr(processor, "__name__", type(processor).__name__)
@@ -91,7 +91,7 @@ class StateWatch:
 
     def has_moved(self) -> bool:
         """Return whether the state is another one than `note` remembered, or holds a matcher now."""
-        moved = self._moved()
+        moved = self.moved()
         if moved is None:
             return self.has_matcher
         before, self.held = self.held, []
@@ -106,7 +106,8 @@ class StateWatch:
                 if not held.is_same():
                     held.write(held.value)
 
-    def _moved(self) -> str | None:
+    def moved(self) -> str | None:
+        """Return the class of a processor whose state is not the one that `note` remembered; None: there is none."""
         return next((name for name, every in self.held if not all(held.is_same() for held in every)), None)
 
     def _walk(self, root: object, name: str) -> Iterator[_Held]:

@@ -75,6 +75,16 @@ def of_real(tree: DraftTree, real: Tensor, is_cut: bool = True) -> DraftTree:
     return replace(tree, tokens=tokens, parents=parents, probs=probs, num_nodes=counts, is_chain=is_chain)
 
 
+def up_to(tree: DraftTree, depths: Tensor) -> DraftTree:
+    """Return a drawn tree whose nodes beyond a depth [B] are never accepted: a distribution of nothing draws none."""
+    assert tree.probs is not None
+    is_end, marks = tree.positions() >= depths[:, None], tree.deterministic  # [B, m + 1]
+    if marks is not None:
+        marks = marks & ~is_end.gather(1, tree.parents + 1)
+    probs = tree.probs.masked_fill(is_end[:, : tree.probs.shape[1], None], 0)
+    return replace(tree, probs=probs, deterministic=marks)
+
+
 def dynamic_tree(
     log_probs: Tensor, expand: Expand, *, depth: int, top_k: int, total_tokens: int, best_first: bool = False
 ) -> DraftTree:

@@ -26,11 +26,13 @@ class Cycle:
         outputs: Of the backbone.
         scores: [B, m + 1, v], after the logits processors.
         result: Of the verification.
-        numbers: [B], NaN or +inf where a draft was chosen from what is no number; None: not known.
+        numbers: [B], NaN or +inf where a draft was chosen from what is no number; None: not known. Such a draft is
+            never accepted in sampled calls, and is verified as any in others.
         accepted: Accepted drafts per sequence.
         new: New tokens per sequence, and what follows them in `result.tokens`.
         drafts: Real drafts per sequence.
-        faults: Open sequences that would go on from scores, or from drafts, that come from no numbers.
+        faults: Open sequences that would go on from scores that are no numbers.
+        strays: Sequences where `numbers` are none.
         rows: `Verifier.path_rows`, or [B, 1].
         report: [B, n] int64, all that the host reads.
         arrival: On an accelerator, when a report that was sent has arrived.
@@ -46,6 +48,7 @@ class Cycle:
     new: list[list[int]] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
+    strays: list[bool] = field(default_factory=list)
     rows: Tensor | None = None
     report: Tensor | None = None
     arrival: torch.cuda.Event | None = None
@@ -79,11 +82,12 @@ class Cycle:
         start = 1 if real is None else 2
         first = start + (numbers is not None)
         text = first + (0 if self.rows is None else self.rows.shape[1])
-        is_faulty, self.accepted, self.new, self.drafts = [], [], [], []
+        is_faulty, self.strays, self.accepted, self.new, self.drafts = [], [], [], [], []
         for ids in self.report.tolist():
             read = ids[first : min(text, first + 1 + ids[0])]
-            read += [] if numbers is None or ids[start] == _MASKED else [ids[start]]
             is_faulty.append(any(number & _NO_NUMBER == _NO_NUMBER for number in read))
+            is_known = numbers is not None and ids[start] != _MASKED
+            self.strays.append(is_known and ids[start] & _NO_NUMBER == _NO_NUMBER)
             self.accepted.append(ids[0])
             self.new.append(ids[text : text + width])
             self.drafts.append(ids[text + width :] if real is None else ids[text + width :][: ids[1]])
@@ -91,12 +95,10 @@ class Cycle:
 
     def is_sound(self) -> Tensor | None:
         """Return which sequences are not at fault, [B] bool on the device; None: nothing looks at any."""
-        are_drafts = None if self.numbers is None else self.numbers < torch.inf
         if self.rows is None:
-            return are_drafts
+            return None
         is_after = cached_arange(self.rows.shape[1], self.rows.device) > self.result.num_accepted[:, None]  # [B, r]
-        are_scores = (self.rows.isfinite() | is_after).all(1)
-        return are_scores if are_drafts is None else are_scores & are_drafts
+        return (self.rows.isfinite() | is_after).all(1)
 
     def shorten(self, longest: int) -> None:
         """Count no more drafts than so many, which could be accepted: longer ones were drafted to keep a shape."""
@@ -107,10 +109,6 @@ class Cycle:
     def has_finite_scores(self) -> bool:
         """Return whether the backbone's scores of the faulty sequences are numbers; the host waits."""
         return bool(self.outputs.logits[self.faults].amax(-1).isfinite().all())
-
-    def has_finite_drafts(self) -> bool:
-        """Return whether their drafts were chosen from numbers; the host waits."""
-        return self.numbers is None or bool((self.numbers[self.faults] < torch.inf).all())
 
     def refusal(self, backbone: object, processing: Processing | None) -> ValueError:
         """Return the error of a sequence that has no token to choose."""

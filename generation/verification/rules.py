@@ -210,8 +210,8 @@ def _add(mass: Tensor, uniforms: Tensor | None, generator: torch.Generator | Non
 
 
 def _ratios(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:
-    """`_raw_ratios`; 0 where the target excludes the token, 1 where it cannot have been drawn."""
-    return _raw_ratios(draft, q, p).nan_to_num(nan=0.0, posinf=1.0)
+    """`_raw_ratios`; 0 where the target excludes the token, or where it cannot have been drawn."""
+    return _raw_ratios(draft, q, p).nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _raw_ratios(draft: Tensor, q: Tensor, p: Tensor) -> Tensor:

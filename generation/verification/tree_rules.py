@@ -59,7 +59,8 @@ def _over_columns(tree: DraftTree, p: Tensor) -> tuple[DraftTree, Tensor]:
     if tree.columns is None or tree.probs is None:
         return tree, p
     size, some = len(tree.columns), p.index_select(-1, tree.columns)
-    others = (p.sum(-1, keepdim=True) - some.sum(-1, keepdim=True)).clamp(min=0)
+    # rounding may leave less than nothing, which no surplus keeps, and which their share does not depend on
+    others = p.sum(-1, keepdim=True) - some.sum(-1, keepdim=True)
     numbers = torch.full_like(p[0, 0], size, dtype=torch.int64)
     numbers.index_copy_(0, tree.columns, cached_arange(size, p.device))
     probs = torch.nn.functional.pad(tree.probs, (0, 1))

@@ -118,6 +118,8 @@ class SampledVerifier(Verifier):
         """See `Verifier`."""
         probs = scores.softmax(-1)
         self.rows = probs[..., 0]  # softmax makes all of a row NaN
+        if tree.probs is not None:  # what was chosen from no numbers is no draft, and those before it are verified
+            tree.probs = tree.probs.nan_to_num(nan=0.0)
         if self.uniforms is None:
             return race(tree, probs) if is_raced(tree, self.rule) else verify_sampled(tree, probs, self.rule)
         uniforms = self.uniforms.current[:, : scores.shape[1]]

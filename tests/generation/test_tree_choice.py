@@ -10,6 +10,7 @@ import torch
 from tests.backbones import backbone, check_greedy, prompts, train_heads
 from tests.matrix.decoding import warnings_of
 from tokenahead import EagleHead, MTPHeads, Speculation
+from tokenahead.generation.trees import choice
 from tokenahead.generation.trees.choice import chain_options, fastest_tree
 
 
@@ -204,3 +205,15 @@ def test_trials_warn_of_nothing(use_mtp):
             ids, attention_mask=torch.ones_like(ids), assistant_model=head, draft_tree="auto", **options | common
         )
     assert head.tree_choices and not messages
+
+
+def test_trials_draw_other_numbers_than_the_call(monkeypatch):
+    model, drawn = backbone(), []
+    heads, prompt = MTPHeads.from_backbone(model, window=3), prompts(1)[0][None]
+    monkeypatch.setattr(choice, "fastest_tree", lambda trial, longest: drawn.append(torch.rand(4)))
+    torch.manual_seed(5)
+    own = torch.rand(4)
+    torch.manual_seed(5)
+    options = choice.CallOptions(draft_tree="auto", speculates=True)
+    choice.choose_tree(None, heads, options, model.generation_config, prompt, None, {})
+    assert torch.rand(4).equal(own) and not drawn[0].equal(own)

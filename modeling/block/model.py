@@ -228,6 +228,7 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
         feature_layers: list[int] | None = None,
         sample_from_anchor: bool | None = None,
         block_size: int | None = None,
+        ignore_fields: Sequence[str] = (),
         **kwargs: Any,
     ) -> Any:
         """Load a directory or a Hub repository in our layout, z-lab's, SpecForge's, DeepSpec's, speculators' or that of
@@ -237,14 +238,15 @@ class BlockDrafter(ForeignLayoutsMixin, BlockLearner):
             pretrained_model_name_or_path: Directory or repository of the drafter.
             feature_layers: Indices into `hidden_states`, where those of the checkpoint are wrong or missing.
             sample_from_anchor: Whether the first row drafts, where the checkpoint does not say it.
-            block_size: Fewer rows than the drafter learned.
+            block_size: Fewer rows than the drafter learned, or how many it learned where the checkpoint does not say it.
+            ignore_fields: Fields of a config.json of another library that are passed over; unknown ones are refused.
             **kwargs: As for transformers' `from_pretrained`: `dtype`, `device_map`, `attn_implementation`, ...
 
         Raises:
-            ValueError: No block drafter, missing or unknown tensors, wrong shapes, ambiguous rows or states.
+            ValueError: No block drafter, missing or unknown tensors and fields, wrong shapes, ambiguous rows or states.
         """
         fields: Fields = dict(zip(OVERRIDES, (feature_layers, sample_from_anchor, block_size)))
-        return cls.load_stored(pretrained_model_name_or_path, fields, kwargs)
+        return cls.load_stored(pretrained_model_name_or_path, fields, kwargs | {"ignore_fields": ignore_fields})
 
     @classmethod
     def read_foreign(

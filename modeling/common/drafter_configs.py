@@ -76,7 +76,7 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
     if theta is None:
         raise ValueError(f"{owner}: config.json has no rope_theta")
     kinds = {
-        place: {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
+        place: {"rope_type": agreed(owner, rope, "rope_type", "type") or "default"}
         | {key: rope[key] for key in sorted(ROPE - {"rope_theta", "rope_type", "type"}) if rope.get(key) is not None}
         for place, rope in places.items()
         if rope.keys() - {"rope_theta"}
@@ -86,8 +86,8 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
 
 def _of_all_layers(rope: Fields) -> Fields:
     """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
-    nested = {kind: each for kind, each in rope.items() if isinstance(each, dict)}
-    return nested.get("sliding_attention", next(iter(nested.values()), rope))
+    nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
+    return next((each for each in nested if isinstance(each, dict)), rope)
 
 
 def architectures(raw: Fields) -> list[str]:

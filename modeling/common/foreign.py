@@ -19,8 +19,8 @@ from .draft_vocabulary import check_offsets
 from .learning import DraftModel
 from .loading import check_is_there
 
-_QUANTIZATION = "hf_quant_config.json"
-"""Where Model-Optimizer says how weights are packed."""
+_QUANTIZATION = "hf_quant_config"
+"""The file (.json) in which Model-Optimizer says how weights are packed."""
 _MAY_LACK = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 Stored = tuple[PreTrainedConfig, dict[str, Tensor] | None]
 """The configuration of a stored drafter, and its tensors where they are not in this library's layout."""
@@ -42,7 +42,7 @@ class ForeignLayoutsMixin(DraftModel):
 
         Args:
             name: Of the directory or repository.
-            raw: Its config.json, and `hf_quant_config.json` under its own name.
+            raw: Its config.json, and that of `hf_quant_config.json` as a field `hf_quant_config`.
             hub: `revision`, `token`, ...
             fields: Fields of the configuration that replace the checkpoint's, where they are not None.
             ignored: Fields of the config.json that are passed over, see `refuse_unread`.
@@ -128,5 +128,5 @@ def optional_file(name: str | PathLike, file: str, hub: Fields) -> str | None:
 
 
 def _quantization(name: str | PathLike, hub: Fields) -> Fields:
-    file = optional_file(name, _QUANTIZATION, hub)
+    file = optional_file(name, f"{_QUANTIZATION}.json", hub)
     return {} if file is None else {_QUANTIZATION: json.loads(Path(file).read_text(encoding="utf-8"))}

@@ -39,17 +39,15 @@ class BlockLayout:
     renames: tuple[tuple[str, str], ...] = ()
 
 
-_BODY = (
+_SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "initializer_range"),
-    *("attention_bias", "attention_dropout", "layer_types", "sliding_window", "dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("head_dim", "vocab_size", "max_position_embeddings"),
 )
-BODY = names(
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
-    "rms_norm_eps vocab_size max_position_embeddings attention_bias layer_types sliding_window use_sliding_window "
-    "rope_theta"
+_LAYERS = (*_SIZES, "hidden_act", "rms_norm_eps", "attention_bias", "layer_types", "sliding_window")
+_BODY = (
+    *(*_LAYERS, "initializer_range", "attention_dropout", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
+BODY = names("use_sliding_window rope_theta").union(_LAYERS)
 """Fields of the layers."""
 MARKOV = names(
     "markov_rank dspark_markov_rank markov_head_type enable_confidence_head use_confidence_head "
@@ -67,12 +65,15 @@ def body_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
         values.setdefault("dtype", raw["torch_dtype"])
     if missing := [key for key in ("hidden_size", "num_attention_heads") if key not in values]:
         raise ValueError(f"{owner}: config.json has no {', '.join(missing)}")
+    for key in _SIZES:
+        if type(values.get(key, 1)) is not int or values.get(key, 1) < 1:
+            raise ValueError(f"{owner}: config.json has {key}={values[key]!r}, which is no size")
     values["rope_parameters"] = rope_of(owner, raw)
-    attention, heads = "layers.0.self_attn.{}_proj.weight", max(values["num_attention_heads"], 1)
+    attention = "layers.0.self_attn.{}_proj.weight"
     rows = {each: shapes.get(attention.format(each), (0,))[0] for each in "qk"}
     tables = ("embed_tokens", "markov_head.markov_w1", "candidate_selector.predecessor_codebook")
     sizes = [shapes[key] for each in tables for key in (each, each + ".weight") if key in shapes]
-    head_dim = rows["q"] // heads
+    head_dim = rows["q"] // values["num_attention_heads"]
     shown = {
         "hidden_size": shapes.get("norm.weight", (0,))[0],
         "num_hidden_layers": count_of(
@@ -96,10 +97,10 @@ def parts_of(shapes: Shapes) -> Fields:
     return {"own_embeddings": "embed_tokens.weight" in shapes, "own_unembedding": "lm_head.weight" in shapes}
 
 
-def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes) -> Fields:
-    """Return the law of a kind of drafter, `"dflash"`, `"dflash2"` or `"dspark"`, and its heads."""
+def law_fields(kind: str, owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
+    """Return the law of a kind of drafter, `"dflash"`, `"dflash2"` or `"dspark"`, whose rows are so wide."""
     readers: Mapping[str, Callable[..., Fields]] = {"dflash2": _selector_fields, "dspark": _markov_fields}
-    return readers[kind](owner, raw, shapes) if kind in readers else {}
+    return readers[kind](owner, raw, shapes, width) if kind in readers else {}
 
 
 def both(*fields: str) -> list[str]:
@@ -112,7 +113,7 @@ def said(owner: object, raw: Fields, *fields: str, **meanings: Callable[[Any], A
     return agreed(owner, raw, *both(*fields), meanings=meanings)
 
 
-def _markov_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
+def _markov_fields(owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
     """Return the law and the confidence head of DSpark, as tensors show them where the config is silent."""
     head, proj = "markov_head.{}.weight", shapes.get("confidence_head.proj.weight")
     kinds = {"gated": head.format("gate_proj"), "rnn": head.format("joint_proj")}
@@ -124,15 +125,15 @@ def _markov_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
     switches = ("enable_confidence_head", "use_confidence_head")
     switch = next((each for each in switches for path in both(each) if stated(raw, path) is not None), switches[0])
     has_confidence = settled(owner, switch, said(owner, raw, *switches), proj is not None)
-    reads, field = None if proj is None else proj[1] > shapes["norm.weight"][0], "confidence_head_with_markov"
+    reads, field = None if proj is None else proj[1] > width, "confidence_head_with_markov"
     reads = settled(owner, field, said(owner, raw, field) if has_confidence else None, reads)
     return law | {"has_confidence": has_confidence, "confidence_reads_token": bool(reads)}
 
 
-def _selector_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
+def _selector_fields(owner: object, raw: Fields, shapes: Shapes, width: int) -> Fields:
     """Return the convolutions and the law of DFlash 2."""
     conv = "layers.0.attention_conv."
-    taps, width = shapes.get(conv + "base_kernel", (0, 0, 0))[1:]
+    taps = shapes.get(conv + "base_kernel", (0, 0, 0))[1]
     columns = shapes.get(conv + "kernel_projection.weight", (0,))[0]
     shown = {
         "conv_kernel_size": taps or None,

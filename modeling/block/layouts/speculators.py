@@ -66,7 +66,8 @@ def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
         "sliding_causal": not (kind == "dflash2" if is_free is None else is_free),
     }
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    return body | values | law_fields(kind, name, raw, shapes) | parts_of(shapes) | verifier_fields(verifier)
+    law = law_fields(kind, name, raw, shapes, body["hidden_size"])
+    return body | values | law | parts_of(shapes) | verifier_fields(verifier)
 
 
 def _anchor_first(raw: Fields) -> bool | None:

@@ -94,8 +94,9 @@ def default_ids(num_target_layers: int, num_layers: int) -> list[int]:
 
 def read_common(owner: object, raw: Fields, shapes: Shapes, kind: str) -> Fields:
     """Return the fields that z-lab's and DeepSpec's layouts share."""
-    body, aux = body_fields(owner, raw, shapes), "eagle_aux_hidden_state_layer_ids"
-    layers = said(owner, raw, "target_layer_ids", aux, **{aux: lambda ids: [index - 1 for index in ids]})
+    body, fields = body_fields(owner, raw, shapes), {"target_layer_ids": 0, "eagle_aux_hidden_state_layer_ids": 1}
+    meanings = {field: lambda ids, more=more: [index - more for index in ids] for field, more in fields.items()}
+    layers = said(owner, raw, *fields, **meanings)
     heads, mode = body["num_attention_heads"], said(owner, raw, "attention_mode")
     sizes = {"target_hidden_size": body["hidden_size"], "draft_vocab_size": body["vocab_size"]}
     sizes |= {"num_aux_layers": None if layers is None else len(layers)}
@@ -119,7 +120,7 @@ def read_common(owner: object, raw: Fields, shapes: Shapes, kind: str) -> Fields
         "num_target_layers": said(owner, raw, "num_target_layers"),
         "is_interleaved": is_interleaved(owner, raw),
     }
-    return body | values | law_fields(kind, owner, raw, shapes) | parts_of(shapes)
+    return body | values | law_fields(kind, owner, raw, shapes, body["hidden_size"]) | parts_of(shapes)
 
 
 def is_interleaved(owner: object, raw: Fields) -> bool:

@@ -74,6 +74,7 @@ def test_a_loaded_drafter_is_saved_in_its_layout_and_in_ours(name, tmp_path):
             dict(sample_from_anchor=False, layer_types=["sliding_attention"] * 2, sliding_window=4),
         ),
         ("z-lab", "markov", dict(output_multiplier=0.5, final_logit_softcapping=20.0)),
+        ("z-lab", "markov", dict(sample_from_anchor=False, has_confidence=True)),
         ("z-lab", "selector", dict(sample_from_anchor=False, conv_kernel_size=2, conv_group_size=8)),
         ("speculators", "independent", dict(sample_from_anchor=False, draft_ids=torch.arange(3, 40))),
         ("speculators", "markov", dict(has_confidence=True, draft_ids=torch.arange(3, 40))),
@@ -133,7 +134,6 @@ CONVOLVED = r"conv_kernel_size=None.*from_backbone\(\.\.\., conv_kernel_size=3"
         ("deepspec", "selector", {}, "no law='selector'; 'z-lab' and 'speculators' do"),
         ("z-lab", "markov", dict(conv_kernel_size=3, conv_group_size=8), "without conv_kernel_size=3"),
         ("z-lab", "independent", {}, FREE),
-        ("z-lab", "markov", dict(sample_from_anchor=False), ANCHORED),
         ("deepspec", "independent", dict(sample_from_anchor=False), ANCHORED),
         ("z-lab", "hmm", {}, "law='hmm'"),
         ("z-lab", "markov", dict(draft_ids=torch.arange(3, 40)), "draft_vocab_size=37"),
@@ -194,8 +194,10 @@ def test_fields_may_stand_at_the_top(edited):
     again = BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=None, **fields)).config.to_dict()
     wanted, moved = BlockDrafter.from_pretrained(DATA / DFLASH2).config.to_dict(), {"_name_or_path": None}
     assert again | moved == wanted | moved
-    inner = BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=fields, block_size=3, output_multiplier=7.0))
-    assert inner.block_size == 6 and inner.config.output_multiplier == 0.8
+    assert BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=fields, block_size=6)).block_size == 6
+    for name, other in {"block_size": 3, "output_multiplier": 7.0}.items():
+        with pytest.raises(ValueError, match=f"{name}=.*dflash_config.{name}="):
+            BlockDrafter.from_pretrained(edited(DFLASH2, dflash_config=fields, **{"block_size": 6, name: other}))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_fields_may_stand_at_the_top(edited):
         ("zlab_llama", {"architectures": ["OtherModel"]}, "OtherModel"),
         ("zlab_llama", {"dflash_config": {"block_size": 5, "target_layer_ids": [1, 4]}}, "mask_token_id"),
         ("zlab_llama", {"attention_sink_bias": True}, "attention_sink_bias"),
-        ("zlab_llama", {"use_swa": True}, "use_swa"),
+        ("zlab_llama", {"use_swa": True, "sliding_window": None}, "swa_window_size"),
         (DSPARK, {"aux_hidden_state_layer_ids": None}, "pass feature_layers="),
         (DSPARK, {"aux_hidden_state_layer_ids": [2, 4, 6]}, r"fc.weight has 64 columns.*feature_layers=\[2, 4, 6\]"),
         (DEEPSPEC, {"target_layer_ids": None}, "target_layer_ids"),

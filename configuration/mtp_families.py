@@ -7,13 +7,15 @@ In this library a module has the names of DeepSeek-V3: module k (from 0) of a mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedConfig, Qwen2Config
 
 from .fields import field
+from .foreign_fields import FieldTable, names, refuse_unread
 
 SAME = "same"
 """Instead of a type of layer: the type of the main model's layer of the module's own index."""
@@ -377,6 +379,43 @@ def refuse_dspark(owner: object, raw: Mapping[str, Any]) -> None:
             f"{owner} ships a DSpark drafter ({_DSPARK}={size}), not MTP modules, with layers of DeepSeek-V4, which "
             "are not supported there: DeepSeekMTP.from_pretrained(..., inference_only=True) loads the model alone"
         )
+
+
+_OF_MODULES = re.compile(r"(.*_)?(mtp|nextn|dspark)(_.*)?")
+_READ = names(
+    "num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_num_hidden_layers mtp_layers_block_type "
+    "mtp_hybrid_override_pattern mtp_layer_types mtp_mlp_layer_types mtp_indexer_types mtp_no_rope_layers "
+    "mtp_swiglu_limits mtp_swiglu_limits_shared mtp_local_layer_ids mtp_loss"
+)
+_KNOWN = names(
+    "mtp mtp_config n_mtp_layers mtp_num_layers mtp_replicate_modules mtp_use_repeated_layer mtp_detach_heads "
+    "mtp_loss_* use_mtp"
+)
+_FIELDS = FieldTable(
+    "modules",
+    {"": _READ, "text_config": _READ},
+    {"": _KNOWN, "text_config": _KNOWN},
+    {
+        "mtp_hidden_states_first": (True,),
+        "mtp_transformer_layers": (1,),
+        "mtp_disable_over_tokenizer": (True,),
+    },
+)
+
+
+def check_fields_of_modules(owner: object, raw: Mapping[str, Any], ignored: Sequence[str] = ()) -> None:
+    """Refuse a config.json with a field of modules that is not read; the model's own are transformers' business.
+
+    Raises:
+        ValueError: Such a field, or a DSpark drafter in place of modules.
+    """
+    refuse_dspark(owner, raw)
+    text = raw.get("text_config")
+    own, of_text = (
+        {key: value for key, value in part.items() if _OF_MODULES.fullmatch(key)}
+        for part in (raw, text if isinstance(text, Mapping) else {})
+    )
+    refuse_unread(owner, own | {"text_config": of_text}, _FIELDS, ignored)
 
 
 def announced_modules(config: PreTrainedConfig) -> int | None:

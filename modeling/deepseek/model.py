@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -13,7 +14,7 @@ from transformers.utils.generic import can_return_tuple
 from ...configuration.cache_names import CACHE, cache_of, given_cache
 from ...configuration.fields import field, requested_states
 from ...configuration.loss_options import ModuleLossOptions
-from ...configuration.mtp_families import MiMoConfig, count_modules, family_of, refuse_dspark
+from ...configuration.mtp_families import MiMoConfig, check_fields_of_modules, count_modules, family_of
 from ...generation.attach import MTPGenerationMixin
 from ...generation.call.options import CallOptions, DraftOptions
 from ...generation.drafter import DRAFTERS, DrafterFacts
@@ -125,6 +126,7 @@ class DeepSeekMTP(
         *,
         inference_only: bool = False,
         draft_vocabulary: TokenIds | None = None,
+        ignore_fields: Sequence[str] = (),
         **kwargs: Any,
     ) -> DeepSeekMTP:
         """Load a directory or a Hub repository.
@@ -133,18 +135,20 @@ class DeepSeekMTP(
             pretrained_model_name_or_path: A checkpoint in the official layout; None, with `config` and `state_dict`.
             inference_only: Leave the modules out: the model is then exactly the plain one.
             draft_vocabulary: Token ids that modules may draft; None: those in the checkpoint, or else all.
+            ignore_fields: Fields of modules in its config.json that are passed over; unknown ones are refused.
             **kwargs: As for transformers' `from_pretrained`: `dtype` (that of the checkpoint by default),
                 `device_map`, `attn_implementation`, `revision`, ...
 
         Raises:
-            ValueError: An unsupported family, more or fewer modules than announced, missing tensors, shapes or scales.
+            ValueError: An unsupported family, a field of modules that is not read, more or fewer modules than stated,
+                missing tensors, shapes or scales.
         """
         name, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         hub = {key: kwargs[key] for key in HUB_OPTIONS if key in kwargs}
         if name is not None:
             check_stored(name, config, kwargs.get("variant"), **hub)
         if name is not None and not inference_only:
-            refuse_dspark(name, PreTrainedConfig.get_config_dict(name, **hub)[0])
+            check_fields_of_modules(name, PreTrainedConfig.get_config_dict(name, **hub)[0], ignore_fields)
         if not isinstance(config, PreTrainedConfig):
             config = AutoConfig.from_pretrained(untyped(config or name), **hub)
         wants_info = kwargs.pop("output_loading_info", False)

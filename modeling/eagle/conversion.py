@@ -163,7 +163,7 @@ def foreign_head(
         if key != "num_hidden_layers" or (counts_layers and layout.counts_layers):
             settled(name, key, (layers | flags).get(key), value)
     _refuse_windows(name, layers, shown["num_hidden_layers"])
-    values = shown | stated | {"rope_parameters": _rope(name, layers, layout)}
+    values: Fields = shown | stated | {"rope_parameters": _rope(name, layers, layout)}
     values |= {key: flag for key, flag in flags.items() if flag is not None and version == 3}
     values |= {key: value for key, value in overrides.items() if value is not None}
     values["mask_token_id"] = _mask_token(name, raw, "mask_hidden" in shapes, overrides.get("mask_token_id"))

@@ -151,7 +151,14 @@ class MTPHeads(WindowHeadMixin, DraftModel):
 
     @classmethod
     @reads_whole
-    def from_official(cls, folder: str | PathLike, backbone: PreTrainedModel | None = None, **options: Any) -> MTPHeads:
+    def from_official(
+        cls,
+        folder: str | PathLike,
+        backbone: PreTrainedModel | None = None,
+        *,
+        ignore_fields: Sequence[str] = (),
+        **options: Any,
+    ) -> MTPHeads:
         """Load heads from a directory of their authors: Medusa, Hydra, Gloeckle et al., MtPC.
 
         Args:
@@ -159,6 +166,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
                 `model@N.pt` (the last one) and `config.yaml`.
             backbone: The model to attach them to; MtPC's with draft layers read its configuration by the recorded name
                 if it is left out.
+            ignore_fields: Fields of its config.json that are passed over; unknown ones are refused.
             **options: Fields of `MTPHeadConfig` that the directory lacks (`vocab_size` for Medusa's version 2), or that
                 should differ, as `loss_options`.
 
@@ -166,9 +174,10 @@ class MTPHeads(WindowHeadMixin, DraftModel):
             The heads, attached if there is a backbone, else in the dtype of their tensors.
 
         Raises:
-            ValueError: An unknown layout, unknown or missing tensors, a pickle of more than tensors, another backbone.
+            ValueError: An unknown layout or field, unknown or missing tensors, a pickle of more than tensors, another
+                backbone.
         """
-        heads, heads._expected_embedding = heads_from_official(cls, Path(folder), options, backbone)
+        heads, heads._expected_embedding = heads_from_official(cls, Path(folder), options, backbone, ignore_fields)
         return heads if backbone is None else heads.attach(backbone)
 
     @classmethod

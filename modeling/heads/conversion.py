@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from ...configuration.fields import check_counts, field
+from ...configuration.foreign_fields import refuse_unread
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import (
     Fields,
@@ -35,11 +36,11 @@ Heads = TypeVar("Heads", bound=PreTrainedModel)
 
 
 def heads_from_official(
-    kind: type[Heads], folder: Path, fields: Fields, backbone: PreTrainedModel | None
+    kind: type[Heads], folder: Path, fields: Fields, backbone: PreTrainedModel | None, ignored: Sequence[str] = ()
 ) -> tuple[Heads, Tensor | None]:
     """Return heads from a directory of their authors, and the embedding that Hydra's repeat; see `from_official`.
 
-    `fields` are those that the directory lacks, or that should differ.
+    `fields` are those that the directory lacks, or that should differ; `ignored` are names that are passed over.
     """
     layout, own = published_layout(folder), read_json(folder / "config.json").get("model_type")
     if own == MTPHeadConfig.model_type:
@@ -47,6 +48,8 @@ def heads_from_official(
     if layout is None:
         names = "medusa_lm_head.*, hydra_lm_head.*, params.json, model@N.pt, medusa_head.* among the tensors, ..."
         raise ValueError(f"{folder}: no known layout of heads ({names})")
+    if layout.fields is not None:
+        refuse_unread(folder, _of_heads(read_json(folder / layout.fields_file)), layout.fields, ignored)
     found, tensors = layout.read(folder)
     check_counts(folder, found, len(tensors))
     embedding, adapters = tensors.pop(EMBEDDING, None), below(tensors, LAYERS)
@@ -66,6 +69,12 @@ def heads_from_official(
         heads.draft_layers = layers = DraftLayers(config)
         load_tensors(layers, adapters, what)
     return heads.eval(), embedding
+
+
+def _of_heads(raw: Fields) -> Fields:
+    """Return the fields of heads: of a whole model's config.json, the others are transformers' business."""
+    is_models = "architectures" in raw and raw.get("model_type") != "medusa"
+    return {key: value for key, value in raw.items() if not is_models or key.startswith(("medusa_", "hydra_"))}
 
 
 def load_tensors(head: nn.Module, tensors: Tensors, what: str, assign: bool = False) -> None:

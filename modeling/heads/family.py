@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...configuration.foreign_fields import FieldTable
 from ...configuration.head_families import HEAD_FAMILIES, HeadFamilyFacts
 from ...configuration.heads import HEAD_TYPES, MTPHeadConfig
 from ...generation.tensors.tensor_files import Fields, Tensors
@@ -35,6 +36,7 @@ class HeadLayout:
         write: From a config, the head's tensors and the backbone to fields and tensors.
         tensors_file: Written with safetensors or, with another suffix, as a pickle of tensors.
         fields_file: Of fields, as JSON.
+        fields: The fields that may stand there; None: `read` refuses unknown ones itself.
     """
 
     name: str
@@ -44,6 +46,7 @@ class HeadLayout:
     write: Callable[[MTPHeadConfig, Tensors, PreTrainedModel], Directory]
     tensors_file: str = "model.safetensors"
     fields_file: str = "config.json"
+    fields: FieldTable | None = None
 
 
 @dataclass(frozen=True)

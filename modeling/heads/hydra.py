@@ -16,6 +16,7 @@ from transformers import Cache, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...configuration.fields import field
+from ...configuration.foreign_fields import FieldTable, names, settled
 from ...configuration.head_families import HYDRA
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import (
@@ -224,6 +225,8 @@ def _read(directory: Path) -> Directory:
     own = {name: tensor for name, tensor in tensors.items() if name not in (*_UNUSED, EMBEDDING)}
     ours = renamed(own, _names(arch, blocks), directory)
     heads = count_of(directory, (int(name.split(".")[2]) for name in ours if name.startswith("unembeddings.")), "head")
+    for name, value in (("hydra_num_heads", heads), ("hydra_num_layers", blocks)):
+        settled(directory, name, values.get(name), value)
     ends = [f"{k}.{part}" for k in range(heads) for part in ("weight", "bias")]
     if missing := [end for end in ends or ["0.weight"] if f"unembeddings.heads.{end}" not in ours]:
         raise ValueError(f"{directory}: its tensors lack hydra_lm_head.{missing[0]}")
@@ -280,6 +283,16 @@ def _stored_layer_config(directory: Path, tensors: Tensors, vocab_size: int) -> 
     return _prefix_config(width, inner, width // head_dim, keys // head_dim, eps=1e-6)
 
 
+_FIELDS = FieldTable(
+    "hydra",
+    {
+        "": names(
+            "hydra_num_heads hydra_num_layers hydra_head_arch grounded_heads hidden_state_offset "
+            "base_model_name_or_path"
+        )
+    },
+    {"": names("dropout_rate hidden_size vocab_size")},
+)
 register(
     HeadFamily(
         HYDRA,
@@ -298,6 +311,7 @@ register(
                 lambda config: None if config.unembedding == "own" else "its unembedding is 'own', not 'shared'",
                 _write,
                 "hydra_lm_head.pt",  # the only form that their code reads
+                fields=_FIELDS,
             )
         ],
     )

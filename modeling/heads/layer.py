@@ -19,6 +19,7 @@ from transformers import Cache, LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ...configuration.fields import check_counts
+from ...configuration.foreign_fields import FieldTable, names, settled
 from ...configuration.head_families import LAYER
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.shared_models import is_unit
@@ -225,10 +226,12 @@ def _read_model(directory: Path) -> tuple[LlamaConfig, Tensors, int]:
         if missing := [name for name in needed if name not in content]:
             raise ValueError(f"{directory / file} holds no {', '.join(missing)}")
     check_counts(directory, params, len(tensors))
+    rows, size = len(tensors["tok_embeddings.weight"]), params.get("vocab_size", -1)
+    settled(directory / PARAMS, "vocab_size", None if size == -1 else size, rows)
     count, width, heads = params.get("n_future_tokens", 1), params["dim"], params["n_heads"]
     config = LlamaConfig(
         hidden_size=width,
-        vocab_size=len(tensors["tok_embeddings.weight"]),
+        vocab_size=rows,
         intermediate_size=len(tensors["layers.0.feed_forward.w1.weight"]),
         num_hidden_layers=params["n_layers"] - count + 1,
         num_attention_heads=heads,
@@ -261,6 +264,11 @@ def _half_split(tensors: Tensors, head_dim: int, back: bool = False) -> Tensors:
     return tensors | turned
 
 
+_FIELDS = FieldTable(
+    "gloeckle",
+    {"": names("dim n_layers n_heads n_kv_heads norm_eps rope_theta n_future_tokens vocab_size")},
+    {"": names("multiple_of ffn_dim_multiplier max_seq_len max_batch_size model_parallel_size")},
+)
 register(
     HeadFamily(
         LAYER,
@@ -280,6 +288,7 @@ register(
                 _write,
                 FILE,  # the only form that their code reads
                 PARAMS,
+                _FIELDS,
             )
         ],
     )

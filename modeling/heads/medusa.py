@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...configuration.fields import refuse
+from ...configuration.foreign_fields import FieldTable, names, settled
 from ...configuration.head_families import MEDUSA
 from ...configuration.heads import MTPHeadConfig
 from ...generation.tensors.tensor_files import (
@@ -106,10 +108,13 @@ def _read_vllm(directory: Path) -> Directory:
     if values.get("original_lm_head"):
         tensors.pop("lm_heads.0.weight", None)
     ours = renamed(tensors, _VLLM, directory)
+    settled(
+        directory, "medusa_fc_bias", values.get("medusa_fc_bias"), any(name.endswith("linear.bias") for name in ours)
+    )
     for name, tensor in list(ours.items()):
         if name.endswith("linear.weight"):
             ours.setdefault(name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor)))
-    return _options(directory, values, ours)
+    return _options(directory, values, ours, of_heads=True)
 
 
 def _write_official(config: MTPHeadConfig, tensors: Tensors, backbone: PreTrainedModel) -> Directory:
@@ -146,8 +151,11 @@ def _is_official(directory: Path, fields: Fields) -> bool:
     return is_unlisted or any(name.startswith(_MERGED) for name in names)
 
 
-def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:
-    """Return the options from the weights alone: released configs have 2 heads for 5."""
+def _options(directory: Path, values: Fields, ours: Tensors, of_heads: bool = False) -> Directory:
+    """Return the options from the weights alone: released configs of the authors have 2 heads for 5.
+
+    With `of_heads`, the config is vLLM's, whose sizes are those of the heads.
+    """
     indices = [tuple(map(int, name.split(".")[1:3])) for name in ours if name.endswith("linear.weight")]
     if not indices:
         if "unembeddings.heads.0.weight" in ours:
@@ -156,6 +164,14 @@ def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:
     heads, blocks = (count_of(directory, numbers, what) for numbers, what in zip(zip(*indices), ("head", "block")))
     unembedding = ours.get("unembeddings.heads.0.weight")
     width = next(tensor.shape[1] for name, tensor in ours.items() if name.endswith("linear.weight"))
+    rows, version = None if unembedding is None else len(unembedding), values.get("version")
+    shown: Fields = {"medusa_num_layers": blocks, "hidden_size": width, "vocab_size": rows}
+    if of_heads:
+        shown |= {"num_heads": heads, "num_hidden_layers": blocks, "truncated_vocab_size": rows}
+    for name, value in shown.items():
+        settled(directory, name, values.get(name), value)
+    is_odd = version is not None and (str(version) == "2") != (unembedding is None)
+    refuse([(is_odd, f"{directory}: version={version!r}: heads without unembeddings are version '2'")])
     tied, ours = untied(ours, heads, blocks)
     options = {
         "head_type": "medusa",
@@ -164,12 +180,26 @@ def _options(directory: Path, values: Fields, ours: Tensors) -> Directory:
         "tied_blocks": tied,
         "unembedding": "shared" if unembedding is None else "own",
         "hidden_size": width,
-        "vocab_size": values.get("vocab_size") if unembedding is None else len(unembedding),
+        "vocab_size": rows or values.get("vocab_size"),
         "base_model_name_or_path": values.get("base_model_name_or_path"),
     }
     return options, ours
 
 
+_OFFICIAL_FIELDS = FieldTable(
+    "medusa",
+    {"": names("medusa_num_heads medusa_num_layers version base_model_name_or_path hidden_size vocab_size")},
+)
+_VLLM_FIELDS = FieldTable(
+    "vllm",
+    {
+        "": names(
+            "hidden_size vocab_size truncated_vocab_size num_heads num_hidden_layers medusa_num_heads "
+            "medusa_num_layers medusa_fc_bias original_lm_head base_model_name_or_path"
+        )
+    },
+    {"": names("max_paths topk max_seq_len num_lookahead_tokens")},
+)
 register(
     HeadFamily(
         MEDUSA,
@@ -178,8 +208,23 @@ register(
         start_from=lambda head, backbone: head.start_from(backbone),
         is_independent=True,
         layouts=[
-            HeadLayout("vllm", lambda _, raw: raw.get("model_type") == "medusa", _read_vllm, _refusal, _write_vllm),
-            HeadLayout("medusa", _is_official, _read_official, _refusal, _write_official, "medusa_lm_head.safetensors"),
+            HeadLayout(
+                "vllm",
+                lambda _, raw: raw.get("model_type") == "medusa",
+                _read_vllm,
+                _refusal,
+                _write_vllm,
+                fields=_VLLM_FIELDS,
+            ),
+            HeadLayout(
+                "medusa",
+                _is_official,
+                _read_official,
+                _refusal,
+                _write_official,
+                "medusa_lm_head.safetensors",
+                fields=_OFFICIAL_FIELDS,
+            ),
         ],
     )
 )

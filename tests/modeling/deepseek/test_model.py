@@ -241,6 +241,33 @@ def test_modules_are_counted_in_the_file_where_the_config_does_not_say(tmp_path)
     assert DeepSeekMTP.from_pretrained(tmp_path / "copy", inference_only=True).num_modules == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"mtp_loss_scaling_factor": 0.3, "mtp_gate": False, "new_rope_of_2027": 3, "logit_scale": 2.0}, None),
+        ({"mtp_use_dedicated_embeddings": False, "mtp_hidden_states_first": True, "use_mtp": True}, None),
+        ({"mtp_gate_of_2027": 3}, "mtp_gate_of_2027"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+        ({"mtp_transformer_layers": 2}, "mtp_transformer_layers"),
+        ({"text_config": {"nextn_norm": "layer"}}, "nextn_norm"),
+        ({"dspark_markov_rank": 4}, "dspark_markov_rank"),
+    ],
+    ids=str,
+)
+def test_of_the_config_only_fields_of_modules_are_judged(fields, refused, tmp_path):
+    folder = GOLDENS / "qwen3_next_d1_trained"
+    shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config | fields))
+    if refused is not None:
+        with pytest.raises(ValueError, match=rf"{refused}=.*ignore_fields=\['{refused}'\]"):
+            DeepSeekMTP.from_pretrained(tmp_path / "copy")
+    if "text_config" in fields:
+        return
+    options = {} if refused is None else {"ignore_fields": [refused]}
+    assert DeepSeekMTP.from_pretrained(tmp_path / "copy", **options).num_modules == 1
+
+
 def test_unknown_families_are_refused_by_name():
     config = AutoConfig.for_model("gpt2", n_layer=1)
     with pytest.raises(ValueError, match="model_type=.gpt2"):

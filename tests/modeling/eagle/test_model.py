@@ -69,6 +69,25 @@ def test_positions_count_what_a_row_sees(case):
     torch.testing.assert_close(expected[:, [0, 2, 4]], path)
 
 
+def test_drafted_rows_stand_at_the_places_of_their_features(monkeypatch):
+    """Row t at position t, without padding; which ropes that depend on a length would show."""
+    base = tiny_backbone()
+    head, seen, lengths = EagleHead.from_backbone(base), [], [7, 4]
+    run = head.rows
+
+    def rows(features, ids, positions, *rest):
+        seen.append(positions.expand(len(ids), -1).tolist())
+        return run(features, ids, positions, *rest)
+
+    monkeypatch.setattr(head, "rows", rows)
+    mask = torch.stack([torch.arange(7) >= 7 - length for length in lengths]).long()
+    call = dict(max_new_tokens=8, do_sample=False, assistant_model=head, num_assistant_tokens=3)
+    base.generate(IDS[:, :7], attention_mask=mask, **call)
+    for row, length in enumerate(lengths):
+        assert seen[0][row][-length:] == [*range(length)]
+        assert [level[row] for level in seen[1:3]] == [[length], [length + 1]]
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_padding_gives_numbers_and_changes_none(implementation):
     case = golden_case("eagle3_llama", attn_implementation=implementation)

@@ -50,6 +50,18 @@ def test_greedy_output_is_the_backbones_own(family, unembedding):
     assert torch.equal(base.generate(PROMPT, assistant_model=heads, **GREEDY), expected)
 
 
+@pytest.mark.parametrize("kind", ["ff", "medusa", "hydra"])
+def test_drafts_are_drawn_from_what_a_calls_processors_leave(kind):
+    """With one token left, draws are the likeliest tokens: the text, the drafts and what is accepted of them."""
+    base = backbone()
+    heads = MTPHeads.from_backbone(base, window=4, head_type=kind)
+    call = dict(max_new_tokens=16, assistant_model=heads, return_dict_in_generate=True)
+    likeliest = base.generate(PROMPT, do_sample=False, **call)
+    drawn = base.generate(PROMPT, do_sample=True, top_k=1, **call)
+    assert torch.equal(drawn.sequences, likeliest.sequences)
+    assert drawn.speculation.drafts == likeliest.speculation.drafts and len(drawn.speculation.drafts[0]) == 3
+
+
 def test_it_works_on_evabyte_too(trained):
     expected = trained.generate(PROMPT, use_mtp=False, **GREEDY)
     heads = MTPHeads.from_backbone(trained, window=3, unembedding="own")

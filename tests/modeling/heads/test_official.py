@@ -242,3 +242,78 @@ def test_what_a_layout_cannot_hold_is_refused(kind, layout, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         heads.export(tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
+
+
+FIELDS = [
+    ("hydra_mlp/official", {"hydra_num_heads": 2}, "hydra_num_heads=2.*3"),
+    ("hydra_mlp/official", {"hydra_num_layers": 2}, "hydra_num_layers=2.*1"),
+    ("hydra_mlp/official", {"logit_scale": 2.0}, "logit_scale"),
+    ("gloeckle/official", {"use_scaled_rope": True}, "use_scaled_rope"),
+    ("gloeckle/official", {"vocab_size": 63}, "vocab_size=63.*64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), FIELDS, ids=[f"{name}: {[*each][0]}" for name, each, _ in FIELDS]
+)
+def test_fields_that_are_not_read_or_contradict_the_tensors(name, changes, message, tmp_path):
+    check_fields(GOLDENS / name, changes, message, tmp_path)
+
+
+def check_fields(source, changes, message, target):
+    """Neutral values pass, others are refused by name, and unknown ones are passed over on request."""
+    file = "params.json" if (source / "params.json").exists() else "config.json"
+    for each in source.iterdir():
+        (target / each.name).write_bytes(each.read_bytes())
+    values = json.loads((source / file).read_text())
+    neutral = {"embed_norm": False, "scale_emb": 1.0, "quantization_config": None}
+    (target / file).write_text(json.dumps(values | neutral))
+    expected = MTPHeads.from_official(source).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in MTPHeads.from_official(target).state_dict().items())
+    (target / file).write_text(json.dumps(values | changes))
+    with pytest.raises(ValueError, match=message):
+        MTPHeads.from_official(target)
+    (target / file).write_text(json.dumps(values | {"new_head_of_2027": 3}))
+    with pytest.raises(ValueError, match=r"new_head_of_2027=3.*ignore_fields=\['new_head_of_2027'\]"):
+        MTPHeads.from_official(target)
+    found = MTPHeads.from_official(target, ignore_fields=["new_head_of_2027"]).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in found.items()) and len(found) == len(expected)
+
+
+MEDUSA_FIELDS = [
+    ("medusa", {"medusa_num_layers": 2}, "medusa_num_layers=2.*1"),
+    ("medusa", {"version": "2"}, "version='2'"),
+    ("medusa", {"logit_scale": 2.0}, "logit_scale=2.0"),
+    ("medusa", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("vllm", {"num_heads": 2}, "num_heads=2.*3"),
+    ("vllm", {"medusa_fc_bias": False}, "medusa_fc_bias=False"),
+    ("vllm", {"truncated_vocab_size": 32}, "truncated_vocab_size=32"),
+    ("vllm", {"logit_scale": 0.5}, "logit_scale=0.5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"), MEDUSA_FIELDS, ids=[f"{name}: {[*each][0]}" for name, each, _ in MEDUSA_FIELDS]
+)
+def test_fields_of_medusas_folders(layout, changes, message, tmp_path):
+    _, heads = made("medusa", unembedding="own")
+    heads.export(tmp_path / "source", layout)
+    (tmp_path / "target").mkdir()
+    check_fields(tmp_path / "source", changes, message, tmp_path / "target")
+
+
+def test_of_a_merged_models_config_only_the_heads_fields_are_judged(tmp_path):
+    base, heads = made("medusa", unembedding="own")
+    heads.export(tmp_path / "heads", "medusa")
+    named = {
+        f"medusa_head.{name}": part for name, part in load_file(tmp_path / "heads/medusa_lm_head.safetensors").items()
+    }
+    base.save_pretrained(tmp_path)
+    save_file(load_file(tmp_path / "model.safetensors") | named, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 3, "medusa_num_layers": 1}))
+    found = MTPHeads.from_official(tmp_path).state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in heads.state_dict().items())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"medusa_gate": 3}))
+    with pytest.raises(ValueError, match="medusa_gate=3"):
+        MTPHeads.from_official(tmp_path)

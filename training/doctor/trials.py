@@ -282,11 +282,11 @@ def _of_eagle(head: EagleHead) -> Iterator[Trial]:
         if head.config.mask_token_id is None:
             where = f"positions of drafted rows {'one less' if by < 0 else 'one more'}"
             yield Trial("positions", where, partial(shifted_rows, head, positions=by))
-    every = [untyped(layer).self_attn for layer in head.layers]
     if head.config.version == 1:
         yield Trial("fc", "fc with its halves exchanged", partial(_exchanged, [head.fc]))
         return
-    maps = [every[0].q_proj, every[0].k_proj, every[0].v_proj]
+    attention = untyped(head.layers[0]).self_attn
+    maps = [attention.q_proj, attention.k_proj, attention.v_proj]
     yield Trial("first layer", "q_proj, k_proj and v_proj with their halves exchanged", partial(_exchanged, maps))
     for name, owner in (("norm_output", head.config), ("norm_before_residual", head.layers[0])):
         value = not getattr(head.config, name)

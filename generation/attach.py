@@ -24,7 +24,7 @@ from .call.options import first_set
 from .contract import SpeculativeCache
 from .drafter import BaseDrafter
 from .generate import decoding, prepared_call
-from .tensors.wrapped_models import Kwargs, drop_collectors, fingerprint, unwrap
+from .tensors.wrapped_models import Kwargs, drop_collectors, fingerprint, same_backbone, unwrap
 
 logger = logging.get_logger(__name__)
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -181,7 +181,7 @@ class AttachableDrafter(BaseDrafter):
             self.on_attach(backbone)
             recorded = field(getattr(self, "config", None), "backbone_fingerprint")
             actual = None if recorded is None else fingerprint(backbone)
-            if actual not in (None, recorded):
+            if recorded is not None and actual is not None and not same_backbone(recorded, actual):
                 logger.warning(
                     f"this {type(self).__name__} learned on a backbone of backbone_fingerprint={recorded!r}, and this "
                     f"{type(backbone).__name__} has {actual!r}: texts stay right, but fewer drafts may be accepted"

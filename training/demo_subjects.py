@@ -33,6 +33,32 @@ _REQUESTS = {
     "translation": "Translate into French: The train to the coast leaves at nine, and the last one back at seven.",
 }
 """By category, what a model is asked where no prompts are given."""
+_FURTHER = {
+    "writing": (
+        "Write a letter from a grandmother to her grandson who is at sea.",
+        "Write a poem about a town in the rain.",
+    ),
+    "coding": (
+        "Write a Python class of a bank account.",
+        "Write a SQL query that counts the orders of every customer.",
+    ),
+    "mathematics": (
+        "A train goes 150 km in 2 hours. How far does it go in 5?",
+        "What is 15 % of 240? Show every step.",
+    ),
+    "extraction": (
+        "List the colours in: a red boat, two green nets, blue rope.",
+        "List the verbs in: She sat, read and slept.",
+    ),
+    "planning": ("Plan a dinner for six people, course by course.", "Plan how to learn to swim in eight weeks."),
+    "rewriting": (
+        "Write this politely: Send me the money now.",
+        "Shorten: The meeting that was planned for today is off.",
+    ),
+    "knowledge": ("How do bees make honey?", "Why do ships of steel float?"),
+    "translation": ("Translate into German: Where is the station?", "Translate into Spanish: The soup is cold again."),
+}
+"""What the doctor asks besides."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +120,11 @@ def box_model(directory: str | Path | None = None, prompts: int = _PREFIXES, dty
     )
 
 
-def requests() -> list[Prompt]:
-    """Return a short request of each of eight kinds, for models of which no prompts are given."""
-    return [Prompt(name, (text,), name) for name, text in _REQUESTS.items()]
+def requests(further: bool = False) -> list[Prompt]:
+    """Return a short request of each of eight kinds, or three, for models of which no prompts are given."""
+    every = {name: (text, *(_FURTHER[name] if further else ())) for name, text in _REQUESTS.items()}
+    numbered = [(name, *pair) for name, texts in every.items() for pair in enumerate(texts)]
+    return [Prompt(f"{name} {number}" if number else name, (text,), name) for name, number, text in numbered]
 
 
 def named_model(

@@ -146,7 +146,7 @@ class DoctorRequest(NamesDrafter):
 
     model: str = option(help=NAME)
     prompts: Path | None = option(
-        None, "file of prompts, as `tokenahead bench` takes it; eight requests if left out", metavar="FILE"
+        None, "file of prompts, as `tokenahead bench` takes it; 24 requests if left out", metavar="FILE"
     )
     raw: bool = option(False, "prompts as they are, without the chat template")
     per_category: int | None = option(None, "prompts of each category; all if left out", read=whole(1))

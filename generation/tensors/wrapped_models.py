@@ -6,7 +6,7 @@ import copy
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -21,6 +21,8 @@ Model = TypeVar("Model")
 Kwargs = dict[str, Any]
 """Keyword arguments by name."""
 _READABLE = (torch.float64, torch.float32, torch.bfloat16)
+_LAYER_ROWS = 4
+"""Rows of every matrix of a decoder that its fingerprint reads, to 7."""
 _OF_FRAMEWORKS = ("torch.", "transformers.", "accelerate.", "deepspeed.")
 _PER_SEQUENCE = {"adapter_names", "alora_offsets"}
 """Arguments of a PeftModel that its layers get by hooks, with one value for each sequence."""
@@ -66,25 +68,43 @@ def is_base(method: Callable[..., object]) -> bool:
 
 
 def fingerprint(model: PreTrainedModel) -> str | None:
-    """Return the shapes and a hash of the unembedding and the last norm, by which a drafter identifies its backbone.
+    """Return the text by which a drafter identifies its backbone: `SHAPES DIGEST/DIGEST OF LAYERS`.
 
-    At most 1,024 rows of each are read, as bfloat16, so that a model has one fingerprint in float32 and bfloat16. None:
-    these weights cannot be read, because they are quantised, sharded, offloaded or in float16.
+    The first part is of the unembedding and the last norm, at most 1,024 rows of each; the second one of a few rows of
+    every matrix of the decoder, and missing where these cannot be read or carry adapters. Numbers are read as bfloat16,
+    so that a model has one fingerprint in float32 and bfloat16. None: not even the first part can be read, because
+    weights are quantised, sharded, offloaded or in float16.
     """
     if not isinstance(model, PreTrainedModel):  # a substitute has no names to read by
         return None
-    unembedding, parts = model.get_output_embeddings(), [*untyped(model).get_decoder().children()]
-    norms = [part.weight for part in parts if isinstance(getattr(part, "weight", None), nn.Parameter)]
+    unembedding, decoder = model.get_output_embeddings(), untyped(model).get_decoder()
+    norms = [part.weight for part in decoder.children() if isinstance(getattr(part, "weight", None), nn.Parameter)]
     weight = getattr(unembedding, "weight", None)
     weights = [] if weight is None else [weight, *[one for one in norms if one.dim() == 1][-1:]]
+    if (ends := _digest(weights, 1024)) is None:
+        return None
+    matrices = [each for each in decoder.parameters() if each.dim() > 1]
+    layers = None if carries_adapters(model) else _digest(matrices, _LAYER_ROWS)
+    shapes = " ".join("x".join(map(str, weight.shape)) for weight in weights)
+    return f"{shapes} {ends}" + (f"/{layers}" if layers else "")
+
+
+def same_backbone(recorded: str, actual: str) -> bool:
+    """Return whether two fingerprints agree in all parts that both have."""
+    return all(one == other for one, other in zip(recorded.split("/"), actual.split("/")))
+
+
+@torch.no_grad()
+def _digest(weights: Sequence[Tensor], count: int) -> str | None:
+    """Return a hash of about so many rows of each weight; None where one cannot be read, or there is none."""
     digest = hashlib.sha256()
     for weight in weights:
         if weight.is_meta or type(weight.data) is not Tensor or weight.dtype not in _READABLE:
             return None
-        rows = weight.detach()[:: max(1, len(weight) // 1024)]
+        rows = weight.detach() if weight.dim() < 3 else weight.detach().flatten(0, -2)
+        rows = rows[:: max(1, len(rows) // count)]
         digest.update(rows.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
-    shapes = " ".join("x".join(map(str, weight.shape)) for weight in weights)
-    return f"{shapes} {digest.hexdigest()[:16]}" if weights else None
+    return digest.hexdigest()[:16] if weights else None
 
 
 def checkpoints_activations(model: nn.Module) -> bool:

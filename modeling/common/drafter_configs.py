@@ -35,7 +35,7 @@ def layer_fields(text: PreTrainedConfig, options: Fields) -> Fields:
         "num_key_value_heads": _shared(text, "num_key_value_heads") or heads,
         "head_dim": _shared(text, "head_dim") or text.hidden_size // heads,
         "rms_norm_eps": _shared(text, "rms_norm_eps") or 1e-6,
-        "max_position_embeddings": text.max_position_embeddings,
+        "max_position_embeddings": field(text, "max_position_embeddings"),
         "rope_parameters": _rope(text),
         "bos_token_id": text.bos_token_id,
         "eos_token_id": text.eos_token_id,

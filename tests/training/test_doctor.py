@@ -19,10 +19,10 @@ from tests.ptp_models import student
 from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, MTPHeads
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
 from tokenahead.testing import letters
-from tokenahead.training.doctor import diagnose, diagnose_source, diagnosis
-from tokenahead.training.doctor.files import is_new
-from tokenahead.training.doctor.texts import Drafted, is_easier
-from tokenahead.training.doctor.trials import shifted_rows
+from tokenahead.training.demo_subjects import requests
+from tokenahead.training.doctor import diagnose, diagnose_source, report
+from tokenahead.training.doctor.report import is_new, of_draft_ids
+from tokenahead.training.doctor.trials import Drafted, is_easier, shifted_rows, trials_of
 from tokenahead.training.evaluation.expected import ExpectedCalls
 from tokenahead.training.evaluation.prompts import Prompt
 
@@ -209,6 +209,29 @@ def test_another_backbone(learned):
     assert faults(seen(learned(), twin))[0] == "fingerprint"
 
 
+def test_other_layers_of_the_backbone(learned):
+    """Noise in one matrix of one layer, which the unembedding and the last norm do not show."""
+    twin = backbone("llama")
+    twin.load_state_dict(coder("llama").state_dict())
+    with torch.no_grad():
+        weight = twin.model.layers[1].mlp.down_proj.weight
+        weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1 * weight.std())
+    assert faults(seen(learned(), twin))[0] == "fingerprint"
+
+
+def test_a_fingerprint_without_layers_says_what_it_shows(copied):
+    ends = json.loads((copied() / "config.json").read_text())["backbone_fingerprint"].partition("/")[0]
+    found = seen(copied({"backbone_fingerprint": ends}))
+    (of_backbone,) = (each for each in found.findings if each.check == "fingerprint")
+    assert found.is_well and of_backbone.state == "note" and "no layers" in of_backbone.words
+
+
+def test_a_tokenizer_of_more_tokens(copied):
+    folder = copied()
+    letters(50).save_pretrained(folder)
+    assert faults(seen(folder)) == ["tokenizer"]
+
+
 def test_another_tokenizer(learned):
     folder = learned()
     tokenizer_of(by=1).save_pretrained(folder)
@@ -241,7 +264,158 @@ def test_states_in_another_order(copied):
     """A conversion has exchanged blocks of the fusing matrix."""
     order = torch.cat([torch.arange(32) + 32 * block for block in (1, 2, 0)])
     found = seen(copied(tensors=lambda state: state | {"fc.weight": state["fc.weight"][:, order].clone()}))
-    assert faults(found) == ["layer ids"] and "aux_layers=[1, 2, 0]" in found.verdict
+    assert faults(found) == ["layer ids, or fc"] and "aux_layers=[1, 2, 0]" in found.verdict
+
+
+def rope(theta, **more):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more}
+
+
+def exchanged(*names):
+    """Exchange the halves of the columns of matrices, as a conversion does that puts the feature first."""
+
+    def change(state):
+        return state | {
+            name: torch.cat(weight.chunk(2, 1)[::-1], 1) for name, weight in state.items() if name.endswith(names)
+        }
+
+    return change
+
+
+CAUSES = {
+    "theta": ({"fields": rope(1.5)}, "rope", "rope_theta=10000.0"),
+    "scaling": ({"fields": rope(10_000.0, rope_type="linear", factor=16.0)}, "rope", "rope_type=default"),
+    "epsilon": ({"fields": {"rms_norm_eps": 1.0}}, "norms", "rms_norm_eps=1e-06"),
+    "activation": ({"fields": {"hidden_act": "relu2"}}, "activation", "hidden_act=silu"),
+    "head_dim": (
+        {"fields": {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}},
+        "head_dim",
+        "head_dim=8",
+    ),
+    "inputs": ({"tensors": exchanged("q_proj.weight", "k_proj.weight", "v_proj.weight")}, "first layer", "halves"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_is_named_and_no_other(copied, name):
+    planted, check, words = CAUSES[name]
+    found = seen(copied(**planted), count=24, new_tokens=40)
+    assert faults(found) == [check] and words in found.verdict
+
+
+@pytest.fixture
+def hurt(tmp_path):
+    """The diagnosis of a drafter that learned for a moment, after a change of its files."""
+
+    def change(drafter, steps, fields=None, tensors=None, kind="heads"):
+        taught(drafter, steps).eval().save_pretrained(tmp_path)
+        drafter.detach()
+        config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(config | (fields or {})))
+        changed = {name: each.contiguous().clone() for name, each in (tensors or dict)(weights).items()}
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        spec, prompts = f"{kind}:{tmp_path}", texts()[1]
+        try:
+            return diagnose_source(coder("llama"), tokenizer_of(), spec, prompts, new_tokens=40)
+        finally:
+            for each in list(getattr(coder("llama").generate, "drafters", [])):
+                each.detach()
+
+    return change
+
+
+@pytest.mark.parametrize("tensors", [None, exchanged("fc.weight")])
+def test_halves_of_fc(hurt, tensors):
+    found = hurt(EagleHead.from_backbone(coder("llama"), version=1), 60, tensors=tensors, kind="eagle")
+    assert faults(found) == (["fc"] if tensors else [])
+
+
+def permuted(name, order):
+    return lambda state: state | {name: torch.cat([state[name].chunk(len(order))[index] for index in order])}
+
+
+@pytest.mark.parametrize("order", [None, [0, 2, 1, 3], [3, 2, 1, 0], [1, 2, 3, 0]])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("head.weight", {"unembedding": "own"}),
+        ("head.maps", {}),
+        ("head.leaf.weight", {"unembedding": "own", "head_type": "hmm", "rank": 2}),
+    ],
+)
+def test_the_order_of_heads(hurt, name, options, order):
+    heads = MTPHeads.from_backbone(coder("llama"), window=4, **options)
+    found = hurt(heads, 60, tensors=order and permuted(name, order))
+    assert faults(found) == (["depth"] if order else [])
+
+
+@pytest.mark.parametrize(("fields", "check"), [(None, None), ({"sample_from_anchor": False, "block_size": 5}, "row")])
+def test_rows_of_a_block(hurt, fields, check):
+    options = {"law": "independent", "layers": 1, "block_size": 4, "feature_layers": [0, 1]}
+    drafter = BlockDrafter.from_backbone(coder("llama"), **options)
+    assert faults(hurt(drafter, 80, fields, kind="block")) == [check] * (check is not None)
+
+
+def with_offsets(change):
+    return lambda state: state | {"d2t": change(state["d2t"])}
+
+
+def test_ids_of_drafts_that_are_one_off(learned, tmp_path):
+    source = learned("", draft_ids="texts()[0].unique()")
+    state = load_file(source / "model.safetensors")
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    save_file(state | {"d2t": state["d2t"] - 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = seen(tmp_path, count=24)
+    assert faults(found) == ["d2t"] and "draft ids one more" in found.verdict
+    state["d2t"][:2] = torch.tensor([state["d2t"][1] + 1, state["d2t"][0] - 1])
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert faults(seen(tmp_path)) == ["d2t", "loading"]
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        (lambda offsets: offsets, "ok"),
+        (lambda offsets: offsets.bfloat16().long(), "fault"),
+        (lambda offsets: offsets.half().long(), "fault"),
+        (lambda offsets: offsets.bfloat16(), "fault"),
+        (lambda offsets: offsets // 10 * 10, "fault"),
+        (lambda offsets: offsets.double(), "ok"),
+        (lambda offsets: 2 * torch.arange(len(offsets)), "ok"),
+    ],
+)
+def test_rounded_ids_of_drafts(tmp_path, change, state):
+    """A vocabulary that is spaced evenly is none that was rounded."""
+    ids = torch.randperm(20_000, generator=torch.Generator().manual_seed(0))[:1000].sort().values
+    save_file({"d2t": change(ids - torch.arange(1000))}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert of_draft_ids(tmp_path).state == state
+
+
+def test_the_best_of_wrong_answers_is_no_cause(copied):
+    """Rows of a matrix in another order, which no trial undoes."""
+    for name in ("down_proj.weight", "o_proj.weight"):
+        found = seen(copied(tensors=turned(name)), count=24)
+        assert not {*faults(found)} - {"acceptance"}, found.verdict
+
+
+def test_trials_leave_a_drafter_as_it_was():
+    model = coder("llama")
+    head = EagleHead.from_backbone(model, aux_layers=[0, 1, 2], draft_ids=torch.arange(3, 40)).eval()
+    block = BlockDrafter.from_backbone(model, layers=1, block_size=4, feature_layers=[0, 1], law_options={"rank": 4})
+    heads = MTPHeads.from_backbone(model, window=4, head_type="hydra", arch="prefix-mlp")
+    for drafter in (head, block, heads):
+        held, fields = [{**vars(module)} for module in drafter.modules()], drafter.config.to_dict()
+        for trial in trials_of(drafter):
+            with trial.holds():
+                pass
+        assert [vars(module).keys() for module in drafter.modules()] == [each.keys() for each in held]
+        assert all(vars(module) == each for module, each in zip(drafter.modules(), held))
+        assert drafter.config.to_dict() == fields
+        drafter.detach()
+
+
+def test_the_requests_of_the_doctor():
+    assert len(requests()) == 8 and len({each.turns for each in requests(further=True)}) == 24
 
 
 def turned(*names):
@@ -262,7 +436,7 @@ def test_little_that_nothing_explains(copied):
 def test_chance_tells_no_want_of_vocabulary(count, is_told):
     labels = (torch.arange(count) % 32)[None]
     drafter = SimpleNamespace(draft_vocabulary=DraftVocabulary(torch.arange(25), 48))
-    found = diagnosis._of_vocabulary(drafter, [{"input_ids": labels, "labels": labels}])
+    found = report._of_vocabulary(drafter, [{"input_ids": labels, "labels": labels}])
     assert (found.state == "fault") is is_told and "78.1%" in found.words
 
 
@@ -309,7 +483,9 @@ def test_a_dtype_that_cannot_hold_the_weights(copied):
 def test_chance_tells_no_form_of_prompts(tokens, is_told):
     """The same rates of calls, of two short answers and of eight."""
     easy, hard = (
-        Drafted(ExpectedCalls(torch.tensor([tokens]), torch.tensor([rate * tokens]), torch.zeros(1, 3)))
+        Drafted(
+            ExpectedCalls(torch.tensor([tokens]), torch.tensor([rate * tokens]), torch.zeros(1, 3)), torch.ones(1, 2)
+        )
         for rate in (0.53, 0.72)
     )
     assert is_easier(easy, hard) is is_told and not is_easier(hard, easy)

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ...generation.attach import MTPGenerationMixin
 from ..demo_subjects import requests
 from ..doctor import Diagnosis, diagnose_source
-from ..doctor.findings import FAULT, NOTE, OK, SKIPPED
+from ..doctor.report import FAULT, NOTE, OK, SKIPPED
 from ..evaluation.prompts import groups_of, read_prompts
 from ..loading import load_model
 from ..requests import DoctorRequest
@@ -33,7 +33,7 @@ def run_doctor(request: DoctorRequest, console: Console | None = None) -> Diagno
     console = console or Console(highlight=False, emoji=False)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    prompts = read_prompts(request.prompts)[0] if request.prompts else requests()
+    prompts = read_prompts(request.prompts)[0] if request.prompts else requests(further=True)
     prompts = [prompt for group in groups_of(prompts, 1, request.per_category) for prompt in group]
     model, tokenizer = load_model(request.model, request.dtype, request.device)
     spec = request.method() or ("own" if isinstance(model, MTPGenerationMixin) else None)

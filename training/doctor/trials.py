@@ -1,44 +1,240 @@
-"""What a head would draft under another convention: features, tokens or positions one off, other layers, other norms.
+"""What a drafter would accept if it were read in another way: trials, each along the very same texts.
 
-A trial changes what the head reads, for as long as it lasts, and nothing else; the drafts along known texts then say
-which convention the head learned.
+A trial undoes one fault for as long as it lasts: it changes what a drafter reads, a field of its config, or the order
+of its tensors, and nothing else. The drafts along known texts then say which convention the drafter learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
+from functools import partial, reduce
 from itertools import permutations
+from math import factorial
+from operator import add
 from typing import Any
 
-from torch import Tensor
-from transformers import Cache
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.activations import ACT2FN
 
-from ...modeling import EagleHead, MTPHeads
+from ...configuration.fields import field
+from ...generation.tensors.wrapped_models import Kwargs, untyped
+from ...modeling import BlockDrafter, EagleHead, MTPHeads
+from ...modeling.common.drafter_configs import layer_fields
 from ...modeling.eagle.conversion import default_aux_layers, resolved_aux_layers
+from ...modeling.heads.blocks import Repeated
+from ...modeling.heads.losses import IGNORE
+from ..evaluation.drafts import Batch, drafted_probs
+from ..evaluation.expected import ExpectedCalls
+
+_LEAST = 0.05
+"""Share of the calls that a convention must save to be the better one."""
+_MORE, _ERRORS = 1.25, 3.0
+"""Times the calls per token, and their standard errors, which tell one form of prompts from the other."""
+_DEFAULTS = {"rope": {"rope_type": "default", "rope_theta": 10_000.0}, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+"""Values of configs that do not say them, which are tried besides the backbone's."""
+_ORDERS = 24
+"""Orders of heads up to which all are tried."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a drafter does along texts.
+
+    Attributes:
+        calls: Expected greedy calls of every text.
+        fit: [N, 2]. Of every text the sum over its places of the drafts that would be accepted if tokens were drawn,
+            which tells conventions apart where few calls differ: products over drafts of the sum over tokens of
+            min(p, q). And how much surer first drafts are, in all, than they are right.
+    """
+
+    calls: ExpectedCalls
+    fit: Tensor
+
+    def __add__(self, other: Drafted) -> Drafted:
+        return Drafted(self.calls + other.calls, torch.cat([self.fit, other.fit]))
+
+    @property
+    def accepted(self) -> Tensor:
+        """The first of `fit`, [N]."""
+        return self.fit[:, 0]
+
+    @property
+    def overconfidence(self) -> float:
+        """The second one, of a place: what learned is about as often right as it is sure."""
+        return float(self.fit[:, 1].sum() / self.calls.tokens.sum())
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Tokens of a verification."""
+        return self.calls.tokens_per_call
+
+    @property
+    def by_position(self) -> list[float]:
+        """Shares of verifications that accept at least 1, 2, ... drafts."""
+        return self.calls.by_position
+
+
+def answered(prompts: Mapping[str, Tensor], new: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return prompts, padded on the left, and their answers as a batch that scores the answers, padded on the right."""
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(prompts["input_ids"], prompts["attention_mask"])]
+    length, device = max(len(row) + len(ids) for row, ids in zip(rows, new)), prompts["input_ids"].device
+    made = {"input_ids": 0, "labels": IGNORE, "attention_mask": 0}
+    batch = {name: torch.full((len(rows), length), fill, device=device) for name, fill in made.items()}
+    for index, (row, ids) in enumerate(zip(rows, new)):
+        end = len(row) + len(ids)
+        batch["input_ids"][index, :end] = torch.tensor([*row, *ids], device=device)
+        batch["labels"][index, len(row) : end] = batch["input_ids"][index, len(row) : end]
+        batch["attention_mask"][index, :end] = 1
+    return batch
+
+
+def along(drafter: Any, texts: Sequence[Batch], length: int, shift: int = 0) -> Drafted:
+    """Return the expected calls with drafts of `length` tokens.
+
+    Args:
+        drafter: One with distributions (`has_probs`), in evaluation mode.
+        texts: Batches of the backbone's own texts (`answered`).
+        length: m.
+        shift: Draft j is compared with the backbone's choice for draft j + `shift`.
+    """
+    longest = drafter.longest_draft() or length + abs(shift)
+    length = max(min(length, longest - abs(shift)), 1)
+    return reduce(add, (_drafted(*_agreement(drafter, batch, length, shift)) for batch in texts))
+
+
+def reach(drafter: Any, texts: Sequence[Batch], length: int) -> list[float]:
+    """Return the shares of verifications that would accept 1 .. m drafts, if each were made as the first one is."""
+    found = []
+    for batch in texts:
+        agrees, *rest = _agreement(drafter, batch, 1, 0)  # [B, L, 1]
+        ahead = [torch.nn.functional.pad(agrees[..., 0], (0, by))[:, by:] for by in range(length)]
+        found.append(_drafted(torch.stack(ahead, -1), *rest))
+    return reduce(add, found).by_position
+
+
+@torch.no_grad()
+def _agreement(drafter: Any, batch: Batch, length: int, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which drafts are the backbone's own choices, [B, L, m], the terms of `Drafted.fit`, [B, L, 2], and the
+    positions that drafts follow, [B, L]."""
+    positions = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
+    agrees = torch.zeros(*positions.shape, length, dtype=torch.float64)
+    fit = torch.zeros(*positions.shape, 2, dtype=torch.float64)
+    for probs in drafted_probs(drafter, batch, length + abs(shift)):
+        draft = probs.draft[:, max(-shift, 0) :][:, :length]  # [N, m, V]
+        target = probs.target[:, max(shift, 0) :][:, :length]
+        at = probs.rows.cpu(), probs.columns.cpu()
+        right, q = (draft.argmax(-1) == target.argmax(-1)).double(), draft.exp()  # [N, m], [N, m, V]
+        drawn = q.minimum(target.softmax(-1)).sum(-1).cumprod(-1).sum(-1)  # [N]
+        positions[at], agrees[at] = True, right.cpu()
+        fit[at] = torch.stack([drawn, q[:, 0].amax(-1) - right[:, 0]], -1).double().cpu()
+    return agrees, fit, positions
+
+
+def _drafted(agrees: Tensor, fit: Tensor, positions: Tensor) -> Drafted:
+    return Drafted(ExpectedCalls.along(agrees.cumprod(-1), positions), fit.sum(1)[positions.any(1)])
+
+
+@contextmanager
+def remembered(model: PreTrainedModel) -> Iterator[None]:
+    """Run a model once for every batch, with the states of all layers, for all trials along the same texts."""
+    forward, known = model.forward, dict[bytes, Any]()
+
+    def recalled(input_ids: Tensor, **options: Any) -> Any:
+        key = input_ids.cpu().numpy().tobytes()
+        if key not in known:
+            known[key] = forward(input_ids, **options | {"output_hidden_states": True})
+        return known[key]
+
+    with replaced(model, forward=recalled):
+        yield
+
+
+def is_better(other: Drafted, base: Drafted, errors: float, least: float = _LEAST) -> bool:
+    """Return whether a convention saves calls of the same texts and accepts more, one of them beyond chance.
+
+    Args:
+        other: With the convention.
+        base: Without it.
+        errors: Standard errors over the texts that one of both gains must exceed.
+        least: Share of the calls that it must save.
+    """
+    saved, gain = base.calls.calls - other.calls.calls, other.accepted - base.accepted  # [N], [N]
+    spread = len(gain) ** 0.5 * errors
+    is_sure = any(float(each.sum()) > spread * float(each.std(correction=len(each) > 1)) for each in (saved, gain))
+    return is_sure and float(gain.sum()) > 0 and float(saved.sum()) > least * float(base.calls.calls.sum())
+
+
+def is_easier(other: Drafted, base: Drafted) -> bool:
+    """Return whether other texts take fewer calls per token, more than chance among their tokens would."""
+    tokens = [float(each.calls.tokens.sum()) for each in (base, other)]
+    rates = [float(each.calls.calls.sum()) / count for each, count in zip((base, other), tokens)]
+    error = sum(rate * (1 - rate) / count for rate, count in zip(rates, tokens)) ** 0.5
+    return rates[0] > _MORE * rates[1] and rates[0] - rates[1] > _ERRORS * error
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A convention to try: what it is about, what fits if it is the better one, and a context in which it holds.
+    """A convention to try.
 
     Attributes:
+        check: The cause that it undoes, if it is the better one.
+        words: What then fits.
+        holds: Makes a context in which it holds.
+        shift: See `along`.
         shows_answer: Rows read what follows the next token, from which any head guesses better; only a head that reads
             it off has learned so.
+        is_theirs: The backbone's config says it, and the drafter's another value.
     """
 
     check: str
     words: str
-    holds: Callable[[], Any]
+    holds: Callable[[], Any] = nullcontext
+    shift: int = 0
     shows_answer: bool = False
+    is_theirs: bool = False
+
+    @property
+    def cause(self) -> str:
+        """What trials of one cause have in common."""
+        return self.check.partition(",")[0]
 
 
-def trials_of(drafter: object) -> list[Trial]:
-    """Return the trials that a drafter allows; none for one that reads no hidden states."""
-    if isinstance(drafter, EagleHead):
-        return [*_shifts_of_eagle(drafter), *_layers(drafter), *_norms(drafter)]
-    return [*_shifts_of_heads(drafter)] if isinstance(drafter, MTPHeads) else []
+def trials_of(drafter: Any) -> list[Trial]:
+    """Return the trials that a drafter allows."""
+    shifts = [Trial("token shift", f"drafts of {by:+d} places", shift=by) for by in (-1, 1)]
+    if not isinstance(drafter, EagleHead | BlockDrafter | MTPHeads):
+        return shifts
+    own = {EagleHead: _of_eagle, BlockDrafter: _of_block, MTPHeads: _of_heads}
+    kind = next(each for each in own if isinstance(drafter, each))
+    return [*shifts, *own[kind](drafter), *_fields(drafter), *_draft_ids(drafter)]
+
+
+@contextmanager
+def replaced(owner: object, **values: Any) -> Iterator[None]:
+    """Set attributes of an object, and put back what was there; of a module, they hide its parameters and modules."""
+    held = vars(owner)
+    known = {name: held[name] for name in values if name in held}
+    held.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del held[name]
+        held.update(known)
+
+
+@contextmanager
+def all_replaced(values: Iterable[tuple[object, Kwargs]]) -> Iterator[None]:
+    """Set attributes of several objects (`replaced`)."""
+    with ExitStack() as stack:
+        for owner, changed in values:
+            stack.enter_context(replaced(owner, **changed))
+        yield
 
 
 @contextmanager
@@ -69,67 +265,203 @@ def shifted_rows(head: EagleHead, features: int = 0, tokens: int = 0, positions:
         yield
 
 
-@contextmanager
-def shifted_features(heads: MTPHeads, by: int) -> Iterator[None]:
-    """Let heads at position t read the features of position t + `by`."""
-    features = heads.features
-    with replaced(heads, features=lambda *args, **kwargs: features(*args, **kwargs).roll(-by, 1)):
-        yield
-
-
-@contextmanager
-def replaced(owner: object, **values: Any) -> Iterator[None]:
-    """Set attributes of an object, and put back what was there."""
-    held = vars(owner)
-    known = {name: held[name] for name in values if name in held}
-    held.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del held[name]
-        held.update(known)
-
-
-def _shifts_of_eagle(head: EagleHead) -> Iterator[Trial]:
-    for by in (-1, 1):
-        yield Trial("feature shift", f"features of {_off(by)}", lambda by=by: shifted_rows(head, features=by), by > 0)
-        yield Trial("token shift", f"tokens of {_off(by)}", lambda by=by: shifted_rows(head, tokens=by), by > 0)
-        if head.config.mask_token_id is None:
-            where = f"positions of drafted rows {'one less' if by < 0 else 'one more'}"
-            yield Trial("positions", where, lambda by=by: shifted_rows(head, positions=by))
-
-
-def _shifts_of_heads(heads: MTPHeads) -> Iterator[Trial]:
-    for by in (-1, 1):
-        yield Trial("feature shift", f"states of {_off(by)}", lambda by=by: shifted_features(heads, by), by > 0)
+def _rolled(drafter: Any, name: str, by: int) -> Any:
+    """Let a drafter's method return the states [B, T, d] of position t + `by` at position t."""
+    made = getattr(drafter, name)
+    return replaced(drafter, **{name: lambda *args, **kwargs: made(*args, **kwargs).roll(-by, 1)})
 
 
 def _off(by: int) -> str:
     return "the place before" if by < 0 else "the place after"
 
 
-def _layers(head: EagleHead) -> Iterator[Trial]:
-    """Yield other hidden states than those that the head reads: all one lower or higher, the official choice, and the
-    same ones in another order."""
+def _of_eagle(head: EagleHead) -> Iterator[Trial]:
+    for by in (-1, 1):
+        yield Trial("feature shift", f"features of {_off(by)}", partial(shifted_rows, head, features=by), 0, by > 0)
+        yield Trial("token shift", f"tokens of {_off(by)}", partial(shifted_rows, head, tokens=by), 0, by > 0)
+        if head.config.mask_token_id is None:
+            where = f"positions of drafted rows {'one less' if by < 0 else 'one more'}"
+            yield Trial("positions", where, partial(shifted_rows, head, positions=by))
+    if head.config.version == 1:
+        yield Trial("fc", "fc with its halves exchanged", partial(_exchanged, [head.fc]))
+        return
+    attention = untyped(head.layers[0]).self_attn
+    maps = [attention.q_proj, attention.k_proj, attention.v_proj]
+    yield Trial("first layer", "q_proj, k_proj and v_proj with their halves exchanged", partial(_exchanged, maps))
+    for name, owner in (("norm_output", head.config), ("norm_before_residual", head.layers[0])):
+        value = not getattr(head.config, name)
+        yield Trial("norms", f"{name}={value}", partial(replaced, owner, **{name: value}))
     if not head.config.num_aux:
         return
     count = head.backbone.config.get_text_config().num_hidden_layers
     now = resolved_aux_layers(head.config, count)
-    found = [[index + by for index in now] for by in (-1, 1)]
-    found += [default_aux_layers(count), *map(list, permutations(now))] if len(now) == 3 else [now[::-1]]
-    for layers in found:
-        if layers != now and all(0 <= index <= count for index in layers):
-            yield Trial(
-                "layer ids", f"aux_layers={layers}", lambda layers=layers: replaced(head.config, aux_layers=layers)
-            )
+    yield from _layers(head.config, "aux_layers", now, count, [default_aux_layers(count)] if len(now) == 3 else [])
 
 
-def _norms(head: EagleHead) -> Iterator[Trial]:
-    if head.config.version != 3:
+def _exchanged(maps: Sequence[nn.Module]) -> Any:
+    """Let maps read the halves of their inputs in the other order."""
+
+    def other(forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        return forward(torch.cat([*states.chunk(2, -1)][::-1], -1))
+
+    return all_replaced((each, {"forward": partial(other, each.forward)}) for each in maps)
+
+
+def _layers(config: Any, name: str, now: list[int], last: int, more: Sequence[list[int]] = ()) -> Iterator[Trial]:
+    """Yield other hidden states than those that a drafter reads, and the same ones in another order.
+
+    Where they ascend in the config, another order is as well one of the blocks of `fc`.
+    """
+    found = [*more, *([index + by for index in now] for by in (-1, 1))]
+    found += [[*now[:i], now[i] + by, *now[i + 1 :]] for i in range(len(now)) for by in (-1, 1)]
+    orders = [*map(list, permutations(now))] if len(now) <= 3 else [now[::-1], now[1:] + now[:1], now[-1:] + now[:-1]]
+    for layers in [*dict.fromkeys(map(tuple, [*found, *orders]))]:
+        if list(layers) != now and len({*layers}) == len(now) and all(0 <= index <= last for index in layers):
+            is_order = sorted(layers) == now
+            words = f"{name}={list(layers)}" + " (or blocks of fc in another order)" * is_order
+            check = "layer ids, or fc" if is_order else "layer ids"
+            yield Trial(check, words, partial(replaced, config, **{name: list(layers)}))
+
+
+def _of_heads(heads: MTPHeads) -> Iterator[Trial]:
+    for by in (-1, 1):
+        yield Trial("feature shift", f"states of {_off(by)}", partial(_rolled, heads, "features", by), 0, by > 0)
+    if "state_offset" in heads.family.facts.options and not heads.config.draft_layers:
+        for value in {heads.config.state_offset + by for by in (-1, 1)} - {-1}:
+            yield Trial("layer ids", f"state_offset={value}", partial(replaced, heads.config, state_offset=value))
+    for count in (heads.config.num_depths, heads.config.num_drafts):
+        if owners := [*_in_order(heads.head, count)]:
+            for order in _orders(count):
+                words = f"heads in the order {[index + 1 for index in order]}"
+                yield Trial("depth", words, partial(_ordered, owners, order))
+
+
+def _in_order(head: nn.Module, count: int) -> Iterator[tuple[nn.Module, str]]:
+    """Yield what a head has one of for each of `count` depths: modules of a list, or rows of a tensor."""
+    for name, module in head.named_modules():
+        parts = [*module.children()] if isinstance(module, nn.ModuleList) and not isinstance(module, Repeated) else []
+        if len(parts) == count > 1 and len({tuple(each.shape for each in part.parameters()) for part in parts}) == 1:
+            yield module, "_modules"
+        of_depths = name in ("", "leaf", "state_leaves", "unembeddings")
+        for own in ("weight", "maps", "bias", "mix") if of_depths else ():
+            rows = getattr(module, own, None)
+            is_shared = name == "state_leaves" and own == "weight"
+            if isinstance(rows, Tensor) and not is_shared and len(rows) % count == 0:
+                yield module, own
+
+
+def _orders(count: int) -> list[list[int]]:
+    """Return orders of depths but the right one: all of few, else reversed, shifted, and with two exchanged."""
+    now = [*range(count)]
+    if factorial(count) <= _ORDERS:
+        return [*map(list, permutations(now))][1:]
+    pairs = [(i, j) for j in now for i in range(j)]
+    exchanged = [[{i: j, j: i}.get(index, index) for index in now] for i, j in pairs]
+    return [now[::-1], now[1:] + now[:1], now[-1:] + now[:-1], *exchanged]
+
+
+def _ordered(owners: Sequence[tuple[nn.Module, str]], order: Sequence[int]) -> Any:
+    def changed(module: nn.Module, name: str) -> Any:
+        if name == "_modules":
+            parts = [*module.children()]
+            return {str(index): parts[at] for index, at in enumerate(order)}
+        return getattr(module, name).detach().unflatten(0, (len(order), -1))[order].flatten(0, 1)
+
+    return all_replaced((module, {name: changed(module, name)}) for module, name in owners)
+
+
+def _of_block(drafter: BlockDrafter) -> Iterator[Trial]:
+    config, changed = drafter.config, partial(replaced, drafter.config)
+    for by in (-1, 1):
+        yield Trial("feature shift", f"features of {_off(by)}", partial(_rolled, drafter, "fuse", by), 0, by > 0)
+    last = drafter.backbone.config.get_text_config().num_hidden_layers - 1
+    yield from _layers(config, "feature_layers", drafter.feature_layers, last)
+    for name in ("causal", "sliding_causal"):
+        value = not getattr(config, name)
+        yield Trial("row", f"{name}={value}", partial(changed, **{name: value}))
+    if drafter.joint_law.needs_window:  # its tensors have one part for every row that drafts
         return
-    output, residual = not head.config.norm_output, not head.config.norm_before_residual
-    yield Trial("norms", f"norm_output={output}", lambda: replaced(head.config, norm_output=output))
-    first = head.layers[0]
-    words = f"norm_before_residual={residual}"
-    yield Trial("norms", words, lambda: replaced(first, norm_before_residual=residual))
+    value = not config.sample_from_anchor
+    yield Trial("row", f"sample_from_anchor={value}", partial(changed, sample_from_anchor=value))
+    if config.conv_kernel_size is None:
+        for size in (config.block_size + 1, 2 * config.block_size):
+            yield Trial("row", f"block_size={size}", partial(changed, block_size=size))
+
+
+def _fields(drafter: nn.Module) -> Iterator[Trial]:
+    """Yield values of the backbone's config, and those of none, for fields that shape a drafter's layers."""
+    text = untyped(drafter).backbone.config.get_text_config()
+    theirs, modules = layer_fields(text, {}), [*drafter.modules()]
+    turned = [each for each in modules if hasattr(each, "inv_freq") and hasattr(each, "config")]
+    for rope in (theirs["rope_parameters"], _DEFAULTS["rope"]):
+        if any(_rope_of(each) != rope for each in turned):
+            words = ", ".join(f"{name}={value}" for name, value in rope.items())
+            yield Trial("rope", words, partial(_turned, turned, rope), is_theirs=rope == theirs["rope_parameters"])
+    normed = [each for each in modules if hasattr(each, "variance_epsilon")]
+    for eps in (theirs["rms_norm_eps"], _DEFAULTS["rms_norm_eps"]):
+        if any(abs(each.variance_epsilon / eps - 1) > 1e-3 for each in normed):
+            values = [(each, {"variance_epsilon": eps}) for each in normed]
+            values += [(drafter.config, {"rms_norm_eps": eps})] if isinstance(drafter, BlockDrafter) else []
+            is_theirs = eps == theirs["rms_norm_eps"]
+            yield Trial("norms", f"rms_norm_eps={eps:g}", partial(all_replaced, values), is_theirs=is_theirs)
+    acting, own = [each for each in modules if hasattr(each, "act_fn")], field(text, "hidden_act", "hidden_activation")
+    for name in {own or _DEFAULTS["hidden_act"], _DEFAULTS["hidden_act"]}:
+        if any(type(each.act_fn) is not type(ACT2FN[name]) for each in acting):
+            values = [(each, {"act_fn": ACT2FN[name]}) for each in acting]
+            yield Trial("activation", f"hidden_act={name}", partial(all_replaced, values), is_theirs=name == own)
+    size = theirs["head_dim"]
+    if isinstance(drafter, EagleHead) and not drafter.config.qk_norm and size % 2 == 0:
+        attention = [untyped(layer).self_attn for layer in drafter.layers]
+        if all(each.head_dim != size and each.k_proj.out_features % size == 0 for each in attention):
+            words, holds = f"head_dim={size}", partial(_divided, attention, turned, size)
+            yield Trial("head_dim", words, holds, is_theirs=True)
+
+
+def _rope_of(module: Any) -> Kwargs:
+    return dict(field(module.config, "rope_parameters") or {})
+
+
+def _turned(modules: Sequence[nn.Module], rope: Kwargs | None = None, **fields: Any) -> Any:
+    """Let rotary embeddings be those of another rope, or of other fields."""
+
+    def other(module: Any) -> Callable[..., Any]:
+        config = copy(module.config)
+        vars(config).update(fields | ({} if rope is None else {"rope_parameters": dict(rope)}))
+        return type(module)(config).to(module.inv_freq.device).forward
+
+    return all_replaced((each, {"forward": other(each)}) for each in modules)
+
+
+@contextmanager
+def _divided(attention: Sequence[nn.Module], turned: Sequence[nn.Module], size: int) -> Iterator[None]:
+    """Let attention have heads of another size, in rows of the same matrices."""
+    values = [(each, {"head_dim": size, "scaling": size**-0.5}) for each in attention]
+    with all_replaced(values), _turned(turned, head_dim=size):
+        yield
+
+
+def _draft_ids(drafter: Any) -> Iterator[Trial]:
+    """Yield other ids of a draft vocabulary: one off, ids in place of offsets, those whose rows the unembedding has."""
+    if drafter.offsets is None:
+        return
+    ids, size, count = drafter.draft_ids, drafter.config.vocab_size, torch.arange(drafter.draft_size)
+    tried = {"draft ids one less": ids - 1, "draft ids one more": ids + 1, "d2t as token ids": drafter.offsets}
+    tried["d2t as offsets of token ids, which it repeats"] = ids + count.to(ids)
+    if (nearest := _nearest_ids(drafter)) is not None:
+        tried["the ids whose rows of the backbone's unembedding are the nearest"] = nearest
+    for words, other in tried.items():
+        is_known = bool((other[1:] > other[:-1]).all()) and int(other[0]) >= 0 and int(other[-1]) < size
+        if is_known and not other.equal(ids):
+            buffers = {**drafter._buffers, "d2t": other - count.to(other)}
+            yield Trial("d2t", words, partial(replaced, drafter, _buffers=buffers, _part=None))
+
+
+@torch.no_grad()
+def _nearest_ids(drafter: Any) -> Tensor | None:
+    """Return the token id whose row of the backbone's unembedding each row of a drafter's own one is nearest to."""
+    own = getattr(getattr(drafter, "lm_head", None), "weight", None)
+    table = getattr(drafter.backbone.get_output_embeddings(), "weight", None)
+    if own is None or table is None or own.shape[-1] != table.shape[-1]:
+        return None
+    unit, other = (nn.functional.normalize(each.detach().float(), dim=-1) for each in (own, table.to(own.device)))
+    return torch.cat([(part @ other.T).argmax(-1) for part in unit.split(1024)])

@@ -135,9 +135,6 @@ class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
         >>> PTPSFTTrainer(student, SFTConfig("out"), train_dataset=chats, processing_class=tokenizer).train()
     """
 
-    def _own_collator(self, tokenizer: object) -> None:
-        """TRL's."""
-
 
 class MTPDPOTrainer(DPOTrainer):
     """`trl.DPOTrainer` for `EvaByteForMTPC` and `DeepSeekMTP`.

@@ -216,7 +216,7 @@ def test_half_precision_keeps_small_gradients():
     head = model.get_output_embeddings()
     states = [torch.randn(1, 4, 8).half().requires_grad_()]
     targets = [torch.randint(0, 96, (1, 4))]
-    total, *_ = chain_loss(model.readout, states, targets, 96, ModuleLossOptions(), 10**7).to_tuple()
+    total, *_ = chain_loss(model.readout, states, targets, 96, ModuleLossOptions(), torch.tensor([10**7])).to_tuple()
     (1e7 * total).backward()
     expected = head.weight.grad.float().clone()
     assert expected.abs().max() > 0.1 and states[0].grad.abs().max() > 0.01

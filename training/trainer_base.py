@@ -33,7 +33,7 @@ from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
 from .batches import Collator, Inputs
 from .batching import BatchingMixin
-from .checkpoints import check_checkpoint
+from .checkpoints import ResumingMixin, check_checkpoint
 from .progress import TokenProgress
 from .pushing import TrainerPushMixin
 
@@ -156,7 +156,7 @@ class CpuParallelism(ParallelismConfig):
         """Ask no kind of device."""
 
 
-class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
+class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
     """A `Trainer` that logs exact means and writes whole models where parameters are sharded.
 
     A subclass names the quantities in `_mean_names` and adds them to `_means[model.training]`. If its evaluation loss

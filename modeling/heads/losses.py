@@ -117,7 +117,7 @@ def discounted_mtp_loss(
 ) -> Tensor:
     """Return the composite likelihood of overlapping windows, discounted by depth (MtPC paper, section 3, Eq. 4).
 
-    With L_ij the sum of the valid terms of sequence i at depth j and c_ij their number:
+    With L_ij the sum of the valid terms of sequence i at depth j, c_ij their number, and N the sequences with a target:
     `"paper"`: sum_j gamma^(j-1) (1/N) sum_i L_ij / c_ij;
     `"tokens"`: [sum_j gamma^(j-1) (sum_i L_ij) / (sum_i c_ij)] / sum_j gamma^(j-1).
 
@@ -139,7 +139,7 @@ def discounted_mtp_loss(
     terms = torch.where(valid, terms, torch.zeros_like(terms))
     if normalization == "paper":
         per_sequence = terms.sum(1) / valid.sum(1).clamp(min=1)
-        return (per_sequence.mean(0) * _discounts(terms[0, 0], gamma)).sum()
+        return (per_sequence.sum(0) * _discounts(terms[0, 0], gamma)).sum() / valid.flatten(1).any(1).sum().clamp(min=1)
     if normalization != "tokens":
         raise ValueError(f"normalization={normalization!r} is unknown; choose 'paper' or 'tokens'")
     per_depth = valid.sum((0, 1)) if counts is None else torch.as_tensor(counts, device=terms.device)

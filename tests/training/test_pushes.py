@@ -78,7 +78,7 @@ def test_a_run_is_pushed_without_what_resuming_needs(tmp_path, uploads):
     assert not [name for name in names if name.startswith(("online", "features", "run.", "checkpoint", *of_resuming))]
 
 
-PLANTED = ("id_rsa", "notes.json", "train.py", ".env", "env", "secret.safetensors", "model.safetensors.bak", "runs/id_rsa",
+PLANTED = ("id_rsa", "notes.json", "train.py", ".env", "env", "secret.safetensors", "model.bak", "runs/id_rsa",
            "private/config.json", "private/model.safetensors", "backbone/id_rsa", "data.jsonl")  # fmt: skip
 
 

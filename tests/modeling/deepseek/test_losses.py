@@ -231,7 +231,7 @@ def test_nothing_is_drafted_at_the_main_models_depth():
 
 
 def test_heads_of_their_own_learn_where_the_main_models_is_held():
-    model = family_model("step3p7")
+    model = tower_model("step3p7")
     model.loss_options = ModuleLossOptions(detach_head=True)
     model.requires_grad_(True)
     ids = torch.randint(3, 90, (2, 9))

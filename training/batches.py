@@ -33,7 +33,7 @@ Collate = Callable[[list[Inputs]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes a batch of rows, padded on the side of the tokenizer, or on the right without one."""
+    """Makes a batch of rows; if lengths differ, padded on the side of the tokenizer, or on the right without one."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -47,23 +47,24 @@ class Collator:
                         f"a row of the data has {len(row['input_ids'])} input_ids and {len(row[name])} {name}: every "
                         "id needs one" + (f", {IGNORE} where nothing is scored" if name == "labels" else "")
                     )
-        if self.tokenizer is not None:
-            return DataCollatorForSeq2Seq(self.tokenizer)(rows)
-        columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
-        columns.setdefault("attention_mask", [torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows])
-        return _padded(columns)
+        columns = {name: [_tensor(row[name]) for row in rows] for name in rows[0]}
+        if len({*map(len, columns["input_ids"])}) > 1:
+            columns.setdefault("attention_mask", [torch.ones_like(ids) for ids in columns["input_ids"]])
+        fills = {"labels": IGNORE, "shift_labels": IGNORE, "input_ids": getattr(self.tokenizer, "pad_token_id", 0) or 0}
+        pad, side = nn.utils.rnn.pad_sequence, getattr(self.tokenizer, "padding_side", "right")
+        return {name: pad(column, True, fills.get(name, 0), side) for name, column in columns.items()}
+
+
+def _tensor(values: Any) -> Tensor:
+    """Return the entries of a row's column; of an empty row as ids."""
+    found = torch.as_tensor(values)
+    return found if len(found) else found.long()
 
 
 def _refuse_missing(names: Sequence[str], row: Mapping[str, Any]) -> None:
     if missing := [name for name in names if name not in row]:
         hint = ": text is tokenized beforehand" if missing[0] == "input_ids" else ", and another row has"
         raise ValueError(f"a row of the data has no {missing[0]}{hint}")
-
-
-def _padded(columns: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    fills = {"labels": IGNORE, "shift_labels": IGNORE}
-    pad = nn.utils.rnn.pad_sequence
-    return {name: pad(list(column), True, fills.get(name, 0)) for name, column in columns.items()}
 
 
 _ROW_WISE = (Collator, DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments, default_data_collator
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from ..configuration.fields import refuse
@@ -16,7 +16,6 @@ from .batches import (
     TOKENS_PER_BATCH,
     BatchCollator,
     BatchedRows,
-    Collator,
     JoinedCollator,
     batches_by_tokens,
     check_budget,
@@ -106,8 +105,6 @@ class BatchingMixin(Trainer):
         joins = self._joins()
         if joins:
             self.data_collator = JoinedCollator(collator)
-        elif collator is default_data_collator:  # which does not pad
-            self.data_collator = Collator()
         try:
             if data is None or self.tokens_per_batch == 0 or self._obstacle():
                 return super().get_train_dataloader()

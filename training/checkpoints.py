@@ -8,16 +8,28 @@ import warnings
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+import torch
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from ..configuration import MTPHeadConfig
 from ..generation.tensors.saving import files_of, finish
 from ..modeling.common.foreign import ForeignLayoutsMixin
 from ..modeling.common.stored_drafters import drafter_class
+from .processes import of_first
 from .utils import replace_file
 
+_TrainerBase = Trainer if TYPE_CHECKING else object
 _STATE = "trainer_state.json"
 _SUMS = "checksums.json"
 """The file of a checkpoint that is written last, with the checksums of all others."""
@@ -58,9 +70,37 @@ def fault_of(checkpoint: Path) -> str | None:
     return next((f"{name} is damaged" for name, digest in known.items() if actual.get(name) != digest), None)
 
 
-def write_checksums(checkpoint: Path) -> None:
-    """Write the checksums of all files of a checkpoint."""
-    replace_file(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
+class ChecksumWriter(TrainerCallback):
+    """Writes the checksums of every checkpoint, when all processes and callbacks have written their files."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Write them in the first process."""
+        if args.world_size > 1:
+            torch.distributed.barrier()
+        checkpoint = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and checkpoint.is_dir():
+            replace_file(checkpoint / _SUMS, json.dumps(_checksums(checkpoint), indent=1) + "\n")
+
+
+class ResumingMixin(_TrainerBase):
+    """`train` that resumes from whole checkpoints alone; to be placed before `Trainer`."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As in `Trainer`; True takes the last whole checkpoint, and starts anew where a kill left none.
+
+        Raises:
+            ValueError: True without any checkpoint, or one with a file that is missing or damaged.
+        """
+        run, chosen = str(self.args.output_dir), resume_from_checkpoint
+        if chosen is True and of_first(lambda: get_last_checkpoint(run)):
+            chosen = of_first(lambda: last_whole_checkpoint(run))
+        elif isinstance(chosen, str) and (fault := of_first(lambda: fault_of(Path(chosen)))):
+            raise ValueError(
+                f"resume_from_checkpoint={chosen!r}: {fault}; choose another, or True for the last whole one"
+            )
+        self.remove_callback(ChecksumWriter)
+        self.add_callback(ChecksumWriter())  # the last one: others add to checkpoints
+        return super().train(chosen, *args, **kwargs)
 
 
 def _checksums(directory: Path) -> dict[str, str]:

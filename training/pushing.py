@@ -13,29 +13,27 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import PreTrainedModel, Trainer
 from transformers.modelcard import extract_hyperparameters_from_trainer, make_markdown_table, parse_log_history
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import CONFIG_NAME, logging
+from transformers.utils import logging
 from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..generation.attach import AttachableDrafter
 from ..modeling.common.loading import TRAVELLERS
-from ..modeling.common.remote_code import CODE_DIRECTORY, add_code, code_when_pushed, handed
+from ..modeling.common.remote_code import add_code, code_when_pushed, handed
 from ..modeling.heads.joint import JointMTPModel
-from .online import ONLINE_DIRECTORY
 from .utils import visible, without_directories
 
 logger = logging.get_logger(__name__)
 _FILE_READERS = {"csv", "json", "pandas", "parquet", "text", "generator"}  # what `datasets` calls files, not names
+_OF_THE_RUN = ("metrics.json", *(f"{name}_results.json" for name in ("all", "train", "eval", "test")))
+"""Files of a run directory that are pushed beside the model's: its log, and measured results."""
 _OF_RESUMING = (
-    ONLINE_DIRECTORY,
-    *("training_args.bin", "trainer_state.json", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*"),
-    *("pytorch_model_fsdp*", "latest", "zero_to_fp32.py", "checksums.json", ".*"),
+    *("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
+    *("checksums.json", "loss_balance.json", "pytorch_model_fsdp.bin", "latest", "zero_to_fp32.py"),
 )
-"""Files of a checkpoint that are no part of the model."""
-_OF_CHECKPOINTS = ("training_args.bin", ONLINE_DIRECTORY, ".*")
-"""What is left out of whole checkpoints: paths of this machine, and the rollouts of users."""
-_OF_THE_RUN = (*_OF_RESUMING, "run.json", "config.yaml", "results.json", "checkpoint-*", "_*")
-"""Files of a run directory that name paths and commands, and those that `Trainer` leaves out."""
+"""Files of whole checkpoints, but for arguments, which name paths of this machine, and the rollouts of users."""
+_SHARDS = ("pytorch_model_fsdp_[0-9]*", "optimizer_[0-9]*", "global_step[0-9]*")
+"""Directories of whole checkpoints in which processes have written parts of weights or of the optimizer."""
 _API = HfApi()
 """One for all: uploads in the background run one after the other."""
 _TrainerBase = Trainer if TYPE_CHECKING else object
@@ -175,10 +173,10 @@ class TrainerPushMixin(_TrainerBase):
         self.callback_handler.on_push_begin(args, self.state, self.control)
         message = f"Training in progress, step {self.state.global_step}"
         card = [file for file in [self._output() / "README.md"] if file.is_file()]
-        uploads = [self._uploaded(checkpoint, _OF_RESUMING, message, card)]
+        uploads = [self._uploaded(checkpoint, (), message, card)]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
-            uploads.append(self._uploaded(checkpoint, _OF_CHECKPOINTS, f"{message}, checkpoint", path_in_repo=name))
+            uploads.append(self._uploaded(checkpoint, _OF_RESUMING, f"{message}, checkpoint", path_in_repo=name))
         jobs = [_API.run_as_future(upload) for upload in uploads]
         if self.push_in_progress is None or self.push_in_progress.is_done():
             self.push_in_progress = PushInProgress()
@@ -195,19 +193,24 @@ class TrainerPushMixin(_TrainerBase):
     def _uploaded(
         self,
         source: Path,
-        left_out: Sequence[str],
+        besides: Sequence[str],
         message: str | None,
         also: Sequence[Path] = (),
         path_in_repo: str | None = None,
         token: str | None = None,
         revision: str | None = None,
     ) -> Callable[[], CommitInfo]:
-        """Return the upload of a public copy of a directory, made at once: checkpoints are removed meanwhile."""
+        """Return the upload of a public copy of a directory, made at once: checkpoints are removed meanwhile.
+
+        `besides` are names of files that go beside those of models.
+        """
         # on the same disk, where a copy costs nothing
         copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
-        if left_out is not _OF_CHECKPOINTS:
-            left_out = [*left_out, *(each.name for each in source.iterdir() if each.is_dir() and not _is_model(each))]
-        handed("push").public_copy(source, Path(copy.name), left_out, also)
+        of_tokenizer = getattr(self.processing_class, "vocab_files_names", {}).values()
+        allowed = (*handed("push").MODEL_FILES, *of_tokenizer, *besides)
+        adapters = [*getattr(self.accelerator.unwrap_model(self.model), "peft_config", ())]
+        folders = [*adapters, *(_SHARDS if path_in_repo else ())]
+        handed("push").public_copy(source, Path(copy.name), allowed, also, folders)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TRAVELLERS):
                 add_code(saved, Path(copy.name), code_when_pushed(saved))
@@ -225,12 +228,6 @@ class TrainerPushMixin(_TrainerBase):
                 )
 
         return upload
-
-
-def _is_model(directory: Path) -> bool:
-    """Return whether a directory in that of a run belongs to its model, or is the log that the Hub shows."""
-    files = (CONFIG_NAME, "adapter_config.json")
-    return directory.name in ("runs", CODE_DIRECTORY) or any((directory / name).is_file() for name in files)
 
 
 def _listed(value: str | Iterable[str] | None) -> list[str]:

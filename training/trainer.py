@@ -54,9 +54,9 @@ class MTPTrainer(BaseTrainer):
       with the heads that learn, so that tensor gets no weight decay.
 
     The model's config retains its `use_cache` (`Trainer` would save it as False). A plain `Trainer` works, too, and
-    takes the same steps where an update is one batch; under accumulation it counts the targets of the first depth
-    alone, so that deeper ones are weighed by their share in each micro-batch; and its `eval_loss` is a mean over
-    batches.
+    takes the same steps where an update is one batch, but for `balance="rms"`, whose factors it takes from the batch
+    itself; under accumulation it counts labels alone, so that depths are weighed by their share in each micro-batch;
+    and its `eval_loss` is a mean over batches.
 
     Args:
         model: The model; attached `MTPHeads`, `EagleHead` or `BlockDrafter`, `EvaByteForMTPC`, `DeepSeekMTP`, or one of

@@ -15,7 +15,13 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin, is_compiled_modul
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
@@ -25,9 +31,9 @@ from ..generation.tensors.shared_models import gathered_state, shares_hidden
 from ..modeling.heads.joint import BACKBONE, JointMTPModel
 from ..modeling.heads.losses import IGNORE, check_targets
 from ..modeling.ptp.registers import RegisterModel
-from .batches import Inputs
+from .batches import Collator, Inputs
 from .batching import BatchingMixin
-from .checkpoints import check_checkpoint
+from .checkpoints import ResumingMixin, check_checkpoint
 from .progress import TokenProgress
 from .pushing import TrainerPushMixin
 
@@ -150,7 +156,7 @@ class CpuParallelism(ParallelismConfig):
         """Ask no kind of device."""
 
 
-class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
+class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
     """A `Trainer` that logs exact means and writes whole models where parameters are sharded.
 
     A subclass names the quantities in `_mean_names` and adds them to `_means[model.training]`. If its evaluation loss
@@ -163,6 +169,8 @@ class BaseTrainer(BatchingMixin, TrainerPushMixin, Trainer):
     def __init__(self, *args: Any, tokens_per_batch: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tokens_per_batch = tokens_per_batch
+        if self.data_collator is default_data_collator or type(self.data_collator) is DataCollatorWithPadding:
+            self.data_collator = Collator(cast(Any, self.processing_class))  # these do not pad labels
         check_kernels(self.args, cast(nn.Module, self.model))
         for name in ("train_dataset", "eval_dataset"):
             if isinstance(data := getattr(self, name), Sized) and not len(data):

@@ -23,6 +23,7 @@ from ..generation.attach import MTPGenerationMixin
 from ..modeling.common.outputs import TrainableDrafter
 from .batches import Inputs
 from .batching import BatchingMixin
+from .checkpoints import ResumingMixin
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import check_kernels, without_peft
@@ -135,11 +136,8 @@ class PTPSFTTrainer(_SFTBehaviour, PTPTrainer, SFTTrainer):
         >>> PTPSFTTrainer(student, SFTConfig("out"), train_dataset=chats, processing_class=tokenizer).train()
     """
 
-    def _own_collator(self, tokenizer: object) -> None:
-        """TRL's."""
 
-
-class MTPDPOTrainer(DPOTrainer):
+class MTPDPOTrainer(ResumingMixin, DPOTrainer):
     """`trl.DPOTrainer` for `EvaByteForMTPC` and `DeepSeekMTP`.
 
     The loss is TRL's, of the backbone's own next-token distribution, plus `drafter_weight` times the model's own loss

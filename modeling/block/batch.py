@@ -106,7 +106,7 @@ class BlockBatch:
         columns = self.places(size)
         length = self.ids.shape[1]
         inside = self.anchors[..., None] + torch.arange(1, size + 1, device=self.ids.device) < length
-        read = columns - int(config.sample_from_anchor) if recipe.places == "rows" else columns
+        read = (columns - int(config.sample_from_anchor and recipe.places == "rows")).clamp(min=0)
         found = inside & taken(self.scored, read)
         if recipe.within:
             found &= taken(self.documents, columns) == taken(self.documents, self.anchors)[..., None]

@@ -93,7 +93,7 @@ class BlockLearner(BlockNetwork):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         labels: Tensor | None,
-        counts: Tensor | int | None,
+        counts: Tensor | None,
         shift_labels: Tensor | None = None,
         summaries: Tensor | None = None,
         loss_mask: Tensor | None = None,
@@ -110,7 +110,7 @@ class BlockLearner(BlockNetwork):
             attention_mask: [B, L].
             position_ids: [B or 1, L].
             labels: [B, L] int64, -100 where a token is no target.
-            counts: Places that count over all micro-batches, [m] or one number.
+            counts: Places that count over all micro-batches, [m].
             shift_labels: [B, L], in place of `labels`.
             summaries: [B, L, 2], the `logit_summaries` of the last states.
             loss_mask: [B, L], 0 where a token is no target; in place of `labels`.

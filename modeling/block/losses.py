@@ -17,7 +17,6 @@ from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LossSegment, chunked_sums
 from ..common.outputs import BlockOutput
 from ..common.teacher import ACCEPTANCES, acceptance, accepted_along, divergence, logit_summaries, sequence_log_probs
-from ..heads.losses import counts_of_update
 from ..heads.window_distribution import at_tokens, exact
 from .batch import BlockBatch, taken
 from .laws import SelectorLaw
@@ -50,7 +49,7 @@ def block_loss(
     batch: BlockBatch,
     states: Tensor,
     options: BlockLossOptions,
-    items: Tensor | int | None = None,
+    items: Tensor | None = None,
     summaries: Tensor | None = None,
 ) -> BlockOutput:
     """Return the loss of blocks, and their terms.
@@ -61,7 +60,7 @@ def block_loss(
         batch: The batch.
         states: [B, L, D], the backbone's last hidden states.
         options: How the loss is computed.
-        items: Places that count over all micro-batches, [m], or one number, of targets; None: those of the batch.
+        items: Places that count over all micro-batches, [m]; None: those of the batch.
         summaries: [B, L, 2], the `logit_summaries` of the states; None: computed where they are read.
     """
     config, method = network.config, method_of(network.config.law)
@@ -73,7 +72,7 @@ def block_loss(
     counted = batch.counted(recipe, config)  # [B, A, m]
     counts = counted.sum((0, 1))
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    total = counts_of_update(counts, items, batch.scored[:, 1:].sum()).to(wide)
+    total = (counts if items is None else items).to(counts.device, wide)
     sequences = len(batch.ids) * total[0] / counts[0].clamp(min=1)
     weights = place_weights(options, recipe, total, sequences)
     columns = batch.places(size)

@@ -17,14 +17,14 @@ from ...configuration.loss_options import HeadLossOptions
 from ...generation.attach import AttachableDrafter, NoGenerationMixin
 from ...generation.drafter import DrafterFacts
 from ..heads.context import add_tables
-from ..heads.losses import DepthLossMixin, depth_weights
+from ..heads.losses import DepthLossMixin, counts_of_update, depth_weights
 from ..heads.registry import distribution_after, window_distribution
 from ..heads.window_distribution import WindowDistribution
 from .backbone_parts import BackboneParts
 from .draft_vocabulary import DraftVocabulary, drafted_tokens
 from .loading import StrictLoadingMixin
 from .online import OnlineMixin
-from .outputs import DraftDistributions, refuse_loss_of_others
+from .outputs import DraftDistributions, TrainableDrafter, refuse_loss_of_others
 
 States = Sequence[Tensor | None] | Mapping[int, Tensor]
 """Hidden states of the backbone: L + 1 entries [B, T, D], None where unused, or the used ones by index."""
@@ -99,7 +99,9 @@ class DraftModel(OnlineMixin, StrictLoadingMixin, AttachableDrafter, PreTrainedM
             logits_to_keep = int(self.training) if logits_to_keep is None else logits_to_keep
             outputs = self._run_backbone(input_ids, attention_mask, position_ids, logits_to_keep)
             states, logits = outputs.hidden_states, outputs.logits
-        inputs = input_ids, attention_mask, position_ids, labels, num_items_in_batch
+        drafter, shift_labels = cast(TrainableDrafter, self), cast(Tensor | None, kwargs.get("shift_labels"))
+        counts = counts_of_update(drafter, num_items_in_batch, labels, attention_mask, position_ids, shift_labels)
+        inputs = input_ids, attention_mask, position_ids, labels, counts
         output = self.learn(states, logits, *inputs, summaries=cached_summaries, **kwargs)
         if kwargs.get("output_hidden_states") and cached_states is None:
             output.hidden_states = cast(tuple, states)

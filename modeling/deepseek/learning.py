@@ -83,7 +83,7 @@ class ModuleLearningMixin(DepthLossMixin, OnlineMixin, OverMainModel):
         embeds = inputs_embeds.detach() if is_held else inputs_embeds
         return [hidden, *teacher_forced(self.mtp, start, embeds, position_ids, attention_mask, depths)]
 
-    def chain_loss(self, chain: list[Tensor], targets: Tensor, counts: Tensor | int | None = None) -> MTPOutput:
+    def chain_loss(self, chain: list[Tensor], targets: Tensor, counts: Tensor | None = None) -> MTPOutput:
         """Return the loss over h^0 to h^D, `chain`, from the targets of all depths [B, L, D + 1]."""
         size = self.main.config.get_text_config().vocab_size
         heads = [self.readout_of(depth) for depth in range(len(chain[: self.window]))]

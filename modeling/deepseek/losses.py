@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
@@ -27,7 +28,7 @@ from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
 from ..common.outputs import MTPOutput
 from ..common.teacher import ACCEPTANCES, ahead, block_terms, sequence_log_probs, teacher_terms
-from ..heads.losses import IGNORE, check_targets, counts_of_update
+from ..heads.losses import IGNORE, check_targets
 from ..heads.window_distribution import exact
 from .modules import LMHeadView, MTPModules
 
@@ -50,7 +51,7 @@ def chain_loss(
     targets: Sequence[Tensor],
     vocab_size: int,
     options: ModuleLossOptions,
-    counts: Tensor | int | None = None,
+    counts: Tensor | None = None,
     vocabulary: DraftVocabulary | None = None,
 ) -> MTPOutput:
     """Return the weighted sum over depths of the summed cross-entropy (or distance from the teacher), in chunks.
@@ -66,7 +67,7 @@ def chain_loss(
         targets: Per depth [B, R_k] int64, -100 where there is none.
         vocab_size: V.
         options: How the loss is computed.
-        counts: `num_items_in_batch`, see `counts_of_update`.
+        counts: [D + 1], targets of a whole update; None: of this batch.
         vocabulary: The tokens that modules draft, with a head that learns nothing from them.
     """
 
@@ -102,7 +103,7 @@ def chain_loss(
 
     own = torch.stack([(check_targets(part, vocab_size) != IGNORE).sum() for part in targets])
     dtype = torch.promote_types(states[0].dtype, torch.float32)
-    weights = depth_weights(counts_of_update(own, counts).to(dtype), options)
+    weights = depth_weights((own if counts is None else counts).to(own.device, dtype), options)
     if vocabulary is not None:
         targets = [targets[0], *(vocabulary.columns(part, IGNORE) for part in targets[1:])]
     teaches = options.target == "teacher"
@@ -185,6 +186,8 @@ def teacher_forced(
 ) -> list[Tensor]:
     """Return h^1 to h^depths; depth k has L - k positions (none where the sequence is too short).
 
+    A sequence that is too short is padded on the right, so that every module has its gradient, if of zeros.
+
     Args:
         modules: The chain.
         hidden_states: h^0, [B, L, H].
@@ -193,16 +196,22 @@ def teacher_forced(
         attention_mask: [B, L], 0 for padding.
         depths: Number of depths; those beyond D reuse the last module.
     """
-    length, states = hidden_states.shape[1], [hidden_states]
+    length, missing = hidden_states.shape[1], max(depths + 1 - hidden_states.shape[1], 0)
+    if missing:
+        hidden_states, inputs_embeds = (pad(each, (0, 0, 0, missing)) for each in (hidden_states, inputs_embeds))
+        position_ids = torch.cat([position_ids, *[position_ids[..., -1:]] * missing], -1)
+        attention_mask = None if attention_mask is None else pad(attention_mask, (0, missing), value=1)
+        whole = teacher_forced(modules, hidden_states, inputs_embeds, position_ids, attention_mask, depths)
+        return [state[:, : max(length - k, 0)] for k, state in enumerate(whole, 1)]
+    states = [hidden_states]
     once = depths if depths <= modules.count else modules.count - 1
-    for k in range(1, min(once, length - 1) + 1):
+    for k in range(1, once + 1):
         rows = length - k
         mask = None if attention_mask is None else attention_mask[:, :rows]
         states.append(modules.step(k, states[-1][:, :rows], inputs_embeds[:, k:], position_ids[..., :rows], mask))
-    if depths > modules.count and length > modules.count:
+    if depths > modules.count:
         states += _unrolled(modules, states[-1], inputs_embeds, position_ids, attention_mask, depths)
-    empty = hidden_states[:, :0]
-    return (states + [empty] * depths)[1 : depths + 1]
+    return states[1:]
 
 
 def _unrolled(
@@ -218,7 +227,7 @@ def _unrolled(
     columns = length - first
     causal = _causal_mask(modules, state[:, :columns], position_ids[..., :columns], attention_mask)
     states, earlier, rotated = [], (), []
-    for k in range(first, min(depths, length - 1) + 1):
+    for k in range(first, depths + 1):
         rows = length - k
         sizes = range(columns, rows - 1, -1)  # columns of depth D, D + 1, ..., k
         positions = position_ids[..., :rows] + (k - first)

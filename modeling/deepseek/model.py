@@ -25,7 +25,7 @@ from ...generation.tensors.wrapped_models import Kwargs, PicklableMixin, Wrapper
 from ..common.backbone_parts import text_positions
 from ..common.draft_vocabulary import DraftVocabulary, TokenIds, stored_ids
 from ..common.outputs import DeepSeekMTPOutput, OwnLossMixin
-from ..heads.losses import depth_targets
+from ..heads.losses import counts_of_update, depth_targets
 from .checkpoint_files import check_checkpoint, is_to_be_dequantized
 from .conversion import build, load, load_dequantized
 from .export import OfficialCheckpointModel, official_device_map, own_device_map
@@ -360,7 +360,8 @@ class DeepSeekMTP(
             chain[1:] = self.chain(main_output.state, embeds, attention_mask, position_ids, depths)[1:]
         if has_labels:
             targets = depth_targets(labels, self.window, attention_mask, positions, shift_labels)
-            result = self.chain_loss(chain, targets, num_items_in_batch)
+            counts = counts_of_update(self, num_items_in_batch, labels, attention_mask, positions, shift_labels)
+            result = self.chain_loss(chain, targets, counts)
             loss, shown = result.loss, dict(result)
         aux_loss = router_loss(self.main, outputs, attention_mask)
         if loss is not None and aux_loss is not None:

@@ -55,6 +55,22 @@ class TrainingBatch:
         documents = documents.masked_fill(~real, -1)
         return cls(input_ids, labels, positions, documents, states, is_whole, summaries)
 
+    def with_a_row(self, features: Tensor) -> tuple[Tensor, TrainingBatch]:
+        """Return features [B, L, d] and the batch, padded on the right where it is too short to have a row.
+
+        Such a row counts nowhere; with it every parameter gets its gradient, as in the other processes.
+        """
+        missing = 3 - features.shape[1]
+        if missing <= 0:
+            return features, self
+
+        def padded(values: Tensor, fill: int = 0) -> Tensor:
+            return nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, missing), value=fill)
+
+        ids, labels, documents = padded(self.input_ids), padded(self.labels, IGNORE), padded(self.documents, -1)
+        states, summaries = padded(self.states), None if self.summaries is None else padded(self.summaries)
+        return padded(features), TrainingBatch(ids, labels, padded(self.positions), documents, states, False, summaries)
+
     @property
     def num_rows(self) -> int:
         """Rows of step 0; the last two tokens have none, because no token follows their pair."""

@@ -34,7 +34,7 @@ def eagle_loss(
     features: Tensor,
     batch: TrainingBatch,
     options: ResolvedEagleOptions,
-    num_items: Tensor | int | None = None,
+    num_items: Tensor | None = None,
 ) -> EagleOutput:
     """Return the loss of a head, and the losses of its steps.
 
@@ -43,11 +43,9 @@ def eagle_loss(
         features: Result of `head.fuse` for the batch, [B, L, d].
         batch: The batch.
         options: How the loss is computed.
-        num_items: Rows with targets per step over all micro-batches, [steps] or one number; None: those of the batch.
+        num_items: Rows with targets per step over all micro-batches, [steps]; None: those of the batch.
     """
-    if not batch.num_rows:
-        nothing = features.new_zeros(options.steps)
-        return EagleOutput(loss=features.sum() * 0.0, step_losses=nothing, head_losses=nothing, acceptances=nothing)
+    features, batch = batch.with_a_row(features)
     if options.noise and head.training:
         width = options.noise * 512 / batch.lengths[..., None]
         features = features + (torch.rand_like(features) - 0.5) * width.to(features)
@@ -73,17 +71,15 @@ def _thinned(batch: TrainingBatch, options: ResolvedEagleOptions) -> TrainingBat
     return replace(batch, kept=chance < shares.clamp(min=options.least_kept)[:, None])
 
 
-def pooled_loss(sums: Tensor, counts: Tensor | int, options: ResolvedEagleOptions) -> Tensor:
-    """Return the loss of data from summed terms [steps] and rows with targets, [steps] or one number."""
+def pooled_loss(sums: Tensor, counts: Tensor, options: ResolvedEagleOptions) -> Tensor:
+    """Return the loss of data from summed terms and rows with targets, [steps] each."""
     return (sums * _step_weights(counts, options, sums)).sum()
 
 
-def _step_weights(counts: Tensor | int, options: ResolvedEagleOptions, like: Tensor) -> Tensor:
-    """Return the factors of the summed terms of all steps in the loss, [steps], at least float32."""
+def _step_weights(counts: Tensor, options: ResolvedEagleOptions, like: Tensor) -> Tensor:
+    """Return the factors of the summed terms of all steps in the loss, [steps], at least float32; counts [steps]."""
     dtype, is_block = torch.promote_types(like.dtype, torch.float32), options.divergence == "block"
-    counts = torch.as_tensor(counts, device=like.device).flatten().to(dtype)
-    if len(counts) not in (1, options.steps):
-        raise ValueError(f"num_items_in_batch has {len(counts)} entries; give one number, or {options.steps}")
+    counts = counts.to(like.device, dtype)
     if is_block:  # a mean over positions of what all steps accept
         counts = counts[:1]
     discounts = options.objective == "ttt" and not is_block

@@ -305,7 +305,7 @@ class EagleHead(ForeignLayoutsMixin, EagleNetwork):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         labels: Tensor | None,
-        counts: Tensor | int | None,
+        counts: Tensor | None,
         shift_labels: Tensor | None = None,
         summaries: Tensor | None = None,
         **kwargs: object,

@@ -164,7 +164,8 @@ class _SummedSteps:
         if into_features is not None:  # the last two tokens have no row
             into_features = nn.functional.pad(into_features, (0, 0, 0, self.features.shape[1] - batch.num_rows))
         sums = steps.with_first_rows(sums)
-        learned = [self.totals[each].to(each.dtype) if each in self.totals else None for each in self.parameters]
+        # zeros where nothing is scored: processes that share parameters must all have a gradient
+        learned = [self._total(each).to(each.dtype) if self.learns else None for each in self.parameters]
         return Made((self.weights * sums[:, 0]).sum(), [sums], [into_features, *learned], self.scale)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:

@@ -327,10 +327,11 @@ class EvaByteForMTPC(
         """
         shift_labels, balance = kwargs.pop("shift_labels", None), kwargs.pop("balance", None)
         learns = labels is not None or shift_labels is not None
+        counts = counts_of_update(self, num_items_in_batch, labels, attention_mask, position_ids, shift_labels)
         if learns and (cached := kwargs.pop("cached_states", None)) is not None:
             hidden = split_states(cached, self.learning_layers)[-1]
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-            return MTPOutput(**self._loss(hidden, hidden, targets, input_ids, num_items_in_batch, balance))
+            return MTPOutput(**self._loss(hidden, hidden, targets, input_ids, counts, balance))
         if learns and self.draft_layers is not None:
             kwargs["output_hidden_states"] = with_layer(self.hidden_layers[0], kwargs.get("output_hidden_states"))
         outputs = self.model(
@@ -351,7 +352,7 @@ class EvaByteForMTPC(
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
             states = outputs.hidden_states if self.draft_layers is not None else (hidden,)
             features = self.features(states, attention_mask, position_ids)
-            losses = self._loss(features, hidden, targets, input_ids, num_items_in_batch, balance)
+            losses = self._loss(features, hidden, targets, input_ids, counts, balance)
         return MTPOutput(
             logits=logits.float() if self.config.fp32_logits else logits,
             hidden_states=outputs.hidden_states,
@@ -365,20 +366,20 @@ class EvaByteForMTPC(
         hidden: Tensor,
         targets: Tensor,
         input_ids: Tensor | None,
-        counts: Tensor | int | None,
+        counts: Tensor | None,
         balance: Tensor | None,
     ) -> Kwargs:
         """Return the loss of the head and its means; a drafter without depth 1 adds the next byte's to it."""
         tokens = input_ids if input_ids is None or input_ids.shape == targets.shape[:2] else None
-        head, parts, config, scored = self.whole_head, self._parts(), self.head_config, targets != IGNORE
-        resolved = counts_of_update(counted(scored, self.loss_normalization), counts, scored[..., 0].sum())
+        head, parts, config = self.whole_head, self._parts(), self.head_config
+        counts = counted(targets != IGNORE, self.loss_normalization) if counts is None else counts
         scale = self.loss_scale().to(hidden.device)
-        output = head_loss(head, config, features, targets, tokens, resolved, parts, hidden, scale, balance)
+        output = head_loss(head, config, features, targets, tokens, counts, parts, hidden, scale, balance)
         has_own = self.mtp_head is None and config.loss_options.divergence != "block"  # which leaves depth 1 out
         if has_own or not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
             return dict(output)
         next_byte = MTPHeadConfig(window=1, loss_options=HeadLossOptions(normalization=self.loss_normalization))
-        own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, resolved[:1])
+        own = head_loss(self._all_heads, next_byte, hidden, targets[..., :1], tokens, counts[:1])
         return dict(output) | dict(loss=output["loss"] + own["loss"], backbone_loss=own["head_losses"][0])
 
     def loss_scale(self, first: float = 1.0) -> Tensor:

@@ -298,7 +298,7 @@ class MTPHeads(WindowHeadMixin, DraftModel):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         labels: Tensor | None,
-        counts: Tensor | int | None,
+        counts: Tensor | None,
         shift_labels: Tensor | None = None,
         balance: Tensor | None = None,
         first: float = 1.0,
@@ -307,8 +307,8 @@ class MTPHeads(WindowHeadMixin, DraftModel):
     ) -> MTPOutput:
         """Return the loss on states of the backbone, those that `learning_layers` names, [B, L, d] each; see `forward`.
 
-        `counts` is `num_items_in_batch`, `summaries` is `cached_summaries`; `first` is the weight of depth 1, 0 where
-        the backbone learns it itself.
+        `counts` are targets per depth of an update, [n]; `summaries` is `cached_summaries`; `first` is the weight of
+        depth 1, 0 where the backbone learns it itself.
         """
         if labels is None and shift_labels is None:
             return MTPOutput(logits=logits)

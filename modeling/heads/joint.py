@@ -24,7 +24,7 @@ from ..common.outputs import MTPOutput, OwnLossMixin
 from ..deepseek.losses import chain_loss
 from ..deepseek.modules import LMHeadView
 from .attached import MTPHeads
-from .losses import IGNORE, DepthLossMixin, counts_of_update, depth_targets
+from .losses import DepthLossMixin, counts_of_update, depth_targets
 
 BACKBONE = "backbone"
 """Directory of the backbone, or of its adapters, within that of the heads."""
@@ -101,15 +101,16 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
         states, shift_labels = outputs.hidden_states, kwargs.get("shift_labels")
         if labels is None and shift_labels is None:
             return MTPOutput(logits=outputs.logits)
+        inputs = labels, attention_mask, position_ids, shift_labels
+        counts = counts_of_update(self, num_items_in_batch, *inputs)
         found = self.heads.learn(
-            states, outputs.logits, input_ids, attention_mask, position_ids, labels, num_items_in_batch,
+            states, outputs.logits, input_ids, attention_mask, position_ids, labels, counts,
             shift_labels, kwargs.get("balance"), self._first,
         )  # fmt: skip
-        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)
-        own = (targets != IGNORE).sum((0, 1))  # [n]
-        counts = counts_of_update(own, num_items_in_batch)[:1]
+        targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)[..., 0]
         readout, options = LMHeadView(self.backbone), ModuleLossOptions()
-        first = chain_loss(readout, [states[-1]], [targets[..., 0]], self.config.vocab_size, options, counts)
+        counts = None if counts is None else counts[:1]
+        first = chain_loss(readout, [states[-1]], [targets], self.config.vocab_size, options, counts)
         loss, own_loss = cast(Tensor, found.loss), cast(Tensor, first.loss)
         found.loss, found.backbone_loss = loss + own_loss.to(loss), cast(Tensor, first.head_losses)[0]
         found.hidden_states = states if kwargs.get("output_hidden_states") else None

@@ -12,7 +12,7 @@ from ...configuration.heads import MTPHeadConfig
 from ..common.backbone_parts import BackboneParts
 from ..common.chunks import LossSegment, chunked_sums, term_rows
 from ..common.draft_vocabulary import DraftVocabulary
-from ..common.outputs import MTPOutput
+from ..common.outputs import MTPOutput, TrainableDrafter
 from ..common.teacher import BlockTarget, Teacher
 from .registry import distribution_after, window_distribution
 
@@ -117,7 +117,7 @@ def discounted_mtp_loss(
 ) -> Tensor:
     """Return the composite likelihood of overlapping windows, discounted by depth (MtPC paper, section 3, Eq. 4).
 
-    With L_ij the sum of the valid terms of sequence i at depth j and c_ij their number:
+    With L_ij the sum of the valid terms of sequence i at depth j, c_ij their number, and N the sequences with a target:
     `"paper"`: sum_j gamma^(j-1) (1/N) sum_i L_ij / c_ij;
     `"tokens"`: [sum_j gamma^(j-1) (sum_i L_ij) / (sum_i c_ij)] / sum_j gamma^(j-1).
 
@@ -139,7 +139,7 @@ def discounted_mtp_loss(
     terms = torch.where(valid, terms, torch.zeros_like(terms))
     if normalization == "paper":
         per_sequence = terms.sum(1) / valid.sum(1).clamp(min=1)
-        return (per_sequence.mean(0) * _discounts(terms[0, 0], gamma)).sum()
+        return (per_sequence.sum(0) * _discounts(terms[0, 0], gamma)).sum() / valid.flatten(1).any(1).sum().clamp(min=1)
     if normalization != "tokens":
         raise ValueError(f"normalization={normalization!r} is unknown; choose 'paper' or 'tokens'")
     per_depth = valid.sum((0, 1)) if counts is None else torch.as_tensor(counts, device=terms.device)
@@ -167,23 +167,35 @@ def counted(scored: Tensor, normalization: str = "tokens") -> Tensor:
     return scored.sum((0, 1))
 
 
-def counts_of_update(own: Tensor, items: Tensor | int | None, first: Tensor | None = None) -> Tensor:
-    """Return the targets per depth of a whole update, [n], of which a micro-batch has `own`.
+def counts_of_update(
+    drafter: TrainableDrafter,
+    items: Tensor | int | None,
+    labels: Tensor | None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+) -> Tensor | None:
+    """Return the targets per depth of a whole update, [n]; None: it has no other micro-batch.
 
     Args:
-        own: [n] int64, targets per depth in this micro-batch.
-        items: `num_items_in_batch`: [n] from `MTPTrainer`; one number, the first depth's, from `Trainer`, where the
-            other depths are taken to be as much rarer as in this micro-batch; or None, where this is the whole update.
-        first: The number in this micro-batch of what one number counts; None: `own[0]`.
+        drafter: What learns.
+        items: `num_items_in_batch`: [n] from `MTPTrainer`; or one number from `Trainer`, which counts labels, but for a
+            row's first. Then targets are taken to be as many per label as in this micro-batch.
+        labels: As for `loss_counts`, like the rest.
+        attention_mask: See `labels`.
+        position_ids: See `labels`.
+        shift_labels: See `labels`.
     """
-    if items is None:
-        return own
-    items = torch.as_tensor(items, device=own.device).flatten()
-    if len(items) not in (1, len(own)):
-        raise ValueError(f"num_items_in_batch has {len(items)} entries; pass one number, or one for each of {len(own)}")
-    if len(items) < len(own):
-        return own * items / (own[0] if first is None else first).clamp(min=1)
-    return items
+    if items is None or (labels is None and shift_labels is None):
+        return None
+    items, depths = torch.as_tensor(items), drafter.num_losses
+    if items.dim() and items.numel() == depths:
+        return items.flatten()
+    if items.numel() != 1:
+        raise ValueError(f"num_items_in_batch has {items.numel()} entries; pass one number, or {depths}, one per depth")
+    own = drafter.loss_counts(labels, attention_mask, position_ids, shift_labels)
+    counted = labels[:, 1:] if shift_labels is None and labels is not None else cast(Tensor, shift_labels)
+    return own * items.flatten().to(own.device) / (counted != IGNORE).sum().clamp(min=1)
 
 
 class DepthLossMixin:
@@ -233,7 +245,7 @@ def head_loss(
     features: Tensor,
     targets: Tensor,
     input_ids: Tensor | None,
-    counts: Tensor | int | None = None,
+    counts: Tensor | None = None,
     backbone: BackboneParts | None = None,
     last_states: Tensor | None = None,
     scale: Tensor | float = 1.0,
@@ -254,7 +266,7 @@ def head_loss(
         features: [B, L, F], of any floating dtype; for most families the last hidden states.
         targets: [B, L, n] int64, -100 where nothing is scored.
         input_ids: [B, L] int64, to observe the tokens that are not scored; None sums them out.
-        counts: `num_items_in_batch`, see `counts_of_update`.
+        counts: [n], divisors of a whole update; None: of this batch.
         backbone: The parts of its backbone that the head borrows.
         last_states: [B, L, d], the backbone's last hidden states, which a teacher needs.
         scale: Factor of the loss, or of every depth, [n]; not of the reported means.
@@ -304,7 +316,7 @@ def head_loss(
         values = [torch.where(scored, value, 0.0) for value in values]
         return torch.cat(values if shares is None else [value * shares for value in values], -1)
 
-    weights = depth_weights(config, counts_of_update(own, counts, (targets[..., 0] != IGNORE).sum()).to(dtype)) * scale
+    weights = depth_weights(config, (own if counts is None else counts).to(own.device, dtype)) * scale
     arguments = (tokens, scored, unknown, shares, *(() if teacher is None else teacher.arguments))
     part = LossSegment(features, arguments, weights, scored=scored[..., int(skips) :].any(-1))
     rows = (window - skips) * config.rank  # of logits per position
@@ -379,5 +391,9 @@ def _rms_balance(terms: Callable[..., Tensor], head: nn.Module, part: LossSegmen
 
 
 def balance_factors(squares: Tensor) -> Tensor:
-    """Return the root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n]."""
-    return (squares[:1] / squares.clamp(min=torch.finfo(squares.dtype).tiny)).sqrt()
+    """Return the root of the mean squared term of depth 1 over that of each depth, [n], from mean squared terms [n].
+
+    It is 1 where one of them is 0: a depth without targets has no terms.
+    """
+    known = (squares > 0) & (squares[:1] > 0)
+    return torch.where(known, squares[:1] / squares.where(known, torch.ones_like(squares)), 1.0).sqrt()

@@ -50,8 +50,9 @@ def test_texts_are_generated_now_and_then(make, tmp_path):
     trainer.add_callback(AcceptanceCallback(generate_every=2, **SHORT))
     found = [trainer.evaluate() for _ in range(4)]
     assert ["eval_generated_accepted" in metrics for metrics in found] == [True, False, True, False]
-    assert found[0]["eval_generated_accepted"] == found[2]["eval_generated_accepted"] >= 0
-    assert 1 <= found[0]["eval_generated_tokens_per_call"] <= 4
+    assert found[0]["eval_generated_accepted"] == found[2]["eval_generated_accepted"] <= 3
+    # a call yields what it accepts and a token of the model, but for the first, which drafts nothing, and the last
+    assert abs(found[0]["eval_generated_tokens_per_call"] - 1 - found[0]["eval_generated_accepted"]) < 1
 
 
 def test_training_sees_the_same_random_numbers(tmp_path):

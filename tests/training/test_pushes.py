@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from tests.training.conftest import ragged_rows, small_model, trainer_for
+from tokenahead.model_cards import push
 from tokenahead.training import pushing
 
 MODEL = {"config.json", "model.safetensors"}
@@ -66,16 +67,53 @@ def test_a_run_is_pushed_without_what_resuming_needs(tmp_path, uploads):
     write(
         tmp_path,
         "metrics.json",
-        "runs/log",
+        "runs/Nov28/events.out.tfevents.1",
         "run.json",
         "features/part-0.bin",
-        "adapter/adapter_config.json",
         *of_resuming,
     )
     trainer.push_to_hub()
     ((_, names),) = uploads
-    assert MODEL | {"README.md", "metrics.json", "runs/log", "adapter/adapter_config.json"} <= names
+    assert MODEL | {"README.md", "metrics.json", "runs/Nov28/events.out.tfevents.1"} <= names
     assert not [name for name in names if name.startswith(("online", "features", "run.", "checkpoint", *of_resuming))]
+
+
+PLANTED = ("id_rsa", "notes.json", "train.py", ".env", "env", "secret.safetensors", "model.bak", "runs/id_rsa",
+           "private/config.json", "private/model.safetensors", "backbone/id_rsa", "data.jsonl")  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
+def test_what_else_lies_in_a_run_is_not_pushed(strategy, tmp_path, uploads):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    trainer, checkpoint = trained(run, hub_strategy=strategy), run / "checkpoint-1"
+    write(elsewhere, "id_rsa", "model.safetensors", "generation_config.json")
+    for folder in (run, checkpoint):
+        write(folder, *PLANTED)
+        (folder / "vocab.json").symlink_to(elsewhere / "id_rsa")  # a name of the list
+        (folder / "backbone" / "vocab.txt").symlink_to(elsewhere / "id_rsa")
+        (folder / "runs" / "more").symlink_to(elsewhere, target_is_directory=True)
+    if strategy == "end":
+        trainer.push_to_hub()
+    else:
+        trainer._push_from_checkpoint(str(checkpoint))
+    (_, names), *whole = uploads
+    assert MODEL <= names <= MODEL | {"README.md", "generation_config.json"}
+    of_resuming = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "checksums.json"}
+    assert len(whole) == ("checkpoint" in strategy)
+    for folder, names in whole:
+        assert folder in ("last-checkpoint", "checkpoint-1")
+        assert MODEL | of_resuming == names - {"README.md", "generation_config.json"}
+
+
+def test_code_that_a_config_names_is_pushed_with_what_it_imports(tmp_path):
+    write(tmp_path / "run", "model.safetensors", "stray.py")
+    (tmp_path / "run" / "config.json").write_text('{"auto_map": {"AutoModel": "me/toy--modeling_toy.Toy"}}')
+    (tmp_path / "run" / "modeling_toy.py").write_text("from .layers_toy import Layer\n")
+    (tmp_path / "run" / "layers_toy.py").write_text("Layer = int\n")
+    push.public_copy(tmp_path / "run", tmp_path / "copy")
+    assert {each.name for each in (tmp_path / "copy").iterdir()} == {
+        "config.json", "model.safetensors", "modeling_toy.py", "layers_toy.py"
+    }  # fmt: skip
 
 
 def test_another_model_is_not_pushed_over(tmp_path, monkeypatch, uploads):

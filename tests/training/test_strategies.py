@@ -208,7 +208,9 @@ def test_heads_that_have_a_teacher_need_not_be_told(tmp_path):
 
 
 def test_no_draft_layers_go_with_a_backbone_that_learns(tmp_path):
-    trainer_for(heads(), tmp_path, ragged_rows(), strategy=TrainingStrategy(draft_layers=0, train="all"))
+    model = trainer_for(heads(), tmp_path, ragged_rows(), strategy=TrainingStrategy(draft_layers=0, train="all")).model
+    assert isinstance(model, JointMTPModel) and model.heads.draft_layers is None
+    assert all(each.requires_grad for each in model.backbone.parameters())
 
 
 @pytest.mark.parametrize(

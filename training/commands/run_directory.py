@@ -12,14 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from ... import __version__
 from ...generation.tensors.tensor_files import Fields
 from ...modeling.heads.joint import BACKBONE
-from ..checkpoints import fault_of, last_whole_checkpoint, write_checksums
+from ..checkpoints import fault_of, last_whole_checkpoint
 from ..loading import has_adapters, holds_model
 from ..results import environment
 from ..utils import check_same, needs_extra, replace_file
@@ -70,7 +69,7 @@ def _git(*arguments: str) -> str:
 
 
 class RunWriter(TrainerCallback):
-    """Writes a run's facts when its first step begins, so that a refused run leaves nothing, and checksums."""
+    """Writes a run's facts when its first step begins, so that a refused run leaves nothing."""
 
     def __init__(self, directory: Path, settings: Settings, facts: dict[str, object]) -> None:
         self.what, self.is_written = (directory, settings, facts), False
@@ -82,13 +81,6 @@ class RunWriter(TrainerCallback):
         if state.is_world_process_zero and not self.is_written:
             write_run(*self.what)
         self.is_written = True
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the checksums of a checkpoint, when every process has written its files."""
-        if args.world_size > 1:
-            torch.distributed.barrier()
-        if state.is_world_process_zero:
-            write_checksums(self.what[0] / f"checkpoint-{state.global_step}")
 
 
 @contextmanager

@@ -95,14 +95,13 @@ class Sequences:
         """Read `input_ids` and, optionally, `attention_mask`, `labels` (-100: no target) and `position_ids`.
 
         A packed document begins where position ids do not grow by one, or where the number in the attention mask
-        changes; it may begin at any position.
-
-        Raises:
-            ValueError: Sequences of one token, which have nothing to complete.
+        changes; it may begin at any position. Sequences of one token are padded: they have nothing to complete.
         """
         tokens = inputs["input_ids"]
-        if tokens.shape[1] < 2:
-            raise ValueError(f"input_ids has {tokens.shape[1]} column; give at least 2: a context and a target")
+        if (missing := 2 - tokens.shape[1]) > 0:
+            inputs = {"attention_mask": torch.ones_like(tokens), **inputs}
+            inputs = {name: nn.functional.pad(each, (0, missing)) for name, each in inputs.items()}
+            tokens = inputs["input_ids"]
         documents = inputs.get("attention_mask")
         documents = torch.ones_like(tokens) if documents is None else documents.long()
         positions = inputs.get("position_ids")

@@ -19,7 +19,7 @@ from ...generation.tensors.shared_models import check_whole, shard
 from ...generation.tensors.wrapped_models import checkpoints_activations
 from ...modeling import PTPForCausalLM
 from ...modeling.heads.losses import IGNORE
-from ..batches import Collator, Inputs
+from ..batches import Inputs
 from ..documents import at_rest
 from ..trainer_base import BaseTrainer, check_depths, check_ids
 from .completions import Sequences
@@ -45,17 +45,11 @@ class UpdateTrainer(BaseTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = self._own_collator(kwargs.get("processing_class"))
         super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
             shown = ", ".join(f"eval_{name}" for name in self._mean_names())
             raise ValueError(f"compute_metrics= needs logits of the tokens; leave it out: evaluate(...) has {shown}")
         self.model_accepts_loss_kwargs = True  # sums are divided by the counts of a whole update
-
-    def _own_collator(self, tokenizer: Any) -> Any:
-        """Return the default collator; None leaves it to `Trainer`."""
-        return Collator(tokenizer)
 
     def _task(self, model: nn.Module, inputs: Inputs, is_training: bool) -> Any:
         """Return the task of this batch."""

@@ -221,3 +221,20 @@ def test_options_that_are_none_are_refused_by_name(options, message):
     drafter = drafter_of("markov")
     with pytest.raises(ValueError, match=message):
         drafter.loss_options.update(**options)
+
+
+def test_dpace_passes_over_places_that_do_not_count():
+    """Weights by hand: w_k sums, over the places from k on that count, the chance that a block reaches them."""
+
+    def loss(scored, **options):
+        drafter = BlockDrafter.from_backbone(backbone(), layers=1, block_size=4, loss_options=options)
+        shaken(drafter.double().eval(), 0.2)
+        labels = torch.full_like(IDS[:1], -100)
+        labels[:, scored] = IDS[:1, scored]
+        return float(drafter(IDS[:1], labels=labels, anchors=torch.tensor([[3]])).loss.detach())
+
+    first, third = (loss([column], weights="decay", gamma=1.0, terms={"labels": 1.0}) for column in (4, 6))
+    chances = [0.5 * torch.tensor(-each).exp().item() + 0.5 for each in (first, third)]
+    reached = chances[0], chances[0] * chances[1]  # the place between them does not stop a block
+    expected = ((reached[0] + reached[1]) * first + reached[1] * third) / 2
+    assert loss([4, 6], weights="dpace", terms={"labels": 1.0}) == pytest.approx(expected, rel=1e-6)

@@ -216,7 +216,26 @@ def test_half_precision_keeps_small_gradients():
     head = model.get_output_embeddings()
     states = [torch.randn(1, 4, 8).half().requires_grad_()]
     targets = [torch.randint(0, 96, (1, 4))]
-    total, *_ = chain_loss(model.readout, states, targets, 96, ModuleLossOptions(), 10**7).to_tuple()
+    total, *_ = chain_loss(model.readout, states, targets, 96, ModuleLossOptions(), torch.tensor([10**7])).to_tuple()
     (1e7 * total).backward()
     expected = head.weight.grad.float().clone()
     assert expected.abs().max() > 0.1 and states[0].grad.abs().max() > 0.01
+
+
+def test_nothing_is_drafted_at_the_main_models_depth():
+    model = family_model("llama", num_nextn_predict_layers=2)
+    model.loss_options = ModuleLossOptions(target="teacher")
+    ids = torch.randint(3, 96, (2, 9))
+    accepted = model(ids, labels=ids).acceptances
+    assert accepted.isnan().tolist() == [True, False, False] and (accepted[1:] <= 1).all()
+
+
+def test_heads_of_their_own_learn_where_the_main_models_is_held():
+    model = tower_model("step3p7")
+    model.loss_options = ModuleLossOptions(detach_head=True)
+    model.requires_grad_(True)
+    ids = torch.randint(3, 90, (2, 9))
+    model(ids, labels=ids).loss.backward()
+    own = {id(each): each for depth in range(1, model.window) for each in [model.readout_of(depth)]}
+    assert own and all(each.has_own_head for each in own.values())
+    assert all(each.head.weight.grad is not None and each.head.weight.grad.any() for each in own.values())

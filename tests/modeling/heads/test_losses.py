@@ -10,6 +10,7 @@ from tokenahead.modeling.heads.circuits import MixtureDistribution
 from tokenahead.modeling.heads.ff import FFHead
 from tokenahead.modeling.heads.losses import (
     IGNORE,
+    DepthLossMixin,
     counts_of_update,
     depth_means,
     depth_targets,
@@ -267,14 +268,24 @@ def test_labels_of_every_depth_may_be_spelled_out():
         depth_targets(targets, 4)
 
 
-def test_one_number_counts_the_first_depth_of_an_update():
-    own = torch.tensor([10, 8, 5])
-    assert counts_of_update(own, None) is own
-    assert counts_of_update(own, 10).tolist() == [10, 8, 5]
-    assert counts_of_update(own, torch.tensor(40)).tolist() == [40, 32, 20]
-    assert counts_of_update(own, torch.tensor([[11, 9, 7]])).tolist() == [11, 9, 7]
+def test_one_number_counts_the_labels_of_an_update():
+    """Labels but for each row's first; depths are as frequent among them as in this batch."""
+    drafter, labels = DepthLossMixin(), torch.tensor([[5, 6, -100, 7, 8]])
+    drafter.window = 3
+    own = [3, 1, 2]
+    assert drafter.loss_counts(labels).tolist() == own
+    assert counts_of_update(drafter, None, labels) is None and counts_of_update(drafter, 3, None) is None
+    assert counts_of_update(drafter, 3, labels).tolist() == own
+    assert counts_of_update(drafter, torch.tensor([[12]]), labels).tolist() == [12, 4, 8]
+    assert counts_of_update(drafter, torch.tensor([[11, 9, 7]]), labels).tolist() == [11, 9, 7]
     with pytest.raises(ValueError, match="num_items_in_batch.*2"):
-        counts_of_update(own, torch.tensor([11, 9]))
+        counts_of_update(drafter, torch.tensor([11, 9]), labels)
+    padding = torch.tensor([[0, 1, 1, 1, 1]])  # the first real token is a label that nothing predicts
+    assert counts_of_update(drafter, 3, labels, padding).tolist() == [2, 1, 1]
+    drafter.window, numbers = 1, (torch.tensor(6), torch.tensor([6]))  # of labels, and of the only depth
+    assert [counts_of_update(drafter, each, labels, padding).tolist() for each in numbers] == [[4], [6]]
+    drafter.loss_normalization, drafter.window = "paper", 2
+    assert counts_of_update(drafter, 12, labels).tolist() == [4, 4]  # sequences
 
 
 def test_terms_without_a_target_give_no_gradient():

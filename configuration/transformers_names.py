@@ -88,15 +88,15 @@ CORE = {
 TRAINER = {
     "transformers.trainer:Trainer": {
         "_finish_current_push": "waits for an upload before the next",
-        "_get_collator_with_removed_columns": "drops columns that the model does not take, of any data set",
+        "_get_collator_with_removed_columns": "overridden: drops columns that are not read, of any data set",
         "_get_dataloader": "makes the loader of batches that were chosen already",
         "_get_num_items_in_batch": "overridden: counts the targets of every depth",
         "_initial_global_step": "the step that training resumes from",
         "_load_best_model": "loads the best checkpoint of a sharded model",
         "_load_from_checkpoint": "overridden: loads what our models save",
         "_prepare_for_training": "overridden: hides from DDP what processes share",
-        "_prepare_inputs": "moves a batch to the device",
-        "_remove_unused_columns": "the same of `datasets`",
+        "_prepare_inputs": "overridden: moves a batch to the device",
+        "_remove_unused_columns": "overridden: the same of `datasets`",
         "_save": "overridden: model, tokenizer and arguments are one version of a directory",
         "_set_signature_columns_if_needed": "overridden: retains the columns that registers need",
         "_signature_columns": "the columns that a batch retains",

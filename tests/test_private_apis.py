@@ -49,6 +49,8 @@ PARAMETERS = {
     "_save": "output_dir state_dict",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_prepare_inputs": "inputs",
+    "_get_collator_with_removed_columns": "data_collator description",
+    "_remove_unused_columns": "dataset description",
     "_set_signature_columns_if_needed": "",
 }
 """By function of transformers that we override or call: its first parameters, in order."""

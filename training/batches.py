@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
     default_data_collator,
@@ -24,6 +25,7 @@ from transformers import (
 
 from ..modeling.common.recording import collate
 from ..modeling.heads.losses import IGNORE
+from .columns import PER_TOKEN
 
 TOKENS_PER_BATCH = 4096
 """The default budget."""
@@ -77,6 +79,19 @@ def is_row_wise(collator: object) -> bool:
         return bool(said)
     is_known = isinstance(collator, _ROW_WISE) or collator in (default_data_collator, collate)
     return is_known and not getattr(collator, "mlm", False)
+
+
+def taken_columns(collator: Any) -> frozenset[str] | None:
+    """Return the columns of rows that a collator hands on; None where they are not known; it may say so itself."""
+    if (said := getattr(collator, "takes", None)) is not None:
+        return said
+    if hasattr(collator, "collator"):
+        return taken_columns(collator.collator)
+    if hasattr(collator, "padding_free") or isinstance(collator, DataCollatorWithFlattening):  # of TRL, of transformers
+        return frozenset({"input_ids", "labels", "seq_lengths"})
+    if isinstance(collator, DataCollatorForLanguageModeling):  # whose labels are all ids
+        return frozenset({"input_ids", "attention_mask"})
+    return PER_TOKEN | {"shift_labels"} if is_row_wise(collator) else None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -22,7 +23,9 @@ from .batches import (
     is_row_wise,
     row_lengths,
     row_order,
+    taken_columns,
 )
+from .columns import ReadingCollator, ReadRows, RowReader
 from .documents import obstacle_to_joining
 
 logger = logging.get_logger(__name__)
@@ -36,6 +39,7 @@ class BatchingMixin(Trainer):
         tokens_per_batch: The budget that was asked for; see `MTPTrainer`.
         joins_rows: Whether the loss of this trainer takes joined rows.
         tokens_besides: Positions that the trainer adds to every row.
+        ignore_columns: Columns of rows that are left out unread.
         _owner: The model without wrappers of distribution.
         _reader: The name of what reads the rows.
     """
@@ -43,6 +47,7 @@ class BatchingMixin(Trainer):
     tokens_per_batch: int | None
     joins_rows = False
     tokens_besides: int = 0
+    ignore_columns: Sequence[str] = ()
     _unjoined_for: str | None = None
     _counted: tuple[Any, list[int]] | None = None
     _owner: Any
@@ -138,6 +143,38 @@ class BatchingMixin(Trainer):
             sampler_fn=lambda _: SequentialSampler(rows) if in_order else RandomSampler(rows),
             is_training=True,
         )
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """As in `Trainer`, row by row, so that masks become labels before they go (`RowReader`)."""
+        reader = self._row_reader(description)
+        if reader is None:
+            return super()._remove_unused_columns(dataset, description)
+        reader.check(dataset.column_names)
+        return ReadRows(dataset.select_columns([name for name in dataset.column_names if name in reader.read]), reader)
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        """See `_remove_unused_columns`."""
+        reader = self._row_reader(description)
+        if reader is None:
+            return super()._get_collator_with_removed_columns(data_collator, description)
+        return ReadingCollator(data_collator, reader)
+
+    def _row_reader(self, description: str | None) -> RowReader | None:
+        """Return what reads rows of the collator; None where it alone knows what it reads, and gets all columns."""
+        taken, removes = taken_columns(self.data_collator), self.args.remove_unused_columns
+        if taken is None and not removes:
+            return None
+        self._set_signature_columns_if_needed()
+        columns = {*self._signature_columns} if taken is None else taken
+        columns = columns & {*self._signature_columns} if removes else columns
+        return RowReader(frozenset(columns), self.ignore_columns, f"a row of the {(description or '').lower()} data")
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As in `Trainer`; what a collator of others still calls a mask of targets would be read by nobody."""
+        for name in inputs:
+            if name.endswith(("mask", "masks")) and not name.endswith("attention_mask"):
+                raise ValueError(f"data_collator left {name!r} in a batch, which is not read: let it make labels of it")
+        return super()._prepare_inputs(inputs)
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """As in `Trainer`; rows, where the data are batches of them."""

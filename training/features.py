@@ -92,6 +92,7 @@ def cache_features(
     tokens_per_batch: int = 2**13,
     verify: bool = True,
     source: TextStates | None = None,
+    ignore_columns: Sequence[str] = (),
 ) -> FeatureDataset:
     """Write the states that a drafter learns from, or those that are missing or damaged.
 
@@ -100,7 +101,8 @@ def cache_features(
 
     Args:
         drafter: Attached `MTPHeads`, `EagleHead` or `BlockDrafter`; its `learning_layers` and its backbone are used.
-        data: Rows with `input_ids` and, optionally, `labels`, `attention_mask` (padding is dropped) and `position_ids`.
+        data: Rows with `input_ids` and, optionally, `labels` or another mask of `training.columns`, `attention_mask`
+            (padding is dropped) and `position_ids`.
         folder: Output directory; created if missing.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
         tokens_per_shard: A part ends with the row that reaches this number of tokens.
@@ -108,6 +110,7 @@ def cache_features(
             tokens with their padding.
         verify: Read parts that are there through; False, for sets of terabytes: look at their headers and sizes alone.
         source: Of the states of these rows, as `ServerStates`; None: the drafter's backbone, in this process.
+        ignore_columns: Columns of the rows that are left out unread.
 
     Returns:
         The rows, to train with.
@@ -118,7 +121,7 @@ def cache_features(
     """
     folder, backbone = Path(folder), drafter.backbone
     processes = Processes.of(backbone if source is None else None)
-    source = BackboneStates(drafter, data, dtype, tokens_per_batch) if source is None else source
+    source = BackboneStates(drafter, data, dtype, tokens_per_batch, ignore_columns) if source is None else source
     index = _index(source)
     if (folder / INDEX).exists():
         earlier = FeatureIndex.read(folder)

@@ -20,9 +20,11 @@ from torch.utils.data import Dataset
 from transformers import GenerationConfig, PreTrainedModel, set_seed
 from transformers.utils import logging
 
+from ..configuration.ptp import SAMPLING
 from ..generation.tensors.wrapped_models import untyped
 from ..modeling import PTPForCausalLM
 from ..modeling.ptp.gated_lora import ADAPTER
+from .columns import RowReader
 from .endpoint import Endpoint
 from .features import checksum
 from .parts import (
@@ -137,7 +139,9 @@ def regenerate(
         batch_size: Prompts that are completed together, padded on the left; the samples depend on it.
         seed: Seed of the samples.
         **options: Options of `generate`, such as `do_sample=True`, `temperature`, or an `assistant_model` that drafts;
-            of a server, fields of its requests.
+            of a server, fields of its requests. Samples are drawn from the whole distribution at temperature 1
+            (`top_k=0`, `top_p=1`), where these or a `generation_config` do not ask for another one, whatever the
+            model's own defaults are: a drafter is measured along text of that distribution.
 
     Returns:
         The rows, to train with.
@@ -150,12 +154,14 @@ def regenerate(
     for name, value in {"max_new_tokens": max_new_tokens, "batch_size": batch_size}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    rows = [prompt["input_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts]
+    read = RowReader(("input_ids", "labels", "position_ids"), what="a prompt")
+    rows = [read(prompt)["input_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts]
     folder, ids = Path(folder), [torch.as_tensor(row, dtype=torch.int64).flatten() for row in rows]
     if not ids:
         raise ValueError("there are no prompts: at least one is needed")
     if empty := [number for number, prompt in enumerate(ids) if not len(prompt)]:
         raise ValueError(f"prompt {empty[0]} is empty: it needs at least one token, such as <bos>")
+    options = _of_whole_law(backbone, options)
     processes = Processes.of(None if isinstance(backbone, Endpoint) else backbone)
     plan = {
         "backbone": _identity(backbone),
@@ -206,6 +212,14 @@ def regenerate(
     if processes.rank == 0:
         write_facts(facts, {**plan, _PARTS: names})
     return RegeneratedText(folder)
+
+
+def _of_whole_law(backbone: PreTrainedModel | Endpoint, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options that say from what samples are drawn; a student has what its slots learned."""
+    if isinstance(backbone, PTPForCausalLM) or "generation_config" in options:
+        return dict(options)
+    samples = isinstance(backbone, Endpoint) or options.get("do_sample", backbone.generation_config.do_sample)
+    return (SAMPLING if samples else {}) | dict(options)
 
 
 def _write(writer: PartWriter, prompts: Sequence[torch.Tensor], completions: Mapping[int, list[int]]) -> None:

@@ -87,6 +87,9 @@ class RequestParser(HfArgumentParser):
         self.exit(2, f"{self.prog}: {escaped(message)} (see {self.prog} --help)\n")
 
 
+_IGNORED = "columns of the prompts that are left out unread; others that are not known are refused"
+
+
 @dataclass(frozen=True, kw_only=True)
 class NamesDrafter:
     """Options of commands that draft in one way."""
@@ -149,6 +152,7 @@ class DoctorRequest(NamesDrafter):
         None, "file of prompts, as `tokenahead bench` takes it; 24 requests if left out", metavar="FILE"
     )
     raw: bool = option(False, "prompts as they are, without the chat template")
+    ignore_columns: list[str] | None = option(None, _IGNORED, nargs="+", metavar="NAME")
     per_category: int | None = option(None, "prompts of each category; all if left out", read=whole(1))
     new_tokens: int = option(64, "per answer, at most (%(default)s)", read=whole(2))
     dtype: str = option("auto", **OF_WEIGHTS)
@@ -213,6 +217,7 @@ class BenchRequest:
     raw: bool = option(False, "prompts as they are, without the chat template")
     no_thinking: bool = option(False, "chats without thinking: the template gets enable_thinking=False")
     force_length: bool = option(False, "let no answer end early; such texts often loop")
+    ignore_columns: list[str] | None = option(None, _IGNORED, nargs="+", metavar="NAME")
     skip_broken: bool = option(False, "leave out lines that hold no prompt")
     no_expected: bool = option(False, "expect no calls along the plain texts")
     quality: bool = option(False, "score answers by the file's references: exact match of numbers, BLEU of texts")

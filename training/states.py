@@ -19,9 +19,9 @@ from ..modeling import BlockDrafter, EagleHead, MTPHeads
 from ..modeling.common.backbone_parts import BackboneParts
 from ..modeling.common.recording import STATES, SUMMARIES, collate
 from ..modeling.common.teacher import logit_summaries
+from .columns import RowReader
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-_IDS = ("input_ids", "labels", "position_ids")
 _SPREAD = 12
 """Percent that rows of a group may be shorter than its longest one."""
 Row = Mapping[str, Any]
@@ -64,14 +64,18 @@ class TextStates(StatesSource):
 
     Args:
         drafter: Attached; its `learning_layers` and its backbone are used.
-        data: Rows with `input_ids` and, optionally, `labels`, `attention_mask` (padding is dropped) and `position_ids`.
+        data: Rows with `input_ids` and, optionally, `labels` or another mask of `training.columns`, `attention_mask`
+            (padding is dropped) and `position_ids`.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`; None: the backbone's.
+        ignore_columns: Columns of the rows that are left out unread.
 
     Raises:
-        ValueError: Another dtype, or a stream.
+        ValueError: Another dtype, or a stream; where a row is read, see `RowReader`.
     """
 
-    def __init__(self, drafter: Drafter, data: Sequence[Row], dtype: str | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter, data: Sequence[Row], dtype: str | None = None, ignore_columns: Sequence[str] = ()
+    ) -> None:
         if not isinstance(data, Sized):
             raise ValueError(f"data={type(data).__name__} is a stream, and states need all rows and their lengths")
         self.drafter, self.data, self.layers = drafter, data, list(drafter.learning_layers)
@@ -81,6 +85,7 @@ class TextStates(StatesSource):
         self.dtype = DTYPES[name]
         self.has_summaries = -1 in self.layers and drafter.config.draft_vocab_size is not None
         self._lengths: list[int] | None = None
+        self.read = RowReader(("input_ids", "labels", "position_ids"), ignore_columns)
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -91,12 +96,8 @@ class TextStates(StatesSource):
 
     def text(self, number: int) -> Columns:
         """Return the columns of a row of the data set, without padding."""
-        row = self.data[number]
-        columns = {name: torch.as_tensor(row[name]) for name in _IDS if name in row}
+        columns = {name: torch.as_tensor(column) for name, column in self.read(self.data[number]).items()}
         columns.setdefault("labels", columns["input_ids"])
-        if "attention_mask" in row:
-            real = torch.as_tensor(row["attention_mask"]).bool()
-            columns = {name: column[real] for name, column in columns.items()}
         return {name: column.to(torch.int64).contiguous().clone() for name, column in columns.items()}
 
     def _columns(self, states: torch.Tensor, lengths: Sequence[int]) -> list[Columns]:
@@ -120,12 +121,18 @@ class BackboneStates(TextStates):
         dtype: See there.
         tokens_per_batch: Rows of similar lengths go through the backbone together, up to this number of tokens with
             their padding, on the right, which no state of a causal model sees, recurrent or not.
+        ignore_columns: See `TextStates`.
     """
 
     def __init__(
-        self, drafter: Drafter, data: Sequence[Row], dtype: str | None = None, tokens_per_batch: int = 2**13
+        self,
+        drafter: Drafter,
+        data: Sequence[Row],
+        dtype: str | None = None,
+        tokens_per_batch: int = 2**13,
+        ignore_columns: Sequence[str] = (),
     ) -> None:
-        super().__init__(drafter, data, dtype)
+        super().__init__(drafter, data, dtype, ignore_columns)
         self.tokens_per_batch = tokens_per_batch
 
     @torch.no_grad()

@@ -46,6 +46,10 @@ class MTPTrainer(BaseTrainer):
     - where the backbone's distribution is what the drafter learns, the log carries `acceptance_head_2`, ...: the
       probability that a drafted token is accepted, given the true tokens before it; of EAGLE heads `loss_step_1`,
       `acceptance_step_1`, ..., of each step of drafting;
+    - over a draft vocabulary these losses are means over all targets, of which those that are not drafted count as 0,
+      in training and evaluation alike;
+    - columns of rows are read, known to change nothing, or refused by name (`ignore_columns` leaves them out): masks of
+      what is scored become labels, and padding is no target (`training.columns`);
     - rows of a training batch are joined without padding where the model reads joined rows apart (which is tried); else
       a budget of tokens has rows of similar lengths, padded. A stream of one process is joined, too, and has
       `per_device_train_batch_size` rows;

@@ -166,7 +166,10 @@ class BaseTrainer(ResumingMixin, BatchingMixin, TrainerPushMixin, Trainer):
 
     _owner: Any
 
-    def __init__(self, *args: Any, tokens_per_batch: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, tokens_per_batch: int | None = None, ignore_columns: Sequence[str] = (), **kwargs: Any
+    ) -> None:
+        self.ignore_columns = ignore_columns
         super().__init__(*args, **kwargs)
         self.tokens_per_batch = tokens_per_batch
         if self.data_collator is default_data_collator or type(self.data_collator) is DataCollatorWithPadding:

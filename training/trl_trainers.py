@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from ..modeling.common.outputs import TrainableDrafter
 from .batches import Inputs
 from .batching import BatchingMixin
 from .checkpoints import ResumingMixin
+from .data_rows import read_preferences, read_rows
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import check_kernels, without_peft
@@ -77,6 +78,8 @@ class _SFTBehaviour(BatchingMixin):
         dataset_name: str,
     ) -> Dataset | IterableDataset:
         """Prepare data as TRL does; `drop_longer` of `TrainConfig` drops long rows before they are cut or packed."""
+        if formatting_func is None:
+            dataset = read_rows(dataset, f"a row of the {dataset_name} data", args, self.ignore_columns)
         parent: Any = super()
         prepare, longest = parent._prepare_dataset, args.max_length
         if longest is not None and getattr(args, "drop_longer", False):
@@ -150,11 +153,13 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
             off for reference.
         args: As for `DPOTrainer`.
         drafter_weight: Weight of the auxiliary term; 0: the drafter is not trained.
+        ignore_columns: Columns of the data that are left out unread.
         kwargs: As for `DPOTrainer`.
 
     Raises:
         TypeError: Attached heads, or a model that does not draft for itself.
-        ValueError: A weight below 0 or not finite; `torch_compile`, or `use_liger_kernel` without a GPU.
+        ValueError: A weight below 0 or not finite; `torch_compile`, or `use_liger_kernel` without a GPU; a column that
+            is not read.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
@@ -167,6 +172,7 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
         args: DPOConfig | None = None,
         *,
         drafter_weight: float = 0.1,
+        ignore_columns: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         owner = without_peft(model)
@@ -177,9 +183,13 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
             )
         if not 0 <= drafter_weight < math.inf:
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
-        self.drafter_weight = drafter_weight
+        self.drafter_weight, self.ignore_columns = drafter_weight, ignore_columns
         super().__init__(model, ref_model, args, **kwargs)
         check_kernels(self.args, model)
+
+    def _prepare_dataset(self, dataset: Dataset | IterableDataset, *args: Any, **kwargs: Any) -> Any:
+        """As in `DPOTrainer`, of columns that are read."""
+        return super()._prepare_dataset(read_preferences(dataset, "a pair", self.ignore_columns), *args, **kwargs)
 
     def compute_loss(
         self,

@@ -62,6 +62,12 @@ class BlockBatch:
         parts = (self.ids, self.scored, documents, self.positions, self.anchors + numbers, self.keep)
         return BlockBatch(*(part.reshape(1, -1) for part in parts))
 
+    @property
+    def ends(self) -> Tensor:
+        """The columns behind the last token of every sequence, [B, 1]: padding on the right is no part of it."""
+        columns = torch.arange(1, self.ids.shape[1] + 1, device=self.ids.device)
+        return (columns * (self.documents >= 0)).amax(1, keepdim=True)
+
     def at(self, anchors: Tensor, keep: Tensor | None = None) -> BlockBatch:
         """Return the same with blocks at other anchors [B, A]; `keep` [B, A] are those that count."""
         anchors = anchors.to(self.ids.device)
@@ -77,7 +83,7 @@ class BlockBatch:
         may = self.scored & nn.functional.pad(same, (1, 0))
         if recipe.anchors == "inside":
             columns = torch.arange(self.ids.shape[1], device=self.ids.device)
-            return may & (columns < self.ids.shape[1] - block_size)
+            return may & (columns < self.ends - block_size)
         return may & nn.functional.pad(self.scored[:, 1:] & same, (0, 1))
 
     def drawn(self, recipe: BlockRecipe, block_size: int, count: int, is_fixed: bool) -> BlockBatch:
@@ -104,8 +110,8 @@ class BlockBatch:
         """Return which places count, [B, A, m] bool."""
         size = config.num_drafts
         columns = self.places(size)
-        length = self.ids.shape[1]
-        inside = self.anchors[..., None] + torch.arange(1, size + 1, device=self.ids.device) < length
+        ahead = self.anchors[..., None] + torch.arange(1, size + 1, device=self.ids.device)
+        inside = ahead < self.ends[..., None]
         read = (columns - int(config.sample_from_anchor and recipe.places == "rows")).clamp(min=0)
         found = inside & taken(self.scored, read)
         if recipe.within:

@@ -113,19 +113,24 @@ class BlockLearner(BlockNetwork):
             counts: Places that count over all micro-batches, [m].
             shift_labels: [B, L], in place of `labels`.
             summaries: [B, L, 2], the `logit_summaries` of the last states.
-            loss_mask: [B, L], 0 where a token is no target; in place of `labels`.
+            loss_mask: [B, L], 0 where a token is no target; in place of `labels`, or the same.
             anchors: [B, A] int64, columns of the tokens before blocks; [A]: of all sequences side by side. None: random
                 ones, in evaluation the same in every call.
             keep: Shaped as `anchors`, False for blocks that do not count.
             **kwargs: Not read.
+
+        Raises:
+            ValueError: Labels and a `loss_mask` that differ.
         """
         labels = unshifted(labels, shift_labels)
         if labels is None and loss_mask is None:
             return BlockOutput(logits=logits)
         if labels is not None:
             check_targets(labels, self.config.vocab_size)
-        scored = labels != IGNORE if loss_mask is None else loss_mask.bool()
-        batch, options = BlockBatch.of(input_ids, cast(Tensor, scored), attention_mask, position_ids), self.loss_options
+        scored = cast(Tensor, labels) != IGNORE if loss_mask is None else loss_mask.bool()
+        if labels is not None and not torch.equal(scored, labels != IGNORE):  # the counts of an update are of labels
+            raise ValueError("labels and loss_mask differ in what is scored: pass one of them")
+        batch, options = BlockBatch.of(input_ids, scored, attention_mask, position_ids), self.loss_options
         context, last = self.fuse(states), cast(Tensor, states[-1])
         if anchors is not None and anchors.dim() == 1:
             batch, last, context = batch.side_by_side(), last.flatten(0, 1)[None], context.flatten(0, 1)[None]

@@ -42,6 +42,29 @@ def test_text_is_the_backbones_own_and_goes_on_where_it_stopped(tmp_path, monkey
     assert found.rows == rows.rows
 
 
+def test_samples_are_drawn_from_the_whole_distribution_unless_another_is_asked_for(tmp_path):
+    backbone = llama()
+    # what the model's own defaults cut must not be cut, or its text is not that of the distribution that is measured
+    backbone.generation_config.update(top_k=1, top_p=0.5, temperature=0.01)
+    options = dict(max_new_tokens=6, batch_size=5, do_sample=True)
+    whole = dict(top_k=0, top_p=1.0, temperature=1.0)
+    drawn = regenerate(backbone, PROMPTS, tmp_path / "own", **options)
+    assert drawn.rows == regenerate(backbone, PROMPTS, tmp_path / "whole", **options, **whole).rows
+    greedy = regenerate(backbone, PROMPTS, tmp_path / "greedy", max_new_tokens=6, do_sample=False)
+    assert drawn.rows != greedy.rows
+    assert regenerate(backbone, PROMPTS, tmp_path / "asked", **options, top_k=1).rows == greedy.rows
+    backbone.generation_config.do_sample = True  # whoever asks for samples
+    found = regenerate(backbone, PROMPTS, tmp_path / "default", max_new_tokens=6, batch_size=5)
+    assert found.rows == drawn.rows
+
+
+def test_padding_of_prompts_is_no_prompt(tmp_path):
+    backbone, options = llama(), dict(max_new_tokens=4, do_sample=False)
+    padded = [{"input_ids": [0, 0, *row], "attention_mask": [0, 0, *[1] * len(row)]} for row in PROMPTS]
+    want = regenerate(backbone, PROMPTS, tmp_path / "plain", **options)
+    assert regenerate(backbone, padded, tmp_path / "padded", **options).rows == want.rows
+
+
 @pytest.mark.core
 def test_refusals(tmp_path):
     backbone = llama()

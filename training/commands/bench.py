@@ -62,7 +62,7 @@ def run_bench(request: BenchRequest, console: Console | None = None) -> Measured
     modes = [DecodingMode.named(words) for words in request.decoding]
     limits = request.new_tokens, request.force_length, request.per_category, request.seconds, request.seed
     protocol = Protocol(modes, request.batch_size, *limits, not request.no_expected, request.quality)
-    prompts, broken = read_prompts(request.prompts, request.skip_broken)
+    prompts, broken = read_prompts(request.prompts, request.skip_broken, request.ignore_columns)
     if request.quality and not any(map(any, (prompt.references for prompt in prompts))):
         raise ValueError(f"--quality: no prompt of {request.prompts} has a `reference` or an `answer`; leave it out")
     check_directory("--output", request.output)

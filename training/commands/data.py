@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..batches import Inputs
+from ..data_rows import read_rows
 from ..regeneration import RegeneratedText, holds_text
 from ..trainer_base import check_ids
 from ..utils import needs_extra, one_line
@@ -130,17 +131,18 @@ def _divided(rows: Data, size: float, seed: int) -> dict[str, Dataset]:
 
 
 def _checked(rows: Data, name: str, settings: Settings, vocab_size: int) -> Data:
-    """Refuse data without rows, and ids that the model does not have; text and chats are left to TRL."""
+    """Return rows, read (`read_rows`); refuse data without any, and ids that the model does not have."""
     with readable(_source(settings)):  # a stream is read from here on
         first = next(iter(rows), None)
     if first is None:
         raise ValueError(f"the {name} data are empty: {_source(settings)} has no rows")
+    rows = read_rows(rows, f"a row of the {name} data", settings.training)
     if "input_ids" not in first:
         return rows
     check = partial(_check_ids, name, vocab_size)
     if isinstance(rows, IterableDataset):
         return rows.map(check, features=rows.features)
-    for row in rows.select_columns([each for each in _IDS if each in first]).with_format("numpy"):
+    for row in rows.select_columns([each for each in _IDS if each in rows.column_names]).with_format("numpy"):
         check(dict(row))
     return rows
 

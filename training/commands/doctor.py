@@ -14,7 +14,7 @@ from ...generation.attach import MTPGenerationMixin
 from ..demo_subjects import requests
 from ..doctor import Diagnosis, diagnose_source
 from ..doctor.report import FAULT, NOTE, OK, SKIPPED
-from ..evaluation.prompts import groups_of, read_prompts
+from ..evaluation.prompts import PromptEncoder, groups_of, read_prompts
 from ..loading import load_model
 from ..requests import DoctorRequest
 from ..utils import escaped
@@ -33,9 +33,12 @@ def run_doctor(request: DoctorRequest, console: Console | None = None) -> Diagno
     console = console or Console(highlight=False, emoji=False)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    prompts = read_prompts(request.prompts)[0] if request.prompts else requests(further=True)
+    prompts = requests(further=True)
+    if request.prompts:
+        prompts = read_prompts(request.prompts, ignore_columns=request.ignore_columns)[0]
     prompts = [prompt for group in groups_of(prompts, 1, request.per_category) for prompt in group]
     model, tokenizer = load_model(request.model, request.dtype, request.device)
+    PromptEncoder(tokenizer, not request.raw).check(prompts)
     spec = request.method() or ("own" if isinstance(model, MTPGenerationMixin) else None)
     if spec is None:
         raise ValueError(f"--drafter: {request.model} does not draft for itself; name one, such as eagle:SOURCE")

@@ -30,6 +30,7 @@ from ...modeling.common.draft_vocabulary import frequent_tokens
 from ...modeling.common.loading import with_article
 from ...modeling.heads.losses import IGNORE
 from ..batches import Inputs, is_row_wise
+from ..columns import PER_TOKEN, template_options
 from ..endpoint import Endpoint
 from ..features import STATES, FeatureDataset, cache_features
 from ..loading import (
@@ -332,6 +333,7 @@ class _Either:
     """Collates rows with stored states, and rows without, as in evaluation; a class, for workers pickle it."""
 
     collator: DataCollator
+    takes = PER_TOKEN
 
     @property
     def is_row_wise(self) -> bool:
@@ -388,7 +390,8 @@ def _beginning(row: Inputs, tokenizer: PreTrainedTokenizerBase, column: str, cou
     if turns := row.get("messages") or (row.get("prompt") if isinstance(row.get("prompt"), list) else None):
         answers = [index for index, turn in enumerate(turns) if turn.get("role") == "assistant"]
         before = turns[: answers[-1]] if answers and "messages" in row else turns
-        return tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=False)
+        options = template_options(row)
+        return tokenizer.apply_chat_template(before, add_generation_prompt=True, return_dict=False, **options)
     if "prompt" in row:
         return tokenizer(row["prompt"])["input_ids"]
     return (row["input_ids"] if "input_ids" in row else tokenizer(row[column])["input_ids"])[:count]

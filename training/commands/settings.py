@@ -153,6 +153,9 @@ class TrainConfig(SFTConfig):
         "reads joined rows apart. By default 4,096, or as many as the longest row has; 0, or a given "
         "per_device_train_batch_size: that number of rows.",
     )
+    ignore_columns: list[str] | None = option(
+        None, help="Columns of the data that are left out unread; others that are not known are refused."
+    )
     drop_longer: bool = option(
         False, help="Leave out rows of more than max_length tokens, which are otherwise cut, or divided by packing."
     )

@@ -151,6 +151,7 @@ class Bench:
             prompts: What to decode.
             on_unit: Called after every unit with the numbers of finished ones and of all.
         """
+        self.writer.check(prompts)
         self.prompts = {prompt.name: prompt for prompt in prompts}
         units, known = self._units(prompts), self._read()
         self.lines = [line for unit in units for line in known.get(_key(*unit), [])]

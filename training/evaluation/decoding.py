@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...configuration.cache_names import cache_of
+from ...configuration.ptp import SAMPLING
 from ...generation.call.options import first_set
 from ...generation.tensors.wrapped_models import Kwargs
 from ..utils import eos_ids, until_end
@@ -68,7 +69,7 @@ class DecodingMode:
 
 def sampled(temperature: float) -> DecodingMode:
     """Return sampling from the whole distribution, whatever a model's own defaults are (transformers': `top_k=50`)."""
-    options = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0}
+    options = {"do_sample": True} | SAMPLING | {"temperature": float(temperature)}
     return DecodingMode(f"sampled, T={temperature:g}", options)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..columns import OPTIONS, PROMPTS, check_columns, template_options
 from ..utils import needs_extra
 
 _THINKING = "enable_thinking"
@@ -27,6 +29,7 @@ class Prompt:
         category: The file's, or `"prompts"`.
         before: Messages before the first turn, such as that of the system.
         references: Answers to the turns by which a model's are scored; None: the turn has none.
+        options: What chat templates read besides messages: `tools`, and `chat_template_kwargs` of the row.
     """
 
     name: str
@@ -34,17 +37,21 @@ class Prompt:
     category: str = "prompts"
     before: tuple[dict[str, Any], ...] = ()
     references: tuple[str | None, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(source: str | Path, skip_broken: bool = False) -> tuple[list[Prompt], list[str]]:
+def read_prompts(
+    source: str | Path, skip_broken: bool = False, ignore_columns: Sequence[str] | None = None
+) -> tuple[list[Prompt], list[str]]:
     """Return the prompts of a file or of a data set.
 
     Args:
         source: A `.jsonl` with JSON strings, or objects with `turns` (Spec-Bench, SPEED-Bench), `question` (GSM8K),
-            `messages`, `prompt` or `text`, and, optionally, `question_id`, `category` and `reference` or `answer`; any
-            other file with a prompt per line; or `NAME:SPLIT` or `NAME:CONFIG:SPLIT` of a data set with such rows, on
-            the Hub or in a directory.
+            `messages`, `prompt` or `text`, and, optionally, `question_id`, `category`, `reference` or `answer`, and
+            for the chat template `tools` and `chat_template_kwargs`; any other file with a prompt per line; or
+            `NAME:SPLIT` or `NAME:CONFIG:SPLIT` of a data set with such rows, on the Hub or in a directory.
         skip_broken: Leave out rows that hold no prompt.
+        ignore_columns: Of such objects, what is left out unread; other columns that are not known are refused.
 
     Returns:
         The prompts, and the errors of the rows that were left out.
@@ -53,7 +60,7 @@ def read_prompts(source: str | Path, skip_broken: bool = False) -> tuple[list[Pr
         FileNotFoundError: No such file, nor such a data set.
         ValueError: No prompt in it, or a row that is none; its number is named.
     """
-    rows, parse = _rows(str(source))
+    rows, parse = _rows(str(source), ignore_columns or ())
     prompts, broken = [], []
     for number, row in enumerate(rows, 1):
         try:
@@ -71,16 +78,18 @@ def read_prompts(source: str | Path, skip_broken: bool = False) -> tuple[list[Pr
     return prompts, broken
 
 
-def _rows(source: str) -> tuple[Iterable[Any], Callable[[int, Any], Prompt]]:
+def _rows(source: str, ignored: Sequence[str]) -> tuple[Iterable[Any], Callable[[int, Any], Prompt]]:
     """Return the rows of a source, and what makes a prompt of the number and the content of one."""
     path = Path(source)
     if not path.is_file():
-        return _rows_of_data_set(source), _of_value
+        return _rows_of_data_set(source), partial(_of_value, ignored)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 ({error}): convert it") from error
-    return lines, _of_json if path.suffix == ".jsonl" else lambda number, line: Prompt(str(number), (line,))
+    if path.suffix == ".jsonl":
+        return lines, partial(_of_json, ignored)
+    return lines, lambda number, line: Prompt(str(number), (line,))
 
 
 def _rows_of_data_set(source: str) -> Iterable[Any]:
@@ -96,16 +105,18 @@ def _rows_of_data_set(source: str) -> Iterable[Any]:
         raise FileNotFoundError(f"{source}: no such file of prompts, nor a data set {name}: {error}") from error
 
 
-def _of_json(number: int, line: str) -> Prompt:
+def _of_json(ignored: Sequence[str], number: int, line: str) -> Prompt:
     try:
-        return _of_value(number, json.loads(line))
+        return _of_value(ignored, number, json.loads(line))
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error})") from error
 
 
-def _of_value(number: int, value: Any) -> Prompt:
+def _of_value(ignored: Sequence[str], number: int, value: Any) -> Prompt:
     entry = value if isinstance(value, dict) else {"prompt": value}
-    entry = {name: each for name, each in entry.items() if each is not None}  # columns of a data set that others fill
+    # None are columns of a data set that others fill
+    entry = {name: each for name, each in entry.items() if each is not None and name not in ignored}
+    check_columns(entry, PROMPTS, "a prompt")
     messages = next((entry[name] for name in ("messages", "prompt") if isinstance(entry.get(name), list)), None)
     before: tuple[dict[str, Any], ...] = ()
     turns: list[Any] = []
@@ -123,7 +134,8 @@ def _of_value(number: int, value: Any) -> Prompt:
     name, category = entry.get("question_id", number), entry.get("category")
     said = next((entry[name] for name in ("reference", "answer") if name in entry), [])
     references = tuple(each if isinstance(each, str) else None for each in ([said] if isinstance(said, str) else said))
-    return Prompt(str(name), tuple(turns), str(category) if category else "prompts", before, references)
+    options = template_options(entry)
+    return Prompt(str(name), tuple(turns), str(category) if category else "prompts", before, references, options)
 
 
 def groups_of(prompts: Sequence[Prompt], batch_size: int, per_category: int | None = None) -> list[list[Prompt]]:
@@ -181,6 +193,15 @@ class PromptEncoder:
     def _uses_template(self) -> bool:
         return self.chats and self.tokenizer.chat_template is not None
 
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Refuse prompts with tools, or other options of a template, where none is used."""
+        for prompt in prompts if not self._uses_template else ():
+            if prompt.options:
+                raise ValueError(
+                    f"prompt {prompt.name} has {' or '.join(OPTIONS)} ({', '.join(prompt.options)}), and no chat "
+                    "template reads it here: leave --raw out, or leave the column out with ignore_columns"
+                )
+
     def batch(
         self, group: Sequence[Prompt], answers: Sequence[Sequence[str]], device: torch.device
     ) -> dict[str, torch.Tensor]:
@@ -200,7 +221,7 @@ class PromptEncoder:
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
         chat = [*prompt.before, *messages]
-        options = without_thinking(not self.thinks)
+        options = prompt.options | without_thinking(not self.thinks)
         return str(self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options))
 
     def warn_of_thinking(self, drafters: Iterable[object]) -> None:

@@ -238,3 +238,18 @@ def test_dpace_passes_over_places_that_do_not_count():
     reached = chances[0], chances[0] * chances[1]  # the place between them does not stop a block
     expected = ((reached[0] + reached[1]) * first + reached[1] * third) / 2
     assert loss([4, 6], weights="dpace", terms={"labels": 1.0}) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["tokenahead", "z-lab", "deepspec", "speculators"])
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_the_loss_of_a_row_does_not_depend_on_its_padding(layout, from_anchor):
+    drafter = BlockDrafter.from_backbone(backbone(), layers=1, block_size=4, sample_from_anchor=from_anchor).eval()
+    drafter.loss_options.update(layout=layout)
+    ids, real = IDS[:1, :9], torch.ones_like(IDS[:1, :9])
+    want, counts = drafter(ids, labels=ids).loss, drafter.loss_counts(ids)
+    assert counts.sum() > 0
+    for sides in ((0, 3), (0, 7), (5, 0)):
+        padded, mask = (torch.nn.functional.pad(each, sides) for each in (ids, real))
+        labels = padded.masked_fill(mask == 0, -100)
+        torch.testing.assert_close(drafter(padded, attention_mask=mask, labels=labels).loss, want, atol=1e-9, rtol=0)
+        assert torch.equal(drafter.loss_counts(labels, mask), counts)

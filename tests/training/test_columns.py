@@ -1,0 +1,295 @@
+"""Columns of training rows: read, harmless, or refused by name, wherever rows are read."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, TrainingArguments
+from trl import DPOConfig, SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as CollatorOfTRL
+
+from tests.every_model import llama
+from tests.models import tiny_model
+from tokenahead import BlockDrafter, EagleHead, EvaByteTokenizer, MTPHeads
+from tokenahead.training import MTPDPOTrainer, MTPSFTTrainer, MTPTrainer, cache_features
+from tokenahead.training.columns import template_options
+from tokenahead.training.evaluation.prompts import PromptEncoder, read_prompts
+
+IDS = [torch.randint(70, 120, (10,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
+SCORED = [0] * 6 + [1] * 4
+
+
+def masked(ids, scored):
+    return [token if is_scored else -100 for token, is_scored in zip(ids, scored)]
+
+
+LABELLED = [{"input_ids": ids, "labels": masked(ids, SCORED)} for ids in IDS]
+PADDED = [1] * 7 + [0] * 3
+CUT = [{"input_ids": ids[:7], "labels": ids[:7]} for ids in IDS]
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+UNKNOWN = {
+    "response_mask": [SCORED] * 4, "assistant_mask": [SCORED] * 4, "token_type_ids": [SCORED] * 4, "weights": [1.0] * 4,
+    "images": ["a"] * 4, "system": ["Be brief."] * 4, "label": [1] * 4,
+}  # fmt: skip
+KINDS = {
+    "rows": list,
+    "a dataset": Dataset.from_list,
+    "a stream": lambda rows: IterableDataset.from_generator(lambda: iter(rows)),
+}
+
+
+def loss_of(rows, folder, drafter=None, trainer=MTPTrainer, config=TrainingArguments, eval_rows=None, **options):
+    """Return the first loss of rows, and the loss of their evaluation."""
+    drafter = drafter or EagleHead.from_backbone(llama(vocab_size=320))
+    names = {"remove_unused_columns", "completion_only_loss", "packing", "max_length"} & options.keys()
+    settings = {name: options.pop(name) for name in names}
+    args = config(
+        str(folder), max_steps=1, learning_rate=0.0, logging_steps=1, report_to="none", save_strategy="no", seed=1,
+        per_device_train_batch_size=4, use_cpu=True, bf16=False, disable_tqdm=True, **settings,
+    )  # fmt: skip
+    if trainer is MTPSFTTrainer:
+        options["processing_class"] = EvaByteTokenizer()
+    trainer = trainer(drafter, args, train_dataset=rows, eval_dataset=eval_rows, **options)
+    trainer.train()
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    measured = None if eval_rows is None else trainer.evaluate()["eval_loss"]
+    drafter.detach()
+    return loss, measured
+
+
+def with_column(name, values, rows=IDS):
+    return [{"input_ids": ids, name: values} for ids in rows]
+
+
+@pytest.mark.parametrize("removes", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_labels_in_training_and_evaluation(kind, removes, tmp_path):
+    make = KINDS[kind]
+    want = loss_of(LABELLED, tmp_path, eval_rows=LABELLED)
+    every = loss_of(with_column("labels", IDS[0], IDS[:1]) * 4, tmp_path)
+    assert want[0] != pytest.approx(every[0], abs=1e-3)
+    for name in MASKS:
+        rows = with_column(name, SCORED)
+        got = loss_of(make(rows), tmp_path, eval_rows=make(rows), remove_unused_columns=removes)
+        assert got == pytest.approx(want, abs=1e-4)
+
+
+def test_each_row_is_read_by_the_mask_that_it_has(tmp_path):
+    rows = [*with_column("loss_mask", SCORED, IDS[:2]), *LABELLED[2:]]
+    filled = [{"loss_mask": None, "labels": None} | row for row in rows]  # as files of columns are
+    want = loss_of(LABELLED, tmp_path)
+    for data in (rows, filled, Dataset.from_list(filled)):
+        assert loss_of(data, tmp_path) == pytest.approx(want, abs=1e-4)
+    without = {"loss_mask": None, "labels": None, "input_ids": IDS[0]}  # learned as a whole, or not at all?
+    for data in ([without, *filled[1:]], Dataset.from_list([*filled[1:], without]), [{"input_ids": IDS[0]}, *rows[1:]]):
+        with pytest.raises(ValueError, match="labels"):
+            loss_of(data, tmp_path)
+
+
+def test_masks_of_packed_rows_are_labels(tmp_path):
+    positions = [*range(4), *range(6)]
+    want = loss_of([row | {"position_ids": positions} for row in LABELLED], tmp_path)
+    rows = [row | {"position_ids": positions} for row in with_column("loss_mask", SCORED)]
+    assert loss_of(rows, tmp_path) == pytest.approx(want, abs=1e-4)
+    assert loss_of(Dataset.from_list(rows), tmp_path) == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_never_learned(kind, tmp_path):
+    want = loss_of(CUT, tmp_path)
+    rows = [{"input_ids": ids, "labels": ids, "attention_mask": PADDED} for ids in IDS]
+    assert loss_of(KINDS[kind](rows), tmp_path) == pytest.approx(want, abs=1e-4)
+    for collator in (DataCollatorWithFlattening(), CollatorOfTRL(pad_token_id=0)):  # which know no mask
+        assert loss_of(KINDS[kind](rows), tmp_path, data_collator=collator) == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("column", UNKNOWN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_columns_are_refused_by_name(kind, column, tmp_path):
+    rows = [row | {column: value} for row, value in zip(LABELLED, UNKNOWN[column])]
+    with pytest.raises(ValueError, match=column):
+        loss_of(KINDS[kind](rows), tmp_path)
+    if kind == "rows":
+        with pytest.raises(ValueError, match=column):
+            loss_of(LABELLED, tmp_path, eval_rows=rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_are_ignored_on_request(kind, tmp_path):
+    rows = KINDS[kind]([row | {"response_mask": [1] * 10} for row in LABELLED])
+    for removes in (True, False):
+        with pytest.raises(ValueError, match="response_mask"):
+            loss_of(rows, tmp_path, remove_unused_columns=removes)
+        want = loss_of(LABELLED, tmp_path)
+        got = loss_of(rows, tmp_path, remove_unused_columns=removes, ignore_columns=["response_mask"])
+        assert got == pytest.approx(want, abs=1e-4)
+
+
+def test_columns_that_say_nothing_of_what_is_learned_pass(tmp_path):
+    besides = {"id": 3, "source": "web", "lengths": 10, "text": "abc", "messages": [{"role": "user", "content": "a"}]}
+    want = loss_of(LABELLED, tmp_path)
+    rows = [row | besides for row in LABELLED]
+    assert loss_of(rows, tmp_path) == pytest.approx(want, abs=1e-4)
+    assert loss_of(Dataset.from_list(rows), tmp_path) == pytest.approx(want, abs=1e-4)
+
+
+def test_masks_that_differ_and_masks_of_other_lengths_are_refused(tmp_path):
+    rows = [row | {"loss_mask": [1] * 10} for row in LABELLED]
+    with pytest.raises(ValueError, match="labels and loss_mask"):
+        loss_of(rows, tmp_path)
+    assert loss_of(rows, tmp_path, ignore_columns=["loss_mask"])[0] == pytest.approx(loss_of(LABELLED, tmp_path)[0])
+    with pytest.raises(ValueError, match="9 loss_mask"):
+        loss_of(with_column("loss_mask", SCORED[1:]), tmp_path)
+    with pytest.raises(ValueError, match="loss_mask"):
+        loss_of(with_column("loss_mask", "abc"), tmp_path)
+
+
+def test_a_collator_that_labels_all_tokens_takes_no_masks(tmp_path):
+    tokenizer = EvaByteTokenizer()
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    for name in ("labels", "loss_mask"):
+        with pytest.raises(ValueError, match=name):
+            loss_of(with_column(name, SCORED), tmp_path, data_collator=collator)
+
+
+def test_a_collator_of_others_makes_labels_of_its_masks(tmp_path):
+    def stacked(rows):
+        return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+    def labelled(rows):
+        batch = stacked(rows)
+        return {"input_ids": batch["input_ids"], "labels": batch["input_ids"].masked_fill(batch["keep"] == 0, -100)}
+
+    want = loss_of(LABELLED, tmp_path)
+    options = dict(data_collator=labelled, remove_unused_columns=False)
+    assert loss_of(with_column("keep", SCORED), tmp_path, **options) == pytest.approx(want, abs=1e-4)
+    rows = [row | {"loss_mask": SCORED} for row in LABELLED]
+    with pytest.raises(ValueError, match="loss_mask"):
+        loss_of(rows, tmp_path, data_collator=stacked, remove_unused_columns=False)
+
+
+SFT = dict(trainer=MTPSFTTrainer, config=SFTConfig)
+
+
+@pytest.mark.parametrize("kind", ["a dataset", "a stream"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_trainers_of_trl_read_masks_and_padding(kind, packing, tmp_path):
+    make, options = KINDS[kind], SFT | dict(packing=packing, max_length=16)
+    want = loss_of(make(LABELLED), tmp_path, eval_rows=make(LABELLED), **options)
+    for name in MASKS:
+        rows = with_column(name, SCORED)
+        got = loss_of(make(rows), tmp_path, eval_rows=make(rows), **options)
+        assert got == pytest.approx(want, abs=1e-4)
+    rows = [row | {"attention_mask": PADDED} for row in with_column("labels", IDS[0], [IDS[0]] * 4)]
+    want = loss_of(make([CUT[0]] * 4), tmp_path, **options)
+    assert loss_of(make(rows), tmp_path, **options) == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize("column", [*UNKNOWN, "position_ids", "seq_lengths"])
+def test_trainers_of_trl_refuse_what_they_do_not_read(column, tmp_path):
+    values = UNKNOWN.get(column, [[*range(10)]] * 4)
+    rows = Dataset.from_list([row | {column: value} for row, value in zip(LABELLED, values)])
+    good = Dataset.from_list(LABELLED)
+    for data in ({"rows": rows}, {"rows": good, "eval_rows": rows}):
+        with pytest.raises(ValueError, match=column.removesuffix("s")):  # "image", of TRL's own
+            loss_of(**data, folder=tmp_path, **SFT)
+    if column == "weights":
+        want = loss_of(good, tmp_path, **SFT)
+        assert loss_of(rows, tmp_path, ignore_columns=[column], **SFT) == pytest.approx(want, abs=1e-4)
+
+
+def test_prompts_are_scored_where_that_is_asked(tmp_path):
+    rows = Dataset.from_list(with_column("completion_mask", SCORED))
+    want = loss_of(Dataset.from_list([{"input_ids": ids} for ids in IDS]), tmp_path, **SFT)
+    assert loss_of(rows, tmp_path, completion_only_loss=False, **SFT) == pytest.approx(want, abs=1e-4)
+
+
+def test_preferences_have_no_unknown_columns(tmp_path):
+    pairs = {"prompt": ["a: "] * 4, "chosen": ["b"] * 4, "rejected": ["c"] * 4, "loss_mask": [[1]] * 4, "id": [1] * 4}
+    args = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=1)
+    given = dict(train_dataset=Dataset.from_dict(pairs), processing_class=EvaByteTokenizer())
+    with pytest.raises(ValueError, match="loss_mask"):
+        MTPDPOTrainer(tiny_model(), tiny_model(), args, **given)
+    MTPDPOTrainer(tiny_model(), tiny_model(), args, ignore_columns=["loss_mask"], **given)
+
+
+def test_stored_states_have_the_labels_of_masks(tmp_path):
+    head = EagleHead.from_backbone(llama(vocab_size=320))
+    rows = [
+        {"input_ids": ids, "loss_mask": SCORED, "attention_mask": PADDED, "position_ids": [*range(10)]} for ids in IDS
+    ]
+    stored = cache_features(head, rows, tmp_path / "a")
+    for row, ids in zip(stored, IDS):
+        assert row["labels"].tolist() == masked(ids, SCORED)[:7] and row["input_ids"].tolist() == ids[:7]
+    odd = [row | {"response_mask": SCORED} for row in LABELLED]
+    with pytest.raises(ValueError, match="response_mask"):
+        cache_features(head, odd, tmp_path / "b")
+    assert cache_features(head, odd, tmp_path / "b", ignore_columns=["response_mask"])[0]["labels"][:6].max() == -100
+
+
+def test_a_block_drafter_reads_one_source_of_what_is_scored():
+    backbone = llama(vocab_size=320).double()
+    drafter = BlockDrafter.from_backbone(backbone, layers=1, block_size=3).eval()
+    ids = torch.tensor(IDS[:2])
+    labels, mask = torch.tensor([masked(row, SCORED) for row in IDS[:2]]), torch.tensor([SCORED] * 2)
+    want = drafter(ids, labels=labels).loss
+    assert torch.equal(drafter(ids, loss_mask=mask).loss, want)
+    assert torch.equal(drafter(ids, loss_mask=mask, labels=labels).loss, want)
+    with pytest.raises(ValueError, match="labels and loss_mask"):
+        drafter(ids, labels=ids, loss_mask=mask)
+
+
+def test_options_of_templates_are_those_of_the_row():
+    tool = {"type": "function", "function": {"name": "add"}}
+    assert template_options({"tools": None, "chat_template_kwargs": None, "messages": []}) == {}
+    row = {"tools": json.dumps([tool]), "chat_template_kwargs": {"enable_thinking": False, "style": None}}
+    assert template_options(row) == {"tools": [tool], "enable_thinking": False}
+    with pytest.raises(ValueError, match="chat_template_kwargs"):
+        template_options({"chat_template_kwargs": [1]})
+
+
+TEMPLATE = (
+    "{% if tools %}[{{ tools[0].function.name }}]{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if style is defined %}<{{ style }}>{% endif %}{% if enable_thinking is defined %}!{% endif %}"
+)
+
+
+def test_chats_are_learned_with_their_own_options_alone(tmp_path):
+    tokenizer = EvaByteTokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    options = [{"style": "brief"}, {"enable_thinking": False}, None]
+    rows = [{"messages": chat, "chat_template_kwargs": each} for each in options]
+    for make in (KINDS["a dataset"], KINDS["a stream"]):
+        args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=1)
+        heads = MTPHeads.from_backbone(llama(vocab_size=320))
+        trainer = MTPSFTTrainer(heads, args, train_dataset=make(rows), processing_class=tokenizer)
+        texts = [tokenizer.decode(row["input_ids"]) for row in trainer.train_dataset]
+        heads.detach()
+        assert texts == ["1+12<brief>", "1+12!", "1+12"]
+    odd = Dataset.from_list([{"messages": chat, "system": "Be brief."}])
+    with pytest.raises(ValueError, match="system"):
+        MTPSFTTrainer(heads, args, train_dataset=odd, processing_class=tokenizer)
+
+
+def test_prompts_have_the_options_of_their_row(tmp_path):
+    tokenizer, file = EvaByteTokenizer(), tmp_path / "prompts.jsonl"
+    tokenizer.chat_template = TEMPLATE
+    tool = {"type": "function", "function": {"name": "add"}}
+    rows = [
+        {"messages": [{"role": "user", "content": "1+1"}], "tools": [tool]},
+        {"prompt": "a", "chat_template_kwargs": {"style": "x"}, "completion": "b", "id": 7},
+        {"turns": ["q"]},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    prompts, _ = read_prompts(file)
+    encoder, device = PromptEncoder(tokenizer), torch.device("cpu")
+    texts = [tokenizer.decode(encoder.batch([each], [[]], device)["input_ids"][0]) for each in prompts]
+    assert texts == ["[add]1+1", "a<x>", "q"]
+    with pytest.raises(ValueError, match="tools"):
+        PromptEncoder(tokenizer, chats=False).check(prompts)
+    file.write_text(json.dumps({"prompt": "a", "system": "Be brief."}))
+    with pytest.raises(ValueError, match="system"):
+        read_prompts(file)
+    assert read_prompts(file, ignore_columns=["system"])[0][0].turns == ("a",)

@@ -1,0 +1,70 @@
+"""Rows of `datasets` before TRL prepares them: their columns are judged, and masks and padding become labels."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .columns import MASKS, OPTIONS, PREFERENCES, TEXTS, RowReader, check_columns, template_options
+from .utils import needs_extra
+
+with needs_extra("train", "rows of datasets"):
+    from datasets import Dataset, Features, Json
+    from trl.data_utils import is_conversational, is_conversational_from_value
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from trl.trainer.sft_config import SFTConfig
+
+
+def read_rows(
+    data: Dataset | IterableDataset, what: str, args: SFTConfig, ignored: Collection[str] = ()
+) -> Dataset | IterableDataset:
+    """Return rows of which TRL reads all that is said: `labels` in place of masks, chats with their own options alone.
+
+    Args:
+        data: Not empty.
+        what: Whose rows, for messages.
+        args: `ignore_columns`, where there is one; with `completion_only_loss=False` prompts are scored, too.
+        ignored: Further columns that are removed unread.
+
+    Raises:
+        ValueError: A column that is not read here, or, where a row is read, see `RowReader`.
+    """
+    ignored = {*ignored, *(getattr(args, "ignore_columns", None) or ())}
+    ignored |= {"completion_mask"} if args.completion_only_loss is False else set()
+    first = next(iter(data))
+    data = data.remove_columns([name for name in first if name in ignored])
+    names = {*first} - ignored
+    if "input_ids" in names:
+        reader = RowReader(("input_ids", "labels"), what=what)
+        reader.check(names)
+        masks = [name for name in (*MASKS, "attention_mask") if name in names]
+        return data.map(reader, remove_columns=masks) if masks else data
+    is_chat = is_conversational(first) or is_conversational_from_value(first)
+    read = {*TEXTS} if is_chat else {"prompt", "completion"} if "prompt" in names else set[str]()
+    read |= {args.dataset_text_field}
+    if not read.isdisjoint(names):  # else there is no text, as TRL says
+        check_columns(names, read, what)
+    return with_own_options(data) if is_chat else data
+
+
+def read_preferences(data: Dataset | IterableDataset, what: str, ignored: Collection[str] = ()) -> Any:
+    """Return pairs of answers without the columns that are ignored; others that are not read are refused."""
+    first = next(iter(data))
+    data = data.remove_columns([name for name in first if name in ignored])
+    check_columns({*first} - {*ignored}, PREFERENCES, what)
+    return with_own_options(data)
+
+
+def with_own_options(data: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Return chats, each with the options of its template alone; of one type, each would have all, as None."""
+    name = OPTIONS[1]
+    if name not in next(iter(data)):
+        return data
+    kinds = {"features": Features({**data.features, name: Json()})} if isinstance(data, Dataset) else {}
+    return data.map(_own_options, **kinds)
+
+
+def _own_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {OPTIONS[1]: template_options({OPTIONS[1]: row[OPTIONS[1]]})}

@@ -13,9 +13,10 @@ from .training.conformance.decoders import small_model as small_model
 from .training.conformance.distributions import chi_square as chi_square
 from .training.conformance.distributions import continuation_distribution as continuation_distribution
 from .training.conformance.distributions import continuation_p_value as continuation_p_value
-from .training.conformance.kit import ALARM as ALARM
 from .training.conformance.kit import Verified as Verified
 from .training.conformance.kit import verify as verify
 from .training.conformance.kit import verify_all as verify_all
 from .training.conformance.kit import verify_greedy as verify_greedy
+from .training.conformance.kit import verify_sampled as verify_sampled
 from .training.conformance.letters import letters as letters
+from .training.conformance.sampled import ALARM as ALARM

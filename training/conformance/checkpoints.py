@@ -60,13 +60,12 @@ def zlab(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor
     """Decode with a DFlash drafter in z-lab's own loop.
 
     Raises:
-        ImportError: The package is missing.
-        NotImplementedError: The loop lacks what is asked for.
+        NotImplementedError: The package is missing, or the loop lacks what is asked for.
     """
     try:
         dflash = import_module("dflash.model")
     except ImportError as error:
-        raise ImportError("z-lab's package is missing: pip install --no-deps dflash") from error
+        raise NotImplementedError("z-lab's package is missing: pip install --no-deps dflash") from error
     takes_only(input_ids, options)
     drafter = dflash.DFlashDraftModel.from_pretrained(block_folder(model), dtype=model.dtype).eval()
     ends = options.get("eos_token_id")

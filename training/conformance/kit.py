@@ -1,12 +1,12 @@
 """Whether a decoding function keeps the text of its model: greedy texts are equal, and sampled ones drawn alike.
 
 All models are small and in float64, so that nothing but a fault tells two greedy texts apart. Sampled texts are
-compared with their exact distribution, which is enumerated.
+compared with the probabilities of every token of theirs (`sampled`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -17,23 +17,21 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from ..utils import one_line
 from .decoders import DECODERS, Decoder, MakesModel, plain, small_model
-from .distributions import Distribution, continuation_distribution, continuation_p_value
 from .letters import letters
+from .sampled import ALARM, LAST, VOCABULARY, Follows, Law, found_error, plain_probabilities, verdict_of
 
 KEPT, BROKEN, REFUSED = "kept", "BROKEN", "refused"
 """Results of a check; a refused one raised an error."""
-ALARM = 1e-6
-"""p-values below it are faults: a right loop meets one in a million."""
 _Options = Mapping[str, Any]
 _Seen = tuple[str, str, float | None]
 """Of a check: result, words, p-value."""
-_NEW, _DRAWN = 16, 3
-_PROMPT = torch.tensor([[1, 4, 2, 5, 1, 4]])
-_SAMPLED: Mapping[str, dict[str, Any]] = {
-    "sampled": {"temperature": 1.0, "top_k": 0},
-    "sampled, warped": {"temperature": 0.6, "top_k": 4},
-    "sampled, processors": {"temperature": 1.2, "top_k": 0, "repetition_penalty": 1.5},
-}
+_NEW = 16
+_PROMPTS = torch.tensor(
+    [[1, 2, 1, 1, 2, 1, LAST], [0, 0, 0, 0, 1, 1, LAST], [2, 1, 1, 2, 1, 1, LAST], [0, 1, 2, 1, 1, 1, LAST]]
+)
+"""Of sampled texts, padded on the left; two of the tokens are in none of them, so that penalties find them new."""
+_FEWER = 16
+"""Texts that are drawn one by one are fewer by this factor."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Verified:
         check: Its name.
         result: `"kept"`, `"BROKEN"` or `"refused"`.
         words: What differs, or why it was refused.
-        p_value: Of sampled texts.
+        p_value: Of sampled texts, corrected for the number of tests.
     """
 
     check: str
@@ -72,20 +70,25 @@ class _Call:
     want: Tensor
 
 
-def verify(decode: Decoder, samples: int = 4000, seed: int = 0) -> list[Verified]:
+def verify(decode: Decoder, samples: int = 4000, seed: int = 0, longest_draft: int = 6) -> list[Verified]:
     """Return what a decoding function keeps.
+
+    A `NotImplementedError` or `ValueError` of the function is a refusal, any other error a fault.
 
     Args:
         decode: See `Decoder`.
-        samples: Texts that are drawn for each distribution; a quarter of them where batches are refused.
+        samples: Texts that are drawn for `"sampled"`, and half of them for other checks; four times as many where the
+            first are suspect, a sixteenth of them where batches are refused.
         seed: Of the samples.
+        longest_draft: Of the function, in tokens; sampled texts are longer by four, so that a whole draft is kept, and
+            others follow it.
 
     Example:
         >>> from tokenahead.testing import verify
         >>> all(found.result == "kept" for found in verify(my_decoding_function))
     """
-    greedy, checks, sampled = _small_models(getattr(decode, "small_model", small_model))
-    return [*_compared(decode, greedy, checks), *_drawn(decode, sampled, samples, seed)]
+    greedy, checks, _ = _small_models(getattr(decode, "small_model", small_model))
+    return [*_compared(decode, greedy, checks), *verify_sampled(decode, samples, seed, longest_draft)]
 
 
 def verify_all(decoders: Mapping[str, Decoder] = DECODERS, samples: int = 4000) -> dict[str, list[Verified]]:
@@ -110,6 +113,19 @@ def verify_greedy(
     return _compared(decode, model, _greedy_checks(model, tokenizer, reference))
 
 
+def verify_sampled(
+    decode: Decoder, samples: int = 4000, seed: int = 0, longest_draft: int = 6, checks: Sequence[str] | None = None
+) -> list[Verified]:
+    """Return what a decoding function keeps of sampled texts; arguments as for `verify`, and the names of checks."""
+    model, found = _small_models(getattr(decode, "small_model", small_model))[2], []
+    for check, calls in sampled_checks().items():
+        if checks is None or check in checks:
+            torch.manual_seed(seed)
+            count = samples if check == "sampled" else samples // 2
+            found.append(_checked(check, partial(_deviating, decode, model, calls, count, longest_draft + 4)))
+    return found
+
+
 def _compared(decode: Decoder, model: PreTrainedModel, checks: Mapping[str, list[_Call]]) -> list[Verified]:
     """Return what a decoding function keeps of known greedy texts."""
     return [_checked(check, partial(_differing, decode, model, calls)) for check, calls in checks.items()]
@@ -119,7 +135,7 @@ def _compared(decode: Decoder, model: PreTrainedModel, checks: Mapping[str, list
 def _small_models(make_model: MakesModel) -> tuple[PreTrainedModel, dict[str, list[_Call]], PreTrainedModel]:
     """Return the model of greedy checks, their calls, and the model of sampled ones; made once."""
     greedy = make_model(1, 8)
-    return greedy, _greedy_checks(greedy, None, plain), make_model(3, 6)
+    return greedy, _greedy_checks(greedy, None, plain), make_model(3, VOCABULARY)
 
 
 def _greedy_checks(
@@ -169,34 +185,67 @@ def _differing(decode: Decoder, model: PreTrainedModel, calls: Sequence[_Call]) 
     return KEPT, "", None
 
 
-def _drawn(decode: Decoder, model: PreTrainedModel, samples: int, seed: int) -> Iterator[Verified]:
-    """Yield the checks of sampled texts."""
-    for check, (options, want) in _sampled_checks(model).items():
-        torch.manual_seed(seed)
-        yield _checked(check, partial(_deviating, decode, model, options, want, samples))
-
-
-@cache
-def _sampled_checks(model: PreTrainedModel) -> dict[str, tuple[_Options, Distribution]]:
-    """Return the options of every check, and the exact distribution of its texts."""
-    fixed = {"max_new_tokens": _DRAWN, "do_sample": True, "top_p": 1.0, "pad_token_id": 0}
-    return {
-        check: (fixed | warps, continuation_distribution(model, _PROMPT, _DRAWN, **warps))
-        for check, warps in _SAMPLED.items()
+def sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:
+    """Return prompts and options of the calls of every check of sampled texts, among which texts are divided."""
+    one, options = _PROMPTS[:1], {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    asked: dict[str, list[dict[str, Any]]] = {
+        "sampled": [{}],
+        "sampled, warped": [{"temperature": 0.6, "top_k": 3}],
+        "sampled, top_p": [{"top_p": 0.7}],
+        "sampled, other warpers": [{"min_p": 0.3}, {"typical_p": 0.7}, {"epsilon_cutoff": 0.15}, {"eta_cutoff": 0.3}],
+        "sampled, processors": [{"repetition_penalty": 1.5}, {"min_new_tokens": 6, "eos_token_id": 3}],
+        "sampled, user's processor": [{"logits_processor": [Favouring()]}],
+        "sampled, constraint": [{"logits_processor": [Follows()]}],
+    }
+    calls = {check: [(one, options | own) for own in each] for check, each in asked.items()}
+    return calls | {
+        "sampled, ragged batch": [(_PROMPTS, options)],
+        "sampled, eos": [(_PROMPTS, options | {"eos_token_id": end}) for end in (3, [0, 3])],
     }
 
 
-def _deviating(decode: Decoder, model: PreTrainedModel, options: _Options, want: Distribution, samples: int) -> _Seen:
+def _deviating(
+    decode: Decoder, model: PreTrainedModel, calls: Sequence[tuple[Tensor, _Options]], samples: int, length: int
+) -> _Seen:
     """Return how likely drawn texts are: in one batch, or one by one, and fewer, where batches are refused."""
-    try:
-        drawn = _decoded(decode, model, _PROMPT.expand(samples, -1), options)
-    except (ValueError, NotImplementedError):
-        drawn = torch.cat([_decoded(decode, model, _PROMPT, options) for _ in range(samples // 4)])
-    drawn = drawn[:, _PROMPT.shape[1] :]
-    if drawn.shape[1] != _DRAWN:
-        return BROKEN, f"texts have {drawn.shape[1]} new tokens, not {_DRAWN}", None
-    p_value = continuation_p_value(drawn, want)
-    return KEPT if p_value >= ALARM else BROKEN, f"p = {p_value:.1g}, of {len(drawn)} texts", p_value
+
+    def draw(law: Law, count: int) -> None:
+        for prompts, own in calls:
+            options = {**own, "max_new_tokens": length}
+            rows = prompts.repeat(-(-count // len(calls) // len(prompts)), 1)  # [B, L]
+            try:
+                _add_texts(law, decode, model, rows, options)
+            except (ValueError, NotImplementedError):
+                for row in rows[: -(-len(rows) // _FEWER)]:
+                    _add_texts(law, decode, model, row[None, int((row == 0).sum()) :], options)
+
+    law = verdict_of(draw, VOCABULARY, samples)
+    p_value, found = law.p_value(), found_error(law.num_tokens)
+    words = f"p = {p_value:.1g}, of {law.num_texts} texts: errors from {found:.1%} on are found"
+    return KEPT if p_value >= ALARM else BROKEN, words, p_value
+
+
+def _add_texts(law: Law, decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Options) -> None:
+    """Add the texts of a call.
+
+    Raises:
+        _Fault: They are longer or shorter than was asked, or go on behind their end.
+    """
+    found, width, length = _decoded(decode, model, ids, options), ids.shape[1], options["max_new_tokens"]
+    ends = torch.tensor(options.get("eos_token_id", [])).flatten().long()  # [E]
+    is_end = torch.isin(found[:, width:], ends)  # [B, T]
+    counted = is_end.cumsum(1) - is_end.long() == 0  # up to the end, itself included
+    rest = torch.where(counted, options["pad_token_id"], found[:, width:])
+    is_whole = found.shape[1] == width + length or (found.shape[1] < width + length and is_end.any(1).all())
+    if not is_whole:
+        raise _Fault(f"texts have {found.shape[1] - width} new tokens, not {length}")
+    if not bool((rest == options["pad_token_id"]).all()):
+        raise _Fault("texts go on behind their end")
+    law.add(found, width, counted, plain_probabilities(model, found, width, options))
+
+
+class _Fault(Exception):
+    """What a text shows by itself."""
 
 
 def _decoded(decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Options) -> Tensor:
@@ -215,8 +264,12 @@ def _decoded(decode: Decoder, model: PreTrainedModel, ids: Tensor, options: _Opt
 def _checked(check: str, look: Callable[[], _Seen]) -> Verified:
     try:
         result, words, p_value = look()
-    except Exception as error:  # of a stranger's function
+    except (NotImplementedError, ValueError) as error:
         return Verified(check, REFUSED, f"{type(error).__name__}: {one_line(error)}")
+    except _Fault as error:
+        return Verified(check, BROKEN, str(error), 0.0)
+    except Exception as error:  # of a stranger's function
+        return Verified(check, BROKEN, f"{type(error).__name__}: {one_line(error)}")
     return Verified(check, result, words, p_value)
 
 

@@ -1,0 +1,181 @@
+"""Whether sampled texts follow the law of their model, token by token.
+
+Every drawn token is compared with the probabilities that plain decoding gives it after the text before it. Over many
+texts a token of a group of places (one place, the places behind one token, ...) then comes as often as the sum of its
+probabilities, and the sum of their variances says how far it may be off, whatever was drawn before: the differences are
+a martingale. So nothing is enumerated, and texts may be longer than any draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from ...generation.call.automata import AutomatonProcessor
+from ...generation.tensors.wrapped_models import untyped
+
+VOCABULARY = 4
+LAST = 2
+"""The last token of every prompt."""
+ALARM = 1e-6
+"""p-values below it are faults: a right loop meets one in a million."""
+SUSPECT, FURTHER = 0.01, 3
+"""Below this p-value more texts are drawn, so many times as many; the verdict is that of all of them."""
+_LEAST = 20.0
+"""Least variance of a count that is compared with a normal distribution."""
+_RARE = 1e-3
+"""Tokens of smaller probability are counted together, by the tail of a Poisson distribution."""
+_TESTS = 7
+_Z = 1.645
+"""The normal distribution's quantile of .95."""
+
+
+class Follows(AutomatonProcessor):
+    """A constraint whose state is the last token: one token is excluded behind each, and another one guessed."""
+
+    start = LAST
+
+    def step(self, state: int, token: int) -> int:
+        """Return the token."""
+        return token
+
+    def allowed(self, state: int, /) -> Tensor:
+        """Return all tokens but one."""
+        return torch.arange(VOCABULARY) != (state + 1) % VOCABULARY
+
+    def likely(self, state: int) -> int | None:
+        """Return a guess behind even tokens."""
+        return None if state % 2 else (state + 3) % VOCABULARY
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Exclude a token; the ids alone tell which, so that loops may call it in any order."""
+        allowed = torch.stack([self.allowed(state) for state in range(VOCABULARY)])  # [V, V]
+        return scores.masked_fill(~allowed.to(scores.device)[input_ids[:, -1]], -torch.inf)
+
+
+@torch.no_grad()
+def plain_probabilities(model: PreTrainedModel, ids: Tensor, width: int, options: Mapping[str, Any]) -> Tensor:
+    """Return the probabilities [B, T, V] of plain decoding for every new token of texts.
+
+    Args:
+        model: A causal language model.
+        ids: [B, width + T] int64, of one call: prompts, padded on the left with 0, and new tokens.
+        width: Columns of the prompts.
+        options: Of `generate`.
+    """
+    mask = torch.nn.functional.pad(ids[:, :width] > 0, (0, ids.shape[1] - width), value=True).long()
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False).logits[:, width - 1 : -1]
+    fields = {name: value for name, value in options.items() if name != "logits_processor"}
+    config, _ = untyped(model)._prepare_generation_config(None, **fields)
+    untyped(model)._prepare_special_tokens(config, device=ids.device)
+    own = LogitsProcessorList(options.get("logits_processor", []))
+    processors = untyped(model)._get_logits_processor(config, width, ids[:, :width], None, own, device=ids.device)
+    scores = logits.float().unbind(1)  # as transformers' own loop casts them
+    seen = [processors(ids[:, : width + at], each.clone()) for at, each in enumerate(scores)]
+    return torch.stack(seen, 1).double().softmax(-1)
+
+
+class Law:
+    """Drawn tokens, their probabilities, and how far the first are from the second.
+
+    Args:
+        vocabulary: V.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary, self.drawn, self.probs = vocabulary, list[Tensor](), list[Tensor]()
+        self.before, self.places, self.num_texts = list[Tensor](), list[Tensor](), 0
+
+    def add(self, ids: Tensor, width: int, counted: Tensor, probs: Tensor) -> None:
+        """Add the texts of a call: ids [B, width + T], of whose new tokens `counted` [B, T] bool were drawn."""
+        previous = ids[:, width - 1 : -1] + self.vocabulary * ids[:, width - 2 : -2]  # [B, T], the last two tokens
+        places = torch.arange(counted.shape[1]).expand_as(counted)
+        self.drawn.append(ids[:, width:][counted])
+        self.probs.append(probs[counted])
+        self.before.append(previous[counted])
+        self.places.append(places[counted])
+        self.num_texts += len(ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were drawn."""
+        return sum(map(len, self.drawn))
+
+    def p_value(self) -> float:
+        """Return how likely tokens are so far off, corrected for the number of tests."""
+        drawn, probs = torch.cat(self.drawn), torch.cat(self.probs)  # [M], [M, V]
+        of_drawn = probs.gather(1, drawn[:, None])[:, 0]
+        if bool((of_drawn == 0).any()):
+            return 0.0
+        return min(1.0, _TESTS * min(self._tests(drawn, probs, of_drawn)))
+
+    def _tests(self, drawn: Tensor, probs: Tensor, of_drawn: Tensor) -> Iterator[float]:
+        before, places, size = torch.cat(self.before), torch.cat(self.places), self.vocabulary
+        last, width = before % size, int(places.max()) + 1
+        off = torch.nn.functional.one_hot(drawn, size) - probs  # [M, V]
+        spread = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]  # [M, V, V]
+        yield _chi_square(off, spread, places, width)
+        yield _chi_square(off, spread, last, size)
+        yield _chi_square(off, spread, before, size * size)
+        yield _chi_square(off, spread, places * size + last, width * size)
+        # too flat or too sharp, at a place and anywhere
+        logs = probs.clamp(min=1e-300).log()  # [M, V]
+        mean = (probs * logs).sum(1)
+        off = of_drawn.log() - mean
+        spread = (probs * logs.square()).sum(1) - mean.square()
+        yield _chi_square(off[:, None], spread[:, None, None], places, width)
+        yield _chi_square(off[:, None], spread[:, None, None], torch.zeros_like(places), 1)
+        seen, expected = (of_drawn < _RARE).sum(), probs.where(probs < _RARE, 0).sum()
+        yield float(torch.special.gammainc(seen.double(), expected)) if seen else 1.0
+
+
+def _chi_square(off: Tensor, spread: Tensor, groups: Tensor, count: int) -> float:
+    """Return the p-value of sums by group of differences [M, F], whose covariances [M, F, F] are known."""
+    sums = off.new_zeros(count, off.shape[1]).index_add_(0, groups, off)  # [G, F]
+    variances, axes = torch.linalg.eigh(spread.new_zeros(count, *spread.shape[1:]).index_add_(0, groups, spread))
+    along = (axes.transpose(1, 2) @ sums[..., None])[..., 0]  # [G, F], along the axes of each covariance
+    kept = variances >= _LEAST
+    return _tail((along.square() / variances)[kept].sum(), int(kept.sum()))
+
+
+def _tail(statistic: Tensor | float, freedom: int) -> float:
+    """Return the probability that a chi-square of so many degrees of freedom is larger."""
+    half = torch.tensor([freedom, float(statistic)], dtype=torch.float64) / 2
+    return float(torch.special.gammaincc(half[0], half[1])) if freedom else 1.0
+
+
+def found_error(num_tokens: int, vocabulary: int = VOCABULARY) -> float:
+    """Return the relative error of probabilities that nine of ten checks of so many tokens find.
+
+    A loop of error e draws token x with probability p(x) (1 + e s), where the sign s is set by x and the token before
+    it. It must first be suspected, and then be a fault in all texts that are drawn; each fails once in twenty.
+    """
+    freedom = vocabulary * (vocabulary - 1)
+    first = _noncentrality(SUSPECT / _TESTS, freedom) / num_tokens
+    return sqrt(max(first, _noncentrality(ALARM / _TESTS, freedom) / (num_tokens * (1 + FURTHER))))
+
+
+def _noncentrality(level: float, freedom: int) -> float:
+    """Return where a noncentral chi-square exceeds the quantile of a level in 19 of 20 draws (normal approximation)."""
+    low, high = 0.0, 1e4
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _tail(middle, freedom) > level else (low, middle)
+    # mean d + c and variance 2 d + 4 c: the noncentrality c solves d + c - z sqrt(2 d + 4 c) = quantile
+    over = low - freedom + 2 * _Z**2
+    return over + sqrt(over**2 - (low - freedom) ** 2 + 2 * freedom * _Z**2)
+
+
+def verdict_of(draw: Callable[[Law, int], None], vocabulary: int, samples: int) -> Law:
+    """Return the law of so many drawn texts, or of more, where they are suspect; `draw` adds texts."""
+    law = Law(vocabulary)
+    draw(law, samples)
+    if ALARM <= law.p_value() < SUSPECT:
+        draw(law, FURTHER * samples)
+    return law

@@ -57,7 +57,9 @@ class Loop:
             count = torch.where(done, max_new_tokens, (count + accepted + 1).clamp(max=max_new_tokens))
             self.ids[:, width : width + max_new_tokens] = text
         is_end = torch.isin(text, ends)
-        return torch.cat([input_ids, text.masked_fill(is_end.cumsum(1) > is_end.long(), config.pad_token_id or 0)], 1)
+        is_after = is_end.cumsum(1) > is_end.long()
+        text = text.masked_fill(is_after, config.pad_token_id or 0)[:, : int((~is_after).sum(1).max())]
+        return torch.cat([input_ids, text], 1)
 
     def law(self, source, count, seen=None):
         """Probabilities [B, V] after `count` new tokens; processors are shown `seen` of them."""

@@ -135,7 +135,7 @@ def _compared(decode: Decoder, model: PreTrainedModel, checks: Mapping[str, list
 def _small_models(make_model: MakesModel) -> tuple[PreTrainedModel, dict[str, list[_Call]], PreTrainedModel]:
     """Return the model of greedy checks, their calls, and the model of sampled ones; made once."""
     greedy = make_model(1, 8)
-    return greedy, _greedy_checks(greedy, None, plain), make_model(3, VOCABULARY)
+    return greedy, _greedy_checks(greedy, None, plain), make_model(14, VOCABULARY)
 
 
 def _greedy_checks(

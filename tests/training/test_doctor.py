@@ -21,7 +21,7 @@ from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
 from tokenahead.testing import letters
 from tokenahead.training.demo_subjects import requests
 from tokenahead.training.doctor import diagnose, diagnose_source, report
-from tokenahead.training.doctor.report import is_new, of_draft_ids
+from tokenahead.training.doctor.report import is_new, rounded
 from tokenahead.training.doctor.trials import Drafted, is_easier, shifted_rows, trials_of
 from tokenahead.training.evaluation.expected import ExpectedCalls
 from tokenahead.training.evaluation.prompts import Prompt
@@ -283,8 +283,8 @@ def exchanged(*names):
 
 
 CAUSES = {
-    "theta": ({"fields": rope(1.5)}, "rope", "rope_theta=10000.0"),
-    "scaling": ({"fields": rope(10_000.0, rope_type="linear", factor=16.0)}, "rope", "rope_type=default"),
+    "theta": ({"fields": rope(1.5)}, "rope", "'rope_theta': 10000.0"),
+    "scaling": ({"fields": rope(10_000.0, rope_type="linear", factor=16.0)}, "rope", "'rope_type': 'default'"),
     "epsilon": ({"fields": {"rms_norm_eps": 1.0}}, "norms", "rms_norm_eps=1e-06"),
     "activation": ({"fields": {"hidden_act": "relu2"}}, "activation", "hidden_act=silu"),
     "head_dim": (
@@ -369,26 +369,25 @@ def test_ids_of_drafts_that_are_one_off(learned, tmp_path):
     assert faults(found) == ["d2t"] and "draft ids one more" in found.verdict
     state["d2t"][:2] = torch.tensor([state["d2t"][1] + 1, state["d2t"][0] - 1])
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert faults(seen(tmp_path)) == ["d2t", "loading"]
+    found = seen(tmp_path)
+    assert faults(found) == ["loading"] and "d2t" in found.verdict
 
 
 @pytest.mark.parametrize(
-    ("change", "state"),
+    ("change", "is_told"),
     [
-        (lambda offsets: offsets, "ok"),
-        (lambda offsets: offsets.bfloat16().long(), "fault"),
-        (lambda offsets: offsets.half().long(), "fault"),
-        (lambda offsets: offsets.bfloat16(), "fault"),
-        (lambda offsets: offsets // 10 * 10, "fault"),
-        (lambda offsets: offsets.double(), "ok"),
-        (lambda offsets: 2 * torch.arange(len(offsets)), "ok"),
+        (lambda offsets: offsets, False),
+        (lambda offsets: offsets.bfloat16().long(), True),
+        (lambda offsets: offsets.half().long(), True),
+        (lambda offsets: offsets // 10 * 10, True),
+        (lambda offsets: 2 * torch.arange(len(offsets)), False),
+        (torch.zeros_like, False),
     ],
 )
-def test_rounded_ids_of_drafts(tmp_path, change, state):
+def test_rounded_ids_of_drafts(change, is_told):
     """A vocabulary that is spaced evenly is none that was rounded."""
     ids = torch.randperm(20_000, generator=torch.Generator().manual_seed(0))[:1000].sort().values
-    save_file({"d2t": change(ids - torch.arange(1000))}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert of_draft_ids(tmp_path).state == state
+    assert (rounded(change(ids - torch.arange(1000))) is not None) is is_told
 
 
 def test_the_best_of_wrong_answers_is_no_cause(copied):
@@ -484,7 +483,7 @@ def test_chance_tells_no_form_of_prompts(tokens, is_told):
     """The same rates of calls, of two short answers and of eight."""
     easy, hard = (
         Drafted(
-            ExpectedCalls(torch.tensor([tokens]), torch.tensor([rate * tokens]), torch.zeros(1, 3)), torch.ones(1, 2)
+            ExpectedCalls(torch.tensor([tokens]), torch.tensor([rate * tokens]), torch.zeros(1, 3)), *torch.ones(2, 1)
         )
         for rate in (0.53, 0.72)
     )

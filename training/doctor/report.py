@@ -28,7 +28,7 @@ from ...modeling.common.learning import DraftModel
 from ...modeling.common.stored_drafters import drafter_class, read_drafter
 from ...modeling.eagle.conversion import own_name
 from ...modeling.heads.losses import IGNORE
-from ..evaluation.decoding import GREEDY, Run, acceptance_by_position, decode
+from ..evaluation.decoding import GREEDY, Method, Run, acceptance_by_position, decode
 from ..evaluation.drafts import Batch, has_probs, usual_drafts
 from ..evaluation.methods import drafting_method, named_method
 from ..evaluation.prompts import Prompt, PromptEncoder, groups_of
@@ -37,6 +37,43 @@ from .trials import Drafted, Trial, along, answered, is_better, is_easier, reach
 
 OK, NOTE, FAULT, SKIPPED = "ok", "note", "fault", "-"
 """States of a check; a skipped one had nothing to look at."""
+Source = str | PathLike[str]
+_SHOWN_BY = {
+    "qk_norm": ("norms", "layers.0.self_attn.q_norm.weight"),
+    "norm_before_fc": ("norms", "input_norm.weight"),
+    "fc_norm": ("norms", "fc_norm.0.weight"),
+    "attention_bias": ("biases", "layers.0.self_attn.q_proj.bias"),
+    "fc_bias": ("biases", "fc.bias"),
+}
+"""By field of an EAGLE head's config: its check, and the tensor that is there where it is true."""
+_SMALLEST = 16
+"""Rows and columns of a matrix that is told from noise."""
+_DEVIATION, _DEVIATES = 0.02, 4.0
+"""Usual standard deviation of new weights, and standard errors by which theirs may differ from it."""
+_ROWS, _ROUNDS = 2048, 40
+"""Of a matrix whose largest singular value is sought: most rows and columns, and rounds."""
+_BITS = 16
+"""Binary digits that are 0 by chance once in 65,536 vocabularies."""
+COVERED = 0.85
+"""Least share of a text's tokens that a draft vocabulary holds; every other token ends a draft."""
+LITTLE = 0.08
+"""Share of first drafts below which nothing is gained, and something must be wrong."""
+_ERRORS = 2.0
+"""Standard errors that a share of tokens may be off."""
+_LOOPING = 0.5
+"""Texts that repeat themselves more are left out where forms of prompts are compared."""
+_CLOSE, _ENDS = 0.03, 3
+"""Shares of accepted drafts that differ by less are one, for near-ties round differently in blocks; and so many
+verifications, for those at the end of a text are cut short."""
+_SURE, _MUCH, _SURER = 3.0, 0.1, 0.15
+"""Standard errors by which another convention is better, the share of calls that it saves where no cause is clear, and
+how much surer than right first drafts may be that were mended."""
+_THEIRS = _ERRORS, 0.02
+"""Standard errors and share of calls where it is what the backbone's config says."""
+_READ_OFF = 0.9
+"""Share of first drafts that are right where the answer is read off."""
+_BATCH = 8
+"""Prompts that are answered at once."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +106,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was looked at, in the order of the checks.
-
-    Attributes:
-        findings: One per check.
-        accepted: Accepted drafts by depth.
-    """
+    """What was looked at, in the order of the checks, and the accepted drafts by depth."""
 
     findings: Sequence[Finding]
     accepted: Accepted = attribute(default_factory=Accepted)
@@ -102,235 +134,6 @@ class Diagnosis:
         return asdict(self) | {"verdict": self.verdict, "is_well": self.is_well}
 
 
-_SHOWN_BY = {
-    "norms": {
-        "qk_norm": "layers.0.self_attn.q_norm.weight",
-        "norm_before_fc": "input_norm.weight",
-        "fc_norm": "fc_norm.0.weight",
-    },
-    "biases": {"attention_bias": "layers.0.self_attn.q_proj.bias", "fc_bias": "fc.bias"},
-}
-"""By check: fields of an EAGLE head's config, and the tensor that is there where the field is true."""
-_SMALLEST = 16
-"""Rows and columns of a matrix that is told from noise."""
-_DEVIATION, _DEVIATES = 0.02, 4.0
-_ROWS, _ROUNDS = 2048, 40
-_BITS = 16
-"""Binary digits that are 0 by chance once in 65,536 vocabularies."""
-Source = str | PathLike[str]
-
-
-def _of_files(source: Source, kind: type[Any]) -> Iterator[Finding]:
-    """Yield what the files of a drafter say of themselves."""
-    if kind is EagleHead:
-        yield from contradictions(source)
-    if issubclass(kind, DraftModel):
-        yield of_draft_ids(source)
-
-
-def contradictions(source: Source) -> Iterator[Finding]:
-    """Yield whether the config of an EAGLE head denies or invents norms and biases that its tensors have."""
-    raw, names = PreTrainedConfig.get_config_dict(source)[0], set(map(own_name, tensor_names(source)))
-    raw = raw | (raw.get("eagle_config") or {}) | (raw.get("transformer_layer_config") or {})
-    for check, fields in _SHOWN_BY.items():
-        stated = [(name, tensor) for name, tensor in fields.items() if name in raw]
-        odd = [(name, tensor) for name, tensor in stated if bool(raw[name]) != (tensor in names)]
-        words = [
-            f"the config says {name}={raw[name]}, and the tensors {'have' if tensor in names else 'lack'} {tensor}"
-            for name, tensor in odd
-        ]
-        yield Finding(check, FAULT if odd else OK, "; ".join(words) or "the config says what the tensors have")
-
-
-def of_draft_ids(source: Source) -> Finding:
-    """Return whether `d2t` of a checkpoint holds ascending ids, and numbers that nobody has rounded."""
-    if "d2t" not in map(own_name, tensor_names(source)):
-        return Finding("d2t", SKIPPED, "there is none")
-    tensors = read_tensors(weight_files(source, pickles=True)).items()
-    offsets = next(each for name, each in tensors if own_name(name) == "d2t").cpu()
-    if offsets.is_floating_point() and (odd := float(offsets.abs().max())) * torch.finfo(offsets.dtype).eps > 1:
-        return Finding("d2t", FAULT, f"its numbers up to {odd:g} are rounded: {offsets.dtype} does not hold them all")
-    ids = offsets.long() + torch.arange(len(offsets))  # [Vd]
-    if (steps := ids.diff()).lt(1).any():
-        at = int(steps.lt(1).nonzero()[0])
-        return Finding("d2t", FAULT, f"its ids do not ascend: {int(ids[at])}, {int(ids[at + 1])} at draft id {at}")
-    if len(steps.unique()) > 1 and (by := _rounded(offsets.long().unique().tolist())):
-        return Finding("d2t", FAULT, f"its {len(offsets)} offsets are rounded: {by}")
-    return Finding("d2t", OK, "its ids ascend")
-
-
-def _rounded(offsets: list[int]) -> str | None:
-    """Return how distinct numbers are rounded, where chance would hardly make them so; None where they are not."""
-    if (unit := gcd(*offsets)) > 1 and (len(offsets) - 1) * log2(unit) > _BITS:
-        return f"multiples of {unit}"
-    for dtype in (torch.bfloat16, torch.float16):
-        digits = 8 if dtype == torch.bfloat16 else 11
-        zeros = sum(max(abs(each).bit_length() - digits, 0) for each in offsets)
-        if zeros > _BITS and all(int(torch.tensor(each, dtype=dtype)) == each for each in offsets):
-            return f"to numbers that {dtype} holds"
-    return None
-
-
-def _other_sizes(source: Source | None, backbone: PreTrainedModel) -> str:
-    """Return sizes of attention that a config does not share with the backbone, as the end of a sentence."""
-    raw, theirs = PreTrainedConfig.get_config_dict(source)[0], layer_fields(backbone.config.get_text_config(), {})
-    sizes = ("head_dim", "num_attention_heads", "num_key_value_heads")
-    odd = [f"{each}={raw[each]}, {theirs[each]}" for each in sizes if raw.get(each) not in (None, theirs[each])]
-    return f" (of the drafter, the backbone: {'; '.join(odd)})" if odd else ""
-
-
-def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
-    """Return whether a drafter learned on this backbone, by the fingerprint of its config and the kind of the model."""
-    config = getattr(drafter, "config", None)
-    recorded, actual = field(config, "backbone_fingerprint"), fingerprint(backbone)
-    if recorded is None or actual is None:
-        why = "the drafter records none" if recorded is None else "these weights cannot be read"
-        named = field(config, "base_model_name_or_path")
-        return Finding("fingerprint", SKIPPED, why + (f"; it was made for {named}" if named else ""))
-    if not same_backbone(recorded, actual):
-        return Finding("fingerprint", FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}")
-    if "/" in recorded and "/" in actual:
-        return Finding("fingerprint", OK, "the drafter learned on this backbone")
-    why = "no layers of it are recorded" if "/" in actual else "its layers cannot be read"
-    return Finding("fingerprint", NOTE, f"unembedding and last norm are those that the drafter learned on; {why}")
-
-
-def stored_tokenizer(source: Source | None) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in a drafter's directory or repository; None where there is none."""
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    try:
-        if source is None or not cached_file(source, "tokenizer_config.json", **quiet):
-            return None
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):
-        return None
-
-
-def of_tokenizers(
-    own: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase, backbone: PreTrainedModel
-) -> Iterator[Finding]:
-    """Yield whether the backbone and the drafter know the tokenizer's ids, and whether both have one chat template."""
-    size = backbone.config.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        yield Finding("tokenizer", FAULT, f"it has {len(tokenizer)} tokens, and the backbone {size}")
-    elif own is None:
-        yield Finding("tokenizer", SKIPPED, "the drafter brings none to compare with")
-    else:
-        theirs, ours = own.get_vocab(), tokenizer.get_vocab()
-        odd = sorted(token for token in {*theirs, *ours} if ours.get(token) != theirs.get(token))
-        words = f"{len(odd)} tokens have other ids in the drafter's, or none in one of both ({odd[:3]})"
-        yield Finding("tokenizer", FAULT, words) if odd else Finding("tokenizer", OK, "the drafter brings the same ids")
-    if own is None or own.chat_template is None:
-        yield Finding("chat template", SKIPPED, "the drafter brings none to compare with")
-    elif own.chat_template != tokenizer.chat_template:
-        yield Finding("chat template", FAULT, "the drafter brings another one than the tokenizer of the model has")
-    else:
-        yield Finding("chat template", OK, "the drafter brings the same one")
-
-
-def of_layers(config: Any) -> Finding | None:
-    """Return whether the states that an EAGLE-3 head reads are named or guessed; None for other drafters."""
-    if not getattr(config, "num_aux", 0):
-        return None
-    if config.aux_layers is None:
-        return Finding("layer ids", NOTE, "the config does not name them: those of the official code are taken")
-    return Finding("layer ids", OK, f"the config names {config.aux_layers}")
-
-
-def untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
-    """Return whether matrices of a drafter are as they were made: constant, or noise without any direction.
-
-    Copies of the backbone's tables are left out.
-    """
-    tables = [
-        getattr(part, "weight", None) for part in (backbone.get_input_embeddings(), backbone.get_output_embeddings())
-    ]
-    named = [pair for part in drafter.parts().values() for pair in part.named_parameters()]
-    learned = [(name, each) for name, each in named if each.requires_grad and not each.is_meta]
-    matrices = [(name, each) for name, each in learned if each.dim() > 1 and each.is_floating_point()]
-    matrices = [pair for pair in matrices if not any(_are_equal(pair[1], table) for table in tables)]
-    if not matrices:
-        return Finding("untrained tensors", SKIPPED, "it has no matrices")
-    deviation = getattr(getattr(drafter, "config", None), "initializer_range", None)
-    found = [name for name, each in matrices if is_new(each.detach(), deviation or _DEVIATION)]
-    if not found:
-        return Finding("untrained tensors", OK, f"none of {len(matrices)} matrices")
-    names = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
-    return Finding("untrained tensors", FAULT, f"as newly made ({len(found)} of {len(matrices)}): {names}")
-
-
-def _are_equal(matrix: Tensor, table: object) -> bool:
-    if not isinstance(table, Tensor) or table.is_meta or table.shape != matrix.shape:
-        return False
-    return matrix.equal(table.to(matrix))
-
-
-@torch.no_grad()
-def is_new(weight: Tensor, deviation: float = _DEVIATION) -> bool:
-    """Return whether a weight [.., m, n] is constant, or independent noise as it is made.
-
-    The largest singular value of noise is s (sqrt m + sqrt n); a trained matrix may keep that, and so its numbers must
-    also be normal of a usual deviation, or uniform as in `torch.nn.Linear`.
-
-    Args:
-        weight: Of a drafter.
-        deviation: Standard deviation of the drafter's new weights (`initializer_range`).
-    """
-    matrix = weight.flatten(0, -2).float()  # [m, n]
-    if bool((matrix == matrix.flatten()[0]).all()):
-        return True
-    if min(matrix.shape) < _SMALLEST or not bool(matrix.isfinite().all()):
-        return False
-    if not _is_as_made(matrix, deviation):
-        return False
-    matrix = matrix[:_ROWS, :_ROWS]  # a part of noise is noise
-    rows, columns = matrix.shape
-    direction = torch.randn(columns, generator=torch.Generator().manual_seed(0)).to(matrix.device)
-    for _ in range(_ROUNDS):
-        direction = torch.nn.functional.normalize(matrix.T @ (matrix @ direction), dim=0)
-    largest, edge = float((matrix @ direction).norm()), float(matrix.std()) * (rows**0.5 + columns**0.5)
-    return largest < edge * (1 + min(rows, columns) ** (-2 / 3))
-
-
-def _is_as_made(matrix: Tensor, deviation: float) -> bool:
-    """Return whether numbers deviate as new ones do, within four standard errors."""
-    count, found = matrix.numel(), float(matrix.square().mean().sqrt())
-    bound = matrix.shape[1] ** -0.5  # of the uniform numbers of `torch.nn.Linear`
-    fills = 1 - 20 / count < float(matrix.abs().max()) / bound < 1 + 2**-8  # bfloat16 rounds up
-    usual = [deviation, _DEVIATION, 1.0, *[bound / 3**0.5] * fills]
-    return any(abs(found / each - 1) * (2 * count) ** 0.5 < _DEVIATES for each in usual)
-
-
-def too_large(tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> list[str]:
-    """Return the names of tensors with numbers that a dtype does not hold."""
-    most = torch.finfo(dtype).max
-    return [name for name, each in tensors if each.is_floating_point() and not bool((each.abs() <= most).all())]
-
-
-COVERED = 0.85
-"""Least share of a text's tokens that a draft vocabulary holds; every other token ends a draft."""
-LITTLE = 0.08
-"""Share of first drafts below which nothing is gained, and something must be wrong."""
-_VOCABULARY = "vocabulary"
-_ERRORS = 2.0
-"""Standard errors that a share of tokens may be off."""
-_LOOPING = 0.5
-"""Texts that repeat themselves more are left out where forms of prompts are compared."""
-_CLOSE = 0.03
-"""Shares of accepted drafts that differ by less are one: near-ties round differently in blocks."""
-_ENDS = 3
-"""And so many verifications, for those at the end of a text are cut short."""
-_SURE, _MUCH, _SURER = 3.0, 0.1, 0.15
-"""Standard errors by which another convention is better, the share of calls that it saves where no cause is clear, and
-how much surer than right first drafts may be that were mended."""
-_THEIRS = _ERRORS, 0.02
-"""Standard errors and share of calls where it is what the backbone's config says."""
-_READ_OFF = 0.9
-"""Share of first drafts that are right where the answer is read off."""
-_BATCH = 8
-"""Prompts that are answered at once."""
-
-
 def diagnose_source(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -342,12 +145,8 @@ def diagnose_source(
     """Return what is wrong with a drafter that is stored; one that cannot be loaded is diagnosed by its files.
 
     Args:
-        model: The backbone.
-        tokenizer: Its tokenizer.
         spec: The drafter, as `tokenahead bench` names it: `KIND[:SOURCE]`.
-        prompts: What the backbone answers.
-        chats: Whether prompts get the tokenizer's chat template, if it has one.
-        new_tokens: Of every answer, at most.
+        model, tokenizer, prompts, chats, new_tokens: See `diagnose`.
 
     Raises:
         ValueError: No kind of drafter.
@@ -381,7 +180,7 @@ def diagnose(
     source: Source | None = None,
     **options: Any,
 ) -> Diagnosis:
-    """Return what is wrong with an attached drafter; see `diagnose_source`.
+    """Return what is wrong with an attached drafter.
 
     Args:
         model: The backbone.
@@ -393,63 +192,37 @@ def diagnose(
         source: The directory or repository of the drafter, where it has one.
         **options: Of `generate`.
     """
-    own = stored_tokenizer(source)
-    findings = [of_backbone(drafter, model), *of_tokenizers(own, tokenizer, model)]
-    examination = _Examination(model, tokenizer, drafter, prompts, new_tokens, options)
-    texts, runs = examination.answers(chats)
-    findings += [layers] if (layers := of_layers(getattr(drafter, "config", None))) is not None else []
-    findings += [untrained(drafter, model), _of_vocabulary(drafter, texts)]
+    method = drafting_method("drafter", model, None if drafter is model else drafter, **options)
+    texts, runs = _answers(method, PromptEncoder(tokenizer, chats), prompts, new_tokens)
     accepted = _accepted(runs)
+    findings = [of_backbone(drafter, model), *of_tokenizers(stored_tokenizer(source), tokenizer, model)]
+    findings += [*_of_layers(drafter), untrained(drafter, model), _of_vocabulary(drafter, texts)]
     if not has_probs(drafter):
         findings.append(Finding("conventions", SKIPPED, f"a {type(drafter).__name__} has no distributions to compare"))
         return Diagnosis(findings, accepted)
     length = len(accepted.decoded) or usual_drafts(drafter)
     with remembered(model):
         base = along(drafter, texts, length)
-        accepted = replace(accepted, expected=base.by_position, fresh=reach(drafter, texts, length))
+        accepted = replace(accepted, expected=base.calls.by_position, fresh=reach(drafter, texts, length))
         findings += [_of_decoding(accepted, options), _of_dtype(drafter, texts, base, source)]
         findings += _of_trials(drafter, texts, base)
-    findings += examination.of_template(chats, base)
+    if tokenizer.chat_template is not None and (chats or not isinstance(drafter, MTPGenerationMixin)):
+        texts, runs = _answers(method, PromptEncoder(tokenizer, not chats), prompts, new_tokens)
+        if sum(run.repeated_share for run in runs) <= _LOOPING * len(runs):
+            findings.append(_of_template(base, along(drafter, texts, len(base.calls.by_position)), chats))
     return Diagnosis(_settled([*findings, _of_acceptance(base, findings)]), accepted)
 
 
-class _Examination:
-    """A drafter, and the prompts that its backbone answers."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        drafter: Any,
-        prompts: Sequence[Prompt],
-        new_tokens: int,
-        options: dict[str, Any],
-    ) -> None:
-        self.model, self.tokenizer, self.prompts, self.new_tokens = model, tokenizer, prompts, new_tokens
-        drafts = None if drafter is model else drafter
-        self.drafter, self.method = drafter, drafting_method("drafter", model, drafts, **options)
-
-    def answers(self, chats: bool) -> tuple[list[Batch], list[Run]]:
-        """Return the greedy answers to all prompts in batches, each with what it took."""
-        writer, texts, runs = PromptEncoder(self.tokenizer, chats), list[Batch](), list[Run]()
-        for group in groups_of(self.prompts, _BATCH):
-            batch = writer.batch(group, [[]] * len(group), self.model.device)
-            runs.append(decode(self.method, batch, GREEDY, self.new_tokens))
-            texts.append(answered(batch, runs[-1].ids))
-        return texts, runs
-
-    def of_template(self, chats: bool, base: Drafted) -> Iterator[Finding]:
-        """Yield whether the drafter fits the prompts better in their other form, with or without the template."""
-        if self.tokenizer.chat_template is None or isinstance(self.drafter, MTPGenerationMixin) and not chats:
-            return
-        texts, runs = self.answers(not chats)
-        if sum(run.repeated_share for run in runs) > _LOOPING * len(runs):
-            return
-        found = along(self.drafter, texts, len(base.by_position))
-        words = f"{found.tokens_per_call:.2f} tokens per call {'without' if chats else 'with'} it, "
-        words += f"{base.tokens_per_call:.2f} {'with' if chats else 'without'} it"
-        words += "" if (is_at_fault := is_easier(found, base)) else ", of which texts differ as much"
-        yield Finding("form of prompts", FAULT if is_at_fault else OK, f"chat template: {words}")
+def _answers(
+    method: Method, writer: PromptEncoder, prompts: Sequence[Prompt], new_tokens: int
+) -> tuple[list[Batch], list[Run]]:
+    """Return the greedy answers to all prompts in batches, each with what it took."""
+    texts, runs = list[Batch](), list[Run]()
+    for group in groups_of(prompts, _BATCH):
+        batch = writer.batch(group, [[]] * len(group), method.model.device)
+        runs.append(decode(method, batch, GREEDY, new_tokens))
+        texts.append(answered(batch, runs[-1].ids))
+    return texts, runs
 
 
 def _accepted(runs: Sequence[Run]) -> Accepted:
@@ -462,56 +235,201 @@ def _accepted(runs: Sequence[Run]) -> Accepted:
     return Accepted(acceptance_by_position(counts, longest), tokens_per_call=mean, verifications=len(counts))
 
 
+def _of_files(source: Source, kind: type[Any]) -> Iterator[Finding]:
+    """Yield what the files of a drafter say of themselves.
+
+    The config of an EAGLE head may deny or invent norms and biases that its tensors have, and `d2t` may be rounded.
+    """
+    if kind is EagleHead:
+        raw, names = PreTrainedConfig.get_config_dict(source)[0], set(map(own_name, tensor_names(source)))
+        raw = raw | (raw.get("eagle_config") or {}) | (raw.get("transformer_layer_config") or {})
+        for name, (check, tensor) in _SHOWN_BY.items():
+            if name in raw and bool(raw[name]) != (tensor in names):
+                have = "have" if tensor in names else "lack"
+                yield Finding(check, FAULT, f"the config says {name}={raw[name]}, and the tensors {have} {tensor}")
+    if issubclass(kind, DraftModel) and "d2t" in map(own_name, tensor_names(source)):
+        tensors = read_tensors(weight_files(source, pickles=True)).items()
+        offsets = next(each for name, each in tensors if own_name(name) == "d2t")
+        if how := rounded(offsets.cpu().long()):
+            yield Finding("d2t", FAULT, f"its {len(offsets)} offsets are rounded: {how}")
+
+
+def rounded(offsets: Tensor) -> str | None:
+    """Return how offsets [Vd] of draft ids are rounded, where chance would hardly make them so; None: they are not."""
+    if len((offsets.diff()).unique()) <= 1:  # ids that are spaced evenly
+        return None
+    distinct = offsets.unique()
+    unit = max(gcd(*distinct.tolist()), 1)
+    zeros = {f"multiples of {unit}": (len(distinct) - 1) * log2(unit)}
+    for dtype, digits in ((torch.bfloat16, 8), (torch.float16, 11)):
+        if distinct.to(dtype).long().equal(distinct):
+            beyond = (max(int(each).bit_length() - digits, 0) for each in distinct)
+            zeros[f"to numbers that {dtype} holds"] = sum(beyond)
+    return next((words for words, count in zeros.items() if count > _BITS), None)
+
+
+def _other_sizes(source: Any, backbone: PreTrainedModel) -> str:
+    """Return sizes of attention that a config does not share with the backbone, as the end of a sentence."""
+    raw, theirs = PreTrainedConfig.get_config_dict(source)[0], layer_fields(backbone.config.get_text_config(), {})
+    sizes = ("head_dim", "num_attention_heads", "num_key_value_heads")
+    odd = [f"{each}={raw[each]}, {theirs[each]}" for each in sizes if raw.get(each) not in (None, theirs[each])]
+    return f" (of the drafter, the backbone: {'; '.join(odd)})" if odd else ""
+
+
+def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
+    """Return whether a drafter learned on this backbone, by the fingerprint of its config."""
+    config = getattr(drafter, "config", None)
+    recorded, actual = field(config, "backbone_fingerprint"), fingerprint(backbone)
+    if recorded is None or actual is None:
+        why = "the drafter records none" if recorded is None else "these weights cannot be read"
+        named = field(config, "base_model_name_or_path")
+        return Finding("fingerprint", SKIPPED, why + (f"; it was made for {named}" if named else ""))
+    if not same_backbone(recorded, actual):
+        return Finding("fingerprint", FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}")
+    if "/" in recorded and "/" in actual:
+        return Finding("fingerprint", OK, "the drafter learned on this backbone")
+    why = "no layers of it are recorded" if "/" in actual else "its layers cannot be read"
+    return Finding("fingerprint", NOTE, f"unembedding and last norm are those that the drafter learned on; {why}")
+
+
+def stored_tokenizer(source: Source | None) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer in a drafter's directory or repository; None where there is none."""
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        if source is None or not cached_file(source, "tokenizer_config.json", **quiet):
+            return None
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):
+        return None
+
+
+def of_tokenizers(
+    own: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase, backbone: PreTrainedModel
+) -> Iterator[Finding]:
+    """Yield whether the backbone and the drafter know the tokenizer's ids, and whether both have one chat template."""
+    size, none = backbone.config.get_text_config().vocab_size, "the drafter brings none to compare with"
+    if len(tokenizer) > size:
+        yield Finding("tokenizer", FAULT, f"it has {len(tokenizer)} tokens, and the backbone {size}")
+    elif own is None:
+        yield Finding("tokenizer", SKIPPED, none)
+    else:
+        theirs, ours = own.get_vocab(), tokenizer.get_vocab()
+        odd = sorted(token for token in {*theirs, *ours} if ours.get(token) != theirs.get(token))
+        words = f"{len(odd)} tokens have other ids in the drafter's, or none in one of both ({odd[:3]})"
+        yield Finding("tokenizer", FAULT, words) if odd else Finding("tokenizer", OK, "the drafter brings the same ids")
+    if own is None or own.chat_template is None:
+        yield Finding("chat template", SKIPPED, none)
+    elif own.chat_template != tokenizer.chat_template:
+        yield Finding("chat template", FAULT, "the drafter brings another one than the tokenizer of the model has")
+    else:
+        yield Finding("chat template", OK, "the drafter brings the same one")
+
+
+def _of_layers(drafter: Any) -> Iterator[Finding]:
+    """Yield whether the states that an EAGLE-3 head reads are named or guessed."""
+    if isinstance(drafter, EagleHead) and drafter.config.num_aux:
+        named = drafter.config.aux_layers
+        guessed = "the config does not name them: those of the official code are taken"
+        yield Finding("layer ids", OK if named else NOTE, f"the config names {named}" if named else guessed)
+
+
+def untrained(drafter: BaseDrafter, backbone: PreTrainedModel) -> Finding:
+    """Return whether matrices of a drafter are as they were made: constant, or noise without any direction.
+
+    Copies of the backbone's tables are left out.
+    """
+    parts = backbone.get_input_embeddings(), backbone.get_output_embeddings()
+    tables = [table for part in parts if isinstance(table := getattr(part, "weight", None), Tensor)]
+    named = [pair for part in drafter.parts().values() for pair in part.named_parameters()]
+    learned = [(name, each.detach()) for name, each in named if each.requires_grad and not each.is_meta]
+    matrices = [(name, each) for name, each in learned if each.dim() > 1 and each.is_floating_point()]
+    matrices = [pair for pair in matrices if not any(_are_equal(pair[1], table) for table in tables)]
+    if not matrices:
+        return Finding("untrained tensors", SKIPPED, "it has no matrices")
+    deviation = getattr(getattr(drafter, "config", None), "initializer_range", None)
+    found = [name for name, each in matrices if is_new(each, deviation or _DEVIATION)]
+    if not found:
+        return Finding("untrained tensors", OK, f"none of {len(matrices)} matrices")
+    names = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
+    return Finding("untrained tensors", FAULT, f"as newly made ({len(found)} of {len(matrices)}): {names}")
+
+
+def _are_equal(matrix: Tensor, table: Tensor) -> bool:
+    return not table.is_meta and matrix.shape == table.shape and matrix.equal(table.to(matrix))
+
+
+@torch.no_grad()
+def is_new(weight: Tensor, deviation: float = _DEVIATION) -> bool:
+    """Return whether a weight [.., m, n] is constant, or independent noise as it is made.
+
+    The largest singular value of noise is s (sqrt m + sqrt n); a trained matrix may keep that, and so its numbers must
+    also be normal of a usual deviation, or uniform as in `torch.nn.Linear`.
+
+    Args:
+        weight: Of a drafter.
+        deviation: Standard deviation of the drafter's new weights (`initializer_range`).
+    """
+    matrix = weight.flatten(0, -2).float()  # [m, n]
+    if bool((matrix == matrix.flatten()[0]).all()):
+        return True
+    if min(matrix.shape) < _SMALLEST or not bool(matrix.isfinite().all()) or not _is_as_made(matrix, deviation):
+        return False
+    matrix = matrix[:_ROWS, :_ROWS]  # a part of noise is noise
+    rows, columns = matrix.shape
+    direction = torch.randn(columns, generator=torch.Generator().manual_seed(0)).to(matrix.device)
+    for _ in range(_ROUNDS):
+        direction = torch.nn.functional.normalize(matrix.T @ (matrix @ direction), dim=0)
+    largest, edge = float((matrix @ direction).norm()), float(matrix.std()) * (rows**0.5 + columns**0.5)
+    return largest < edge * (1 + min(rows, columns) ** (-2 / 3))
+
+
+def _is_as_made(matrix: Tensor, deviation: float) -> bool:
+    """Return whether numbers deviate as new ones do, within four standard errors."""
+    count, found = matrix.numel(), float(matrix.square().mean().sqrt())
+    bound = matrix.shape[1] ** -0.5  # of the uniform numbers of `torch.nn.Linear`
+    fills = 1 - 20 / count < float(matrix.abs().max()) / bound < 1 + 2**-8  # bfloat16 rounds up
+    usual = [deviation, _DEVIATION, 1.0, *[bound / 3**0.5] * fills]
+    return any(abs(found / each - 1) * (2 * count) ** 0.5 < _DEVIATES for each in usual)
+
+
 def _of_vocabulary(drafter: Any, texts: Sequence[Batch]) -> Finding:
     """Return whether a draft vocabulary holds the tokens of the texts."""
     part = getattr(drafter, "draft_vocabulary", None)
     if part is None:
-        return Finding(_VOCABULARY, SKIPPED, "every token can be drafted")
+        return Finding("vocabulary", SKIPPED, "every token can be drafted")
     new = torch.cat([batch["input_ids"][batch["labels"] != IGNORE] for batch in texts])  # [N]
     share = float(torch.isin(new, part.ids.to(new.device)).double().mean())
     error = (share * (1 - share) / len(new)) ** 0.5
     words = f"{share:.1%} of the texts' tokens are among the {len(part)} that can be drafted"
-    return Finding(_VOCABULARY, FAULT if share + _ERRORS * error < COVERED else OK, words)
-
-
-def _of_acceptance(base: Drafted, others: Sequence[Finding]) -> Finding:
-    """Return whether first drafts are hardly ever right where no other check says why; a vocabulary that lacks tokens
-    is no reason for that."""
-    share = base.by_position[0] if base.by_position else 0.0
-    words = f"{share:.0%} of the first drafts are right"
-    if share >= LITTLE:
-        return Finding("acceptance", OK, words)
-    if any(each.state == FAULT and each.check != _VOCABULARY for each in others):
-        return Finding("acceptance", NOTE, words)
-    return Finding("acceptance", FAULT, f"{words}: another backbone, or weights that are damaged or hardly trained")
+    return Finding("vocabulary", FAULT if share + _ERRORS * error < COVERED else OK, words)
 
 
 def _of_decoding(accepted: Accepted, options: dict[str, Any]) -> Finding:
     """Return whether calls accept what the drafter's distributions along the same texts say."""
-    pairs = [*zip(accepted.decoded, accepted.expected)]
-    worst = max((expected - decoded for decoded, expected in pairs), default=0.0)
     if options:
         return Finding("decoding", SKIPPED, "with further options of generate")
+    worst = max((expected - decoded for decoded, expected in zip(accepted.decoded, accepted.expected)), default=0.0)
     if worst <= _CLOSE + _ENDS / max(accepted.verifications, 1):
         return Finding("decoding", OK, "calls accept what they can")
     return Finding("decoding", FAULT, f"calls accept up to {worst:.0%} less than the drafts along the same texts do")
 
 
 def _of_dtype(drafter: Any, texts: Sequence[Batch], base: Drafted, source: Source | None) -> Finding:
-    """Return whether the drafter would accept more in float32."""
+    """Return whether the drafter would accept more in float32, or has numbers that its dtype does not hold."""
     dtype, name = drafter.dtype, str(drafter.dtype).removeprefix("torch.")
     if dtype == torch.float32 or not isinstance(drafter, torch.nn.Module) or isinstance(drafter, MTPGenerationMixin):
         return Finding("dtype", OK, name)
     held = {key: value.clone() for key, value in drafter.state_dict().items()}
     options, backbone = getattr(drafter, "read_with", {}), untyped(drafter).backbone
     wide = held if source is None else read_drafter(source, torch.float32, backbone, **options).state_dict()
-    odd = too_large([*wide.items()], dtype)
+    floats, most = {key: each for key, each in wide.items() if each.is_floating_point()}, torch.finfo(dtype).max
+    odd = [key for key, each in floats.items() if not bool((each.abs() <= most).all())]
     try:
         untyped(drafter).float().load_state_dict(wide)
-        found = along(drafter, texts, len(base.by_position))
+        found = along(drafter, texts, len(base.calls.by_position))
     finally:
         untyped(drafter).to(dtype).load_state_dict(held)
-    words = f"{name}: {base.tokens_per_call:.2f} tokens per call, in float32 {found.tokens_per_call:.2f}"
+    words = f"{name}: {base.calls.tokens_per_call:.2f} tokens per call, in float32 {found.calls.tokens_per_call:.2f}"
     words += f"; {name} cannot hold {', '.join(odd[:3])}" if odd else ""
     return Finding("dtype", FAULT if odd or is_better(found, base, _SURE) else OK, words)
 
@@ -524,32 +442,57 @@ def _of_trials(drafter: Any, texts: Sequence[Batch], base: Drafted) -> Iterator[
     tried = list[tuple[Trial, Drafted]]()
     for trial in trials_of(drafter):
         with trial.holds():
-            tried.append((trial, along(drafter, texts, len(base.by_position), trial.shift)))
-    rated = [each for each in tried if not each[0].shows_answer or each[1].by_position[0] >= _READ_OFF]
-    rated = [each for each in rated if each[0].is_theirs or each[1].overconfidence < _SURER]
+            tried.append((trial, along(drafter, texts, len(base.calls.by_position), trial.shift)))
+    rated = [each for each in tried if _is_rated(*each)]
     better = [each for each in rated if is_better(each[1], base, *(_THEIRS if each[0].is_theirs else (_SURE,)))]
     best = max(better, key=_fit, default=None)
     others = [found for trial, found in rated if best is not None and trial.cause != best[0].cause]
     is_cause = best is not None and all(is_better(best[1], found, _ERRORS, -inf) for found in others)
     for check in dict.fromkeys(trial.check for trial, _ in tried):
-        nearest = max((each for each in tried if each[0].check == check), key=_fit)
         is_best = best is not None and best[0].check == check
-        trial, found = best if best is not None and is_best else nearest
-        figures = f"{trial.words}, {found.tokens_per_call:.2f} tokens per call, not {base.tokens_per_call:.2f}"
+        of_check = [best] if best is not None and is_best else [each for each in tried if each[0].check == check]
+        trial, found = max(of_check, key=_fit)
+        per_call = f"{found.calls.tokens_per_call:.2f} tokens per call, not {base.calls.tokens_per_call:.2f}"
         if is_cause and is_best:
-            yield Finding(check, FAULT, f"what fits better than all else: {figures}")
+            yield Finding(check, FAULT, f"what fits better than all else: {trial.words}, {per_call}")
         else:
-            note = ", which the backbone's config says" * trial.is_theirs
             state = NOTE if trial.is_theirs or is_best else OK
-            yield Finding(check, state, f"nothing else is the cause; nearest: {figures}{note}")
+            note = ", which the backbone's config says" * trial.is_theirs
+            yield Finding(check, state, f"nothing else is the cause; nearest: {trial.words}, {per_call}{note}")
     if best is not None and not is_cause and is_better(best[1], base, _SURE, _MUCH):
-        yield Finding(
-            "acceptance", FAULT, f"something else fits better, and what is not clear; nearest: {best[0].words}"
-        )
+        words = f"something else fits better, and what is not clear; nearest: {best[0].words}"
+        yield Finding("acceptance", FAULT, words)
+
+
+def _is_rated(trial: Trial, found: Drafted) -> bool:
+    """Return whether a trial may be the cause, by what it leads to: an answer is read off, and nothing is surer than
+    right."""
+    if trial.shows_answer and found.calls.by_position[0] < _READ_OFF:
+        return False
+    return trial.is_theirs or float(found.surer.sum() / found.calls.tokens.sum()) < _SURER
 
 
 def _fit(tried: tuple[Trial, Drafted]) -> float:
-    return float(tried[1].accepted.sum())
+    return float(tried[1].drawn.sum())
+
+
+def _of_template(base: Drafted, found: Drafted, chats: bool) -> Finding:
+    """Return whether the drafter fits the prompts better in their other form, with or without the template."""
+    forms = ("with", "without") if chats else ("without", "with")
+    rates = (f"{each.calls.tokens_per_call:.2f} tokens per call {form} it" for each, form in zip((base, found), forms))
+    return Finding("form of prompts", FAULT if is_easier(found, base) else OK, f"chat template: {', '.join(rates)}")
+
+
+def _of_acceptance(base: Drafted, others: Sequence[Finding]) -> Finding:
+    """Return whether first drafts are hardly ever right where no other check says why; a vocabulary that lacks tokens
+    is no reason for that."""
+    share = base.calls.by_position[0] if base.calls.by_position else 0.0
+    words = f"{share:.0%} of the first drafts are right"
+    if share >= LITTLE:
+        return Finding("acceptance", OK, words)
+    if any(each.state == FAULT and each.check != "vocabulary" for each in others):
+        return Finding("acceptance", NOTE, words)
+    return Finding("acceptance", FAULT, f"{words}: another backbone, or weights that are damaged or hardly trained")
 
 
 def _settled(findings: Sequence[Finding]) -> list[Finding]:
@@ -558,4 +501,4 @@ def _settled(findings: Sequence[Finding]) -> list[Finding]:
     if d2t is None:
         return [*findings]
     kept = [each for each in findings if each is d2t or each.check != "d2t"]
-    return [replace(each, state=NOTE) if each.check == _VOCABULARY else each for each in kept]
+    return [replace(each, state=NOTE) if each.check == "vocabulary" else each for each in kept]

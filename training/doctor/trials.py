@@ -6,18 +6,19 @@ of its tensors, and nothing else. The drafts along known texts then say which co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import permutations
-from math import factorial
+from itertools import chain, combinations, permutations
+from math import factorial, isclose
 from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -35,62 +36,47 @@ _LEAST = 0.05
 """Share of the calls that a convention must save to be the better one."""
 _MORE, _ERRORS = 1.25, 3.0
 """Times the calls per token, and their standard errors, which tell one form of prompts from the other."""
-_DEFAULTS = {"rope": {"rope_type": "default", "rope_theta": 10_000.0}, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+_DEFAULTS = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
 """Values of configs that do not say them, which are tried besides the backbone's."""
+_PLACES = {-1: "the place before", 1: "the place after"}
 _ORDERS = 24
 """Orders of heads up to which all are tried."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a drafter does along texts.
+    """What a drafter does along N texts.
 
     Attributes:
         calls: Expected greedy calls of every text.
-        fit: [N, 2]. Of every text the sum over its places of the drafts that would be accepted if tokens were drawn,
-            which tells conventions apart where few calls differ: products over drafts of the sum over tokens of
-            min(p, q). And how much surer first drafts are, in all, than they are right.
+        drawn: [N], the sum over places of the drafts that would be accepted if tokens were drawn, which tells
+            conventions apart where few calls differ: products over drafts of the sum over tokens of min(p, q).
+        surer: [N], the sum over places of how much surer the first draft is than it is right.
     """
 
     calls: ExpectedCalls
-    fit: Tensor
+    drawn: Tensor
+    surer: Tensor
 
     def __add__(self, other: Drafted) -> Drafted:
-        return Drafted(self.calls + other.calls, torch.cat([self.fit, other.fit]))
-
-    @property
-    def accepted(self) -> Tensor:
-        """The first of `fit`, [N]."""
-        return self.fit[:, 0]
-
-    @property
-    def overconfidence(self) -> float:
-        """The second one, of a place: what learned is about as often right as it is sure."""
-        return float(self.fit[:, 1].sum() / self.calls.tokens.sum())
-
-    @property
-    def tokens_per_call(self) -> float:
-        """Tokens of a verification."""
-        return self.calls.tokens_per_call
-
-    @property
-    def by_position(self) -> list[float]:
-        """Shares of verifications that accept at least 1, 2, ... drafts."""
-        return self.calls.by_position
+        joined = (torch.cat(pair) for pair in ((self.drawn, other.drawn), (self.surer, other.surer)))
+        return Drafted(self.calls + other.calls, *joined)
 
 
 def answered(prompts: Mapping[str, Tensor], new: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Return prompts, padded on the left, and their answers as a batch that scores the answers, padded on the right."""
-    rows = [ids[mask.bool()].tolist() for ids, mask in zip(prompts["input_ids"], prompts["attention_mask"])]
-    length, device = max(len(row) + len(ids) for row, ids in zip(rows, new)), prompts["input_ids"].device
-    made = {"input_ids": 0, "labels": IGNORE, "attention_mask": 0}
-    batch = {name: torch.full((len(rows), length), fill, device=device) for name, fill in made.items()}
-    for index, (row, ids) in enumerate(zip(rows, new)):
-        end = len(row) + len(ids)
-        batch["input_ids"][index, :end] = torch.tensor([*row, *ids], device=device)
-        batch["labels"][index, len(row) : end] = batch["input_ids"][index, len(row) : end]
-        batch["attention_mask"][index, :end] = 1
-    return batch
+    rows = [ids[mask.bool()] for ids, mask in zip(prompts["input_ids"], prompts["attention_mask"])]
+    texts = [torch.cat([row, row.new_tensor(ids)]) for row, ids in zip(rows, new)]
+    labels = [torch.cat([torch.full_like(row, IGNORE), text[len(row) :]]) for row, text in zip(rows, texts)]
+    return {
+        "input_ids": pad_sequence(texts, True),
+        "labels": pad_sequence(labels, True, IGNORE),
+        "attention_mask": pad_sequence([*map(torch.ones_like, texts)], True),
+    }
 
 
 def along(drafter: Any, texts: Sequence[Batch], length: int, shift: int = 0) -> Drafted:
@@ -112,18 +98,18 @@ def reach(drafter: Any, texts: Sequence[Batch], length: int) -> list[float]:
     found = []
     for batch in texts:
         agrees, *rest = _agreement(drafter, batch, 1, 0)  # [B, L, 1]
-        ahead = [torch.nn.functional.pad(agrees[..., 0], (0, by))[:, by:] for by in range(length)]
+        ahead = [nn.functional.pad(agrees[..., 0], (0, by))[:, by:] for by in range(length)]
         found.append(_drafted(torch.stack(ahead, -1), *rest))
-    return reduce(add, found).by_position
+    return reduce(add, found).calls.by_position
 
 
 @torch.no_grad()
 def _agreement(drafter: Any, batch: Batch, length: int, shift: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which drafts are the backbone's own choices, [B, L, m], the terms of `Drafted.fit`, [B, L, 2], and the
-    positions that drafts follow, [B, L]."""
+    """Return which drafts are the backbone's own choices, [B, L, m], the terms of `Drafted.drawn` and `surer`,
+    [B, L, 2], and the positions that drafts follow, [B, L]."""
     positions = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
     agrees = torch.zeros(*positions.shape, length, dtype=torch.float64)
-    fit = torch.zeros(*positions.shape, 2, dtype=torch.float64)
+    terms = torch.zeros(*positions.shape, 2, dtype=torch.float64)
     for probs in drafted_probs(drafter, batch, length + abs(shift)):
         draft = probs.draft[:, max(-shift, 0) :][:, :length]  # [N, m, V]
         target = probs.target[:, max(shift, 0) :][:, :length]
@@ -131,12 +117,12 @@ def _agreement(drafter: Any, batch: Batch, length: int, shift: int) -> tuple[Ten
         right, q = (draft.argmax(-1) == target.argmax(-1)).double(), draft.exp()  # [N, m], [N, m, V]
         drawn = q.minimum(target.softmax(-1)).sum(-1).cumprod(-1).sum(-1)  # [N]
         positions[at], agrees[at] = True, right.cpu()
-        fit[at] = torch.stack([drawn, q[:, 0].amax(-1) - right[:, 0]], -1).double().cpu()
-    return agrees, fit, positions
+        terms[at] = torch.stack([drawn, q[:, 0].amax(-1) - right[:, 0]], -1).double().cpu()
+    return agrees, terms, positions
 
 
-def _drafted(agrees: Tensor, fit: Tensor, positions: Tensor) -> Drafted:
-    return Drafted(ExpectedCalls.along(agrees.cumprod(-1), positions), fit.sum(1)[positions.any(1)])
+def _drafted(agrees: Tensor, terms: Tensor, positions: Tensor) -> Drafted:
+    return Drafted(ExpectedCalls.along(agrees.cumprod(-1), positions), *terms.sum(1)[positions.any(1)].unbind(-1))
 
 
 @contextmanager
@@ -150,7 +136,7 @@ def remembered(model: PreTrainedModel) -> Iterator[None]:
             known[key] = forward(input_ids, **options | {"output_hidden_states": True})
         return known[key]
 
-    with replaced(model, forward=recalled):
+    with replaced((model, {"forward": recalled})):
         yield
 
 
@@ -163,7 +149,7 @@ def is_better(other: Drafted, base: Drafted, errors: float, least: float = _LEAS
         errors: Standard errors over the texts that one of both gains must exceed.
         least: Share of the calls that it must save.
     """
-    saved, gain = base.calls.calls - other.calls.calls, other.accepted - base.accepted  # [N], [N]
+    saved, gain = base.calls.calls - other.calls.calls, other.drawn - base.drawn  # [N], [N]
     spread = len(gain) ** 0.5 * errors
     is_sure = any(float(each.sum()) > spread * float(each.std(correction=len(each) > 1)) for each in (saved, gain))
     return is_sure and float(gain.sum()) > 0 and float(saved.sum()) > least * float(base.calls.calls.sum())
@@ -182,7 +168,7 @@ class Trial:
     """A convention to try.
 
     Attributes:
-        check: The cause that it undoes, if it is the better one.
+        check: The cause that it undoes, if it is the better one; two causes that one trial undoes have a comma.
         words: What then fits.
         holds: Makes a context in which it holds.
         shift: See `along`.
@@ -204,37 +190,35 @@ class Trial:
         return self.check.partition(",")[0]
 
 
-def trials_of(drafter: Any) -> list[Trial]:
-    """Return the trials that a drafter allows."""
-    shifts = [Trial("token shift", f"drafts of {by:+d} places", shift=by) for by in (-1, 1)]
-    if not isinstance(drafter, EagleHead | BlockDrafter | MTPHeads):
-        return shifts
+def trials_of(drafter: Any) -> Iterator[Trial]:
+    """Yield the trials that a drafter allows."""
+    for by in (-1, 1):
+        yield Trial("token shift", f"drafts of {by:+d} places", shift=by)
     own = {EagleHead: _of_eagle, BlockDrafter: _of_block, MTPHeads: _of_heads}
-    kind = next(each for each in own if isinstance(drafter, each))
-    return [*shifts, *own[kind](drafter), *_fields(drafter), *_draft_ids(drafter)]
+    for kind, trials in own.items():
+        if isinstance(drafter, kind):
+            yield from chain(trials(drafter), _fields(drafter), _draft_ids(drafter))
 
 
 @contextmanager
-def replaced(owner: object, **values: Any) -> Iterator[None]:
-    """Set attributes of an object, and put back what was there; of a module, they hide its parameters and modules."""
-    held = vars(owner)
-    known = {name: held[name] for name in values if name in held}
-    held.update(values)
+def replaced(*values: tuple[object, Kwargs]) -> Iterator[None]:
+    """Set attributes of objects, and put back what was there; of a module, they hide its parameters and modules."""
+    changes = [(vars(owner), changed) for owner, changed in values]
+    known = [{name: held[name] for name in changed if name in held} for held, changed in changes]
+    for held, changed in changes:
+        held.update(changed)
     try:
         yield
     finally:
-        for name in values:
-            del held[name]
-        held.update(known)
+        for (held, changed), before in zip(changes, known):
+            for name in changed:
+                del held[name]
+            held.update(before)
 
 
-@contextmanager
-def all_replaced(values: Iterable[tuple[object, Kwargs]]) -> Iterator[None]:
-    """Set attributes of several objects (`replaced`)."""
-    with ExitStack() as stack:
-        for owner, changed in values:
-            stack.enter_context(replaced(owner, **changed))
-        yield
+def _set(check: str, owner: object, name: str, value: object) -> Trial:
+    """Return the trial of another value of a field."""
+    return Trial(check, f"{name}={value}", partial(replaced, (owner, {name: value})))
 
 
 @contextmanager
@@ -250,61 +234,54 @@ def shifted_rows(head: EagleHead, features: int = 0, tokens: int = 0, positions:
     rows, fuse = head.rows, head.fuse
 
     def changed(
-        states: Tensor,
-        next_ids: Tensor,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        states: Tensor, next_ids: Tensor, places: Tensor | None = None, mask: Any = None, cache: Cache | None = None
     ) -> Tensor:
-        is_drafted = past_key_values is not None and past_key_values.get_seq_length() > 0
-        if position_ids is not None and is_drafted:
-            position_ids = position_ids + positions
-        return rows(states, next_ids.roll(-tokens, 1), position_ids, attention_mask, past_key_values)
+        if places is not None and cache is not None and cache.get_seq_length() > 0:
+            places = places + positions
+        return rows(states, next_ids.roll(-tokens, 1), places, mask, cache)
 
-    with replaced(head, rows=changed, fuse=lambda states: fuse(states).roll(-features, 1)):
+    with replaced((head, {"rows": changed, "fuse": lambda states: fuse(states).roll(-features, 1)})):
         yield
 
 
-def _rolled(drafter: Any, name: str, by: int) -> Any:
-    """Let a drafter's method return the states [B, T, d] of position t + `by` at position t."""
+def _features(drafter: Any, name: str) -> Iterator[Trial]:
+    """Yield trials in which a drafter's method returns the states [B, T, d] of other places."""
     made = getattr(drafter, name)
-    return replaced(drafter, **{name: lambda *args, **kwargs: made(*args, **kwargs).roll(-by, 1)})
-
-
-def _off(by: int) -> str:
-    return "the place before" if by < 0 else "the place after"
+    for by in (-1, 1):
+        rolled = partial(lambda by, *args, **kwargs: made(*args, **kwargs).roll(-by, 1), by)
+        words = f"features of {_PLACES[by]}"
+        yield Trial("feature shift", words, partial(replaced, (drafter, {name: rolled})), shows_answer=by > 0)
 
 
 def _of_eagle(head: EagleHead) -> Iterator[Trial]:
+    yield from _features(head, "fuse")
     for by in (-1, 1):
-        yield Trial("feature shift", f"features of {_off(by)}", partial(shifted_rows, head, features=by), 0, by > 0)
-        yield Trial("token shift", f"tokens of {_off(by)}", partial(shifted_rows, head, tokens=by), 0, by > 0)
+        holds = partial(shifted_rows, head, tokens=by)
+        yield Trial("token shift", f"tokens of {_PLACES[by]}", holds, shows_answer=by > 0)
         if head.config.mask_token_id is None:
             where = f"positions of drafted rows {'one less' if by < 0 else 'one more'}"
             yield Trial("positions", where, partial(shifted_rows, head, positions=by))
     if head.config.version == 1:
-        yield Trial("fc", "fc with its halves exchanged", partial(_exchanged, [head.fc]))
+        yield Trial("fc", "fc with its halves exchanged", partial(_exchanged, head.fc))
         return
     attention = untyped(head.layers[0]).self_attn
-    maps = [attention.q_proj, attention.k_proj, attention.v_proj]
-    yield Trial("first layer", "q_proj, k_proj and v_proj with their halves exchanged", partial(_exchanged, maps))
+    maps = attention.q_proj, attention.k_proj, attention.v_proj
+    yield Trial("first layer", "q_proj, k_proj and v_proj with their halves exchanged", partial(_exchanged, *maps))
     for name, owner in (("norm_output", head.config), ("norm_before_residual", head.layers[0])):
-        value = not getattr(head.config, name)
-        yield Trial("norms", f"{name}={value}", partial(replaced, owner, **{name: value}))
-    if not head.config.num_aux:
-        return
-    count = head.backbone.config.get_text_config().num_hidden_layers
-    now = resolved_aux_layers(head.config, count)
-    yield from _layers(head.config, "aux_layers", now, count, [default_aux_layers(count)] if len(now) == 3 else [])
+        yield _set("norms", owner, name, not getattr(head.config, name))
+    if head.config.num_aux:
+        count = head.backbone.config.get_text_config().num_hidden_layers
+        now = resolved_aux_layers(head.config, count)
+        yield from _layers(head.config, "aux_layers", now, count, [default_aux_layers(count)] if len(now) == 3 else [])
 
 
-def _exchanged(maps: Sequence[nn.Module]) -> Any:
+def _exchanged(*maps: nn.Module) -> Any:
     """Let maps read the halves of their inputs in the other order."""
 
     def other(forward: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
         return forward(torch.cat([*states.chunk(2, -1)][::-1], -1))
 
-    return all_replaced((each, {"forward": partial(other, each.forward)}) for each in maps)
+    return replaced(*((each, {"forward": partial(other, each.forward)}) for each in maps))
 
 
 def _layers(config: Any, name: str, now: list[int], last: int, more: Sequence[list[int]] = ()) -> Iterator[Trial]:
@@ -314,24 +291,19 @@ def _layers(config: Any, name: str, now: list[int], last: int, more: Sequence[li
     """
     found = [*more, *([index + by for index in now] for by in (-1, 1))]
     found += [[*now[:i], now[i] + by, *now[i + 1 :]] for i in range(len(now)) for by in (-1, 1)]
-    orders = [*map(list, permutations(now))] if len(now) <= 3 else [now[::-1], now[1:] + now[:1], now[-1:] + now[:-1]]
-    for layers in [*dict.fromkeys(map(tuple, [*found, *orders]))]:
+    for layers in dict.fromkeys(map(tuple, [*found, *_orders(now)])):
         if list(layers) != now and len({*layers}) == len(now) and all(0 <= index <= last for index in layers):
-            is_order = sorted(layers) == now
-            words = f"{name}={list(layers)}" + " (or blocks of fc in another order)" * is_order
-            check = "layer ids, or fc" if is_order else "layer ids"
-            yield Trial(check, words, partial(replaced, config, **{name: list(layers)}))
+            yield _set("layer ids" + ", or fc" * (sorted(layers) == now), config, name, list(layers))
 
 
 def _of_heads(heads: MTPHeads) -> Iterator[Trial]:
-    for by in (-1, 1):
-        yield Trial("feature shift", f"states of {_off(by)}", partial(_rolled, heads, "features", by), 0, by > 0)
+    yield from _features(heads, "features")
     if "state_offset" in heads.family.facts.options and not heads.config.draft_layers:
         for value in {heads.config.state_offset + by for by in (-1, 1)} - {-1}:
-            yield Trial("layer ids", f"state_offset={value}", partial(replaced, heads.config, state_offset=value))
+            yield _set("layer ids", heads.config, "state_offset", value)
     for count in (heads.config.num_depths, heads.config.num_drafts):
         if owners := [*_in_order(heads.head, count)]:
-            for order in _orders(count):
+            for order in _orders([*range(count)]):
                 words = f"heads in the order {[index + 1 for index in order]}"
                 yield Trial("depth", words, partial(_ordered, owners, order))
 
@@ -350,13 +322,11 @@ def _in_order(head: nn.Module, count: int) -> Iterator[tuple[nn.Module, str]]:
                 yield module, own
 
 
-def _orders(count: int) -> list[list[int]]:
-    """Return orders of depths but the right one: all of few, else reversed, shifted, and with two exchanged."""
-    now = [*range(count)]
-    if factorial(count) <= _ORDERS:
+def _orders(now: list[int]) -> list[list[int]]:
+    """Return other orders: all of few, else reversed, shifted, and with two exchanged."""
+    if factorial(len(now)) <= _ORDERS:
         return [*map(list, permutations(now))][1:]
-    pairs = [(i, j) for j in now for i in range(j)]
-    exchanged = [[{i: j, j: i}.get(index, index) for index in now] for i, j in pairs]
+    exchanged = [[{i: j, j: i}.get(index, index) for index in now] for i, j in combinations(now, 2)]
     return [now[::-1], now[1:] + now[:1], now[-1:] + now[:-1], *exchanged]
 
 
@@ -367,77 +337,71 @@ def _ordered(owners: Sequence[tuple[nn.Module, str]], order: Sequence[int]) -> A
             return {str(index): parts[at] for index, at in enumerate(order)}
         return getattr(module, name).detach().unflatten(0, (len(order), -1))[order].flatten(0, 1)
 
-    return all_replaced((module, {name: changed(module, name)}) for module, name in owners)
+    return replaced(*((module, {name: changed(module, name)}) for module, name in owners))
 
 
 def _of_block(drafter: BlockDrafter) -> Iterator[Trial]:
-    config, changed = drafter.config, partial(replaced, drafter.config)
-    for by in (-1, 1):
-        yield Trial("feature shift", f"features of {_off(by)}", partial(_rolled, drafter, "fuse", by), 0, by > 0)
+    config = drafter.config
+    yield from _features(drafter, "fuse")
     last = drafter.backbone.config.get_text_config().num_hidden_layers - 1
     yield from _layers(config, "feature_layers", drafter.feature_layers, last)
-    for name in ("causal", "sliding_causal"):
-        value = not getattr(config, name)
-        yield Trial("row", f"{name}={value}", partial(changed, **{name: value}))
-    if drafter.joint_law.needs_window:  # its tensors have one part for every row that drafts
-        return
-    value = not config.sample_from_anchor
-    yield Trial("row", f"sample_from_anchor={value}", partial(changed, sample_from_anchor=value))
-    if config.conv_kernel_size is None:
+    names = ("causal", "sliding_causal", "sample_from_anchor")
+    is_fixed = drafter.joint_law.needs_window  # its tensors have one part for every row that drafts
+    for name in names[: 2 if is_fixed else 3]:
+        yield _set("row", config, name, not getattr(config, name))
+    if not is_fixed and config.conv_kernel_size is None:
         for size in (config.block_size + 1, 2 * config.block_size):
-            yield Trial("row", f"block_size={size}", partial(changed, block_size=size))
+            yield _set("row", config, "block_size", size)
 
 
 def _fields(drafter: nn.Module) -> Iterator[Trial]:
     """Yield values of the backbone's config, and those of none, for fields that shape a drafter's layers."""
-    text = untyped(drafter).backbone.config.get_text_config()
-    theirs, modules = layer_fields(text, {}), [*drafter.modules()]
-    turned = [each for each in modules if hasattr(each, "inv_freq") and hasattr(each, "config")]
-    for rope in (theirs["rope_parameters"], _DEFAULTS["rope"]):
-        if any(_rope_of(each) != rope for each in turned):
-            words = ", ".join(f"{name}={value}" for name, value in rope.items())
-            yield Trial("rope", words, partial(_turned, turned, rope), is_theirs=rope == theirs["rope_parameters"])
-    normed = [each for each in modules if hasattr(each, "variance_epsilon")]
-    for eps in (theirs["rms_norm_eps"], _DEFAULTS["rms_norm_eps"]):
-        if any(abs(each.variance_epsilon / eps - 1) > 1e-3 for each in normed):
-            values = [(each, {"variance_epsilon": eps}) for each in normed]
-            values += [(drafter.config, {"rms_norm_eps": eps})] if isinstance(drafter, BlockDrafter) else []
-            is_theirs = eps == theirs["rms_norm_eps"]
-            yield Trial("norms", f"rms_norm_eps={eps:g}", partial(all_replaced, values), is_theirs=is_theirs)
-    acting, own = [each for each in modules if hasattr(each, "act_fn")], field(text, "hidden_act", "hidden_activation")
-    for name in {own or _DEFAULTS["hidden_act"], _DEFAULTS["hidden_act"]}:
-        if any(type(each.act_fn) is not type(ACT2FN[name]) for each in acting):
-            values = [(each, {"act_fn": ACT2FN[name]}) for each in acting]
-            yield Trial("activation", f"hidden_act={name}", partial(all_replaced, values), is_theirs=name == own)
+    text, modules = untyped(drafter).backbone.config.get_text_config(), [*drafter.modules()]
+    theirs = layer_fields(text, {}) | {"hidden_act": field(text, "hidden_act", "hidden_activation")}
+
+    def parts(*names: str) -> list[Any]:
+        return [each for each in modules if all(hasattr(each, name) for name in names)]
+
+    turned, normed, acting = parts("inv_freq", "config"), parts("variance_epsilon"), parts("act_fn")
+    kinds: dict[str, tuple[str, list[Any], Callable[[Any, Any], bool], Callable[[Any, Any], Kwargs]]] = {
+        "rope": (
+            "rope_parameters",
+            turned,
+            lambda each, rope: field(each.config, "rope_parameters") == rope,
+            lambda each, rope: {"forward": _turned(each, rope_parameters=dict(rope))},
+        ),
+        "norms": (
+            "rms_norm_eps",
+            [*normed, untyped(drafter).config],
+            lambda each, eps: isclose(getattr(each, "variance_epsilon", eps), eps, rel_tol=1e-3),
+            lambda _, eps: {"variance_epsilon": eps, "rms_norm_eps": eps},
+        ),
+        "activation": (
+            "hidden_act",
+            acting,
+            lambda each, name: type(each.act_fn) is type(ACT2FN[name]),
+            lambda _, name: {"act_fn": ACT2FN[name]},
+        ),
+    }
+    for check, (name, owners, has, changed) in kinds.items():
+        for value in [theirs[name]] + [_DEFAULTS[name]] * (theirs[name] != _DEFAULTS[name]):
+            if value is not None and not all(has(each, value) for each in owners):
+                values = ((each, changed(each, value)) for each in owners)
+                yield Trial(check, f"{name}={value}", partial(replaced, *values), is_theirs=value == theirs[name])
     size = theirs["head_dim"]
     if isinstance(drafter, EagleHead) and not drafter.config.qk_norm and size % 2 == 0:
         attention = [untyped(layer).self_attn for layer in drafter.layers]
         if all(each.head_dim != size and each.k_proj.out_features % size == 0 for each in attention):
-            words, holds = f"head_dim={size}", partial(_divided, attention, turned, size)
-            yield Trial("head_dim", words, holds, is_theirs=True)
+            values = [(each, {"head_dim": size, "scaling": size**-0.5}) for each in attention]
+            values += [(each, {"forward": _turned(each, head_dim=size)}) for each in turned]
+            yield Trial("head_dim", f"head_dim={size}", partial(replaced, *values), is_theirs=True)
 
 
-def _rope_of(module: Any) -> Kwargs:
-    return dict(field(module.config, "rope_parameters") or {})
-
-
-def _turned(modules: Sequence[nn.Module], rope: Kwargs | None = None, **fields: Any) -> Any:
-    """Let rotary embeddings be those of another rope, or of other fields."""
-
-    def other(module: Any) -> Callable[..., Any]:
-        config = copy(module.config)
-        vars(config).update(fields | ({} if rope is None else {"rope_parameters": dict(rope)}))
-        return type(module)(config).to(module.inv_freq.device).forward
-
-    return all_replaced((each, {"forward": other(each)}) for each in modules)
-
-
-@contextmanager
-def _divided(attention: Sequence[nn.Module], turned: Sequence[nn.Module], size: int) -> Iterator[None]:
-    """Let attention have heads of another size, in rows of the same matrices."""
-    values = [(each, {"head_dim": size, "scaling": size**-0.5}) for each in attention]
-    with all_replaced(values), _turned(turned, head_dim=size):
-        yield
+def _turned(module: Any, **fields: Any) -> Callable[..., Any]:
+    """Return how a rotary embedding turns whose config has other fields."""
+    config = copy(module.config)
+    vars(config).update(fields)
+    return type(module)(config).to(module.inv_freq.device).forward
 
 
 def _draft_ids(drafter: Any) -> Iterator[Trial]:
@@ -452,8 +416,8 @@ def _draft_ids(drafter: Any) -> Iterator[Trial]:
     for words, other in tried.items():
         is_known = bool((other[1:] > other[:-1]).all()) and int(other[0]) >= 0 and int(other[-1]) < size
         if is_known and not other.equal(ids):
-            buffers = {**drafter._buffers, "d2t": other - count.to(other)}
-            yield Trial("d2t", words, partial(replaced, drafter, _buffers=buffers, _part=None))
+            values = {"_buffers": {**drafter._buffers, "d2t": other - count.to(other)}, "_part": None}
+            yield Trial("d2t", words, partial(replaced, (drafter, values)))
 
 
 @torch.no_grad()

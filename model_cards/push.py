@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configuration import BlockDrafterConfig, EagleHeadConfig
-from ..generation.tensors.saving import PREFIX, finish
+from ..generation.tensors.saving import finish
 from ..modeling.block.layouts import layout_named
 from ..modeling.common.loading import TRAVELLERS
 from ..modeling.common.remote_code import code_when_pushed
@@ -76,17 +75,12 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any], within: str = "") 
 
 MODEL_FILES = (
     *("model*.safetensors", "model*.safetensors.index.json", "adapter_model*.safetensors", "register.safetensors"),
-    *(
-        "pytorch_model.bin",
-        "pytorch_model-*-of-*.bin",
-        "pytorch_model.bin.index.json",
-        "adapter_model.bin",
-        "medusa_lm_head.*",
-    ),
-    *("config.json", "generation_config.json", "adapter_config.json", "README.md"),
+    *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
+    *("medusa_lm_head.*", "config.json", "generation_config.json", "adapter_config.json", "README.md"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json"),
+    "additional_chat_templates/*.jinja",
 )
 """Patterns of what `save_pretrained` of models, adapters, tokenizers and processors writes."""
 
@@ -95,43 +89,32 @@ def public_copy(
     source: Path,
     target: Path,
     allowed: Sequence[str] = MODEL_FILES,
+    adapters: Sequence[str] = (),
     also: Sequence[Path] = (),
-    folders: Sequence[str] = (),
 ) -> None:
     """Copy what may be public of a directory, without the names of local directories in its configs.
 
-    Nothing else is copied, and nothing that a link brings in from elsewhere. A card that shows a path of this machine
-    is left out, with a warning. Files are linked where the disk supports it.
+    Nothing else is copied but logs for TensorBoard and code that a config names, and nothing that a link brings in from
+    elsewhere. A card that shows a path of this machine is left out, with a warning. Files are linked where the disk
+    supports it.
 
     Args:
         source: The directory.
         target: Where to.
-        allowed: Patterns of the names of files, at the top, and in a backbone's directory and those of adapters.
+        allowed: Patterns of files, in `source` and in the directories of its backbone and its adapters.
+        adapters: Names of the latter.
         also: Further files for the top of `target`.
-        folders: Patterns of directories whose files are all copied.
     """
     finish(source)
-    code = _code_files(source)
-
-    def left_out(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if not goes(Path(folder) / name)]
-
-    def goes(path: Path) -> bool:
-        if not path.resolve().is_relative_to(source.resolve()) or path.name.startswith(PREFIX):
-            return False
-        top, is_template = (
-            path.relative_to(source).parts[0],
-            "additional_chat_templates" in (path.name, path.parent.name),
-        )
-        if any(fnmatch(top, each) for each in folders):
-            return True
-        if path.is_dir():
-            return top in ("runs", BACKBONE) or is_template
-        if top == "runs":
-            return fnmatch(path.name, "events.out.tfevents.*")
-        return is_template and path.suffix == ".jinja" or path in code or any(fnmatch(path.name, e) for e in allowed)
-
-    shutil.copytree(source, target, ignore=left_out, copy_function=_link, dirs_exist_ok=True)
+    folders = [source, *(source / name for name in (BACKBONE, *adapters) if (source / name).is_dir())]
+    files = {*source.glob("runs/**/events.out.tfevents.*")}
+    for folder in folders:
+        files |= _code_files(folder).union(*map(folder.glob, allowed))
+    for file in files:
+        if file.is_file() and file.resolve().is_relative_to(source.resolve()):
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            _link(file, copy)
     for file in also:
         _link(file, target / file.name)
     for card in target.rglob("*.md"):
@@ -143,13 +126,13 @@ def public_copy(
     hide_local_names(target)
 
 
-def _code_files(source: Path) -> set[Path]:
+def _code_files(folder: Path) -> set[Path]:
     """Return the modules that the configs of a directory name (`auto_map`), and those that these import beside them."""
     found = set[Path]()
-    for config in [*source.glob("*config.json"), *source.glob("*/*config.json")]:
+    for config in folder.glob("*config.json"):
         named = json.loads(config.read_text(encoding="utf-8")).get("auto_map") or {}
         for each in (one for value in named.values() for one in (value if isinstance(value, list) else [value]) if one):
-            module = config.parent / f"{each.rpartition('--')[2].split('.')[0]}.py"
+            module = folder / f"{each.rpartition('--')[2].split('.')[0]}.py"
             if module.is_file():
                 found |= {module, *map(Path, get_relative_import_files(module))}
     return found

@@ -26,11 +26,6 @@ OPTIONS = ("tools", "chat_template_kwargs")
 """What chat templates read of a row besides its messages."""
 TEXTS = ("text", "messages", "conversations", "prompt", "completion", *OPTIONS)
 """What ids are made of, which changes nothing beside them."""
-PREFERENCES = frozenset(
-    {*TEXTS, "chosen", "rejected", "image", "images", "ref_chosen_logps", "ref_rejected_logps", "score_chosen"}
-    | {"prompt_ids", "chosen_ids", "rejected_ids", "score_rejected"}
-)
-"""Columns of two answers to a prompt."""
 PROMPTS = frozenset(
     {*TEXTS, "turns", "question", "reference", "answer", "response", "output", "solution", "canonical_solution"}
     | {"test", "tests", "entry_point", "multiturn"}

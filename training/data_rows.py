@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .columns import MASKS, OPTIONS, PREFERENCES, TEXTS, RowReader, check_columns, template_options
+from ..generation.tensors.wrapped_models import Kwargs
+from .columns import MASKS, OPTIONS, TEXTS, RowReader, check_columns, template_options
 from .utils import needs_extra
 
 with needs_extra("train", "rows of datasets"):
@@ -46,23 +47,10 @@ def read_rows(
     read |= {args.dataset_text_field}
     if not read.isdisjoint(names):  # else there is no text, as TRL says
         check_columns(names, read, what)
-    return with_own_options(data) if is_chat else data
-
-
-def read_preferences(data: Dataset | IterableDataset, what: str, ignored: Collection[str] = ()) -> Any:
-    """Return pairs of answers without the columns that are ignored; others that are not read are refused."""
-    first = next(iter(data))
-    data = data.remove_columns([name for name in first if name in ignored])
-    check_columns({*first} - {*ignored}, PREFERENCES, what)
-    return with_own_options(data)
-
-
-def with_own_options(data: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Return chats, each with the options of its template alone; of one type, each would have all, as None."""
-    name = OPTIONS[1]
-    if name not in next(iter(data)):
+    if not is_chat or OPTIONS[1] not in names:
         return data
-    kinds = {"features": Features({**data.features, name: Json()})} if isinstance(data, Dataset) else {}
+    # each has its own options alone; of one type, each would have those of all, as None
+    kinds: Kwargs = {"features": Features({**data.features, OPTIONS[1]: Json()})} if isinstance(data, Dataset) else {}
     return data.map(_own_options, **kinds)
 
 

@@ -30,10 +30,9 @@ _OF_THE_RUN = ("metrics.json", *(f"{name}_results.json" for name in ("all", "tra
 _OF_RESUMING = (
     *("trainer_state.json", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("checksums.json", "loss_balance.json", "pytorch_model_fsdp.bin", "latest", "zero_to_fp32.py"),
+    *("pytorch_model_fsdp_[0-9]*/**/*", "optimizer_[0-9]*/**/*", "global_step[0-9]*/**/*"),  # parts of processes
 )
 """Files of whole checkpoints, but for arguments, which name paths of this machine, and the rollouts of users."""
-_SHARDS = ("pytorch_model_fsdp_[0-9]*", "optimizer_[0-9]*", "global_step[0-9]*")
-"""Directories of whole checkpoints in which processes have written parts of weights or of the optimizer."""
 _API = HfApi()
 """One for all: uploads in the background run one after the other."""
 _TrainerBase = Trainer if TYPE_CHECKING else object
@@ -209,8 +208,7 @@ class TrainerPushMixin(_TrainerBase):
         of_tokenizer = getattr(self.processing_class, "vocab_files_names", {}).values()
         allowed = (*handed("push").MODEL_FILES, *of_tokenizer, *besides)
         adapters = [*getattr(self.accelerator.unwrap_model(self.model), "peft_config", ())]
-        folders = [*adapters, *(_SHARDS if path_in_repo else ())]
-        handed("push").public_copy(source, Path(copy.name), allowed, also, folders)
+        handed("push").public_copy(source, Path(copy.name), allowed, adapters, also)
         for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
             if isinstance(saved, TRAVELLERS):
                 add_code(saved, Path(copy.name), code_when_pushed(saved))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from ..modeling.common.outputs import TrainableDrafter
 from .batches import Inputs
 from .batching import BatchingMixin
 from .checkpoints import ResumingMixin
-from .data_rows import read_preferences, read_rows
+from .data_rows import read_rows
 from .ptp.trainer import PTPTrainer
 from .trainer import MTPTrainer
 from .trainer_base import check_kernels, without_peft
@@ -153,13 +153,11 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
             off for reference.
         args: As for `DPOTrainer`.
         drafter_weight: Weight of the auxiliary term; 0: the drafter is not trained.
-        ignore_columns: Columns of the data that are left out unread.
         kwargs: As for `DPOTrainer`.
 
     Raises:
         TypeError: Attached heads, or a model that does not draft for itself.
-        ValueError: A weight below 0 or not finite; `torch_compile`, or `use_liger_kernel` without a GPU; a column that
-            is not read.
+        ValueError: A weight below 0 or not finite; `torch_compile`, or `use_liger_kernel` without a GPU.
 
     Example:
         >>> MTPDPOTrainer(model, reference, DPOConfig("out"), train_dataset=pairs, processing_class=tokenizer).train()
@@ -172,7 +170,6 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
         args: DPOConfig | None = None,
         *,
         drafter_weight: float = 0.1,
-        ignore_columns: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         owner = without_peft(model)
@@ -183,13 +180,9 @@ class MTPDPOTrainer(ResumingMixin, DPOTrainer):
             )
         if not 0 <= drafter_weight < math.inf:
             raise ValueError(f"drafter_weight={drafter_weight} must be a number of at least 0")
-        self.drafter_weight, self.ignore_columns = drafter_weight, ignore_columns
+        self.drafter_weight = drafter_weight
         super().__init__(model, ref_model, args, **kwargs)
         check_kernels(self.args, model)
-
-    def _prepare_dataset(self, dataset: Dataset | IterableDataset, *args: Any, **kwargs: Any) -> Any:
-        """As in `DPOTrainer`, of columns that are read."""
-        return super()._prepare_dataset(read_preferences(dataset, "a pair", self.ignore_columns), *args, **kwargs)
 
     def compute_loss(
         self,

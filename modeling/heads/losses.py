@@ -181,10 +181,10 @@ def counts_of_update(
         drafter: What learns.
         items: `num_items_in_batch`: [n] from `MTPTrainer`; or one number from `Trainer`, which counts labels, but for a
             row's first. Then targets are taken to be as many per label as in this micro-batch.
-        labels: As for `loss_counts`, like the rest.
-        attention_mask: See `labels`.
-        position_ids: See `labels`.
-        shift_labels: See `labels`.
+        labels: As for `loss_counts`, like all that follow.
+        attention_mask: [B, T].
+        position_ids: [B, T].
+        shift_labels: [B, T].
     """
     if items is None or (labels is None and shift_labels is None):
         return None

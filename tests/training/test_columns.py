@@ -6,13 +6,12 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, TrainingArguments
-from trl import DPOConfig, SFTConfig
+from trl import SFTConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as CollatorOfTRL
 
 from tests.every_model import llama
-from tests.models import tiny_model
 from tokenahead import BlockDrafter, EagleHead, EvaByteTokenizer, MTPHeads
-from tokenahead.training import MTPDPOTrainer, MTPSFTTrainer, MTPTrainer, cache_features
+from tokenahead.training import MTPSFTTrainer, MTPTrainer, cache_features
 from tokenahead.training.columns import template_options
 from tokenahead.training.evaluation.prompts import PromptEncoder, read_prompts
 
@@ -205,15 +204,6 @@ def test_prompts_are_scored_where_that_is_asked(tmp_path):
     assert loss_of(rows, tmp_path, completion_only_loss=False, **SFT) == pytest.approx(want, abs=1e-4)
 
 
-def test_preferences_have_no_unknown_columns(tmp_path):
-    pairs = {"prompt": ["a: "] * 4, "chosen": ["b"] * 4, "rejected": ["c"] * 4, "loss_mask": [[1]] * 4, "id": [1] * 4}
-    args = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=1)
-    given = dict(train_dataset=Dataset.from_dict(pairs), processing_class=EvaByteTokenizer())
-    with pytest.raises(ValueError, match="loss_mask"):
-        MTPDPOTrainer(tiny_model(), tiny_model(), args, **given)
-    MTPDPOTrainer(tiny_model(), tiny_model(), args, ignore_columns=["loss_mask"], **given)
-
-
 def test_stored_states_have_the_labels_of_masks(tmp_path):
     head = EagleHead.from_backbone(llama(vocab_size=320))
     rows = [
@@ -270,6 +260,7 @@ def test_chats_are_learned_with_their_own_options_alone(tmp_path):
         assert texts == ["1+12<brief>", "1+12!", "1+12"]
     odd = Dataset.from_list([{"messages": chat, "system": "Be brief."}])
     with pytest.raises(ValueError, match="system"):
+        heads = MTPHeads.from_backbone(llama(vocab_size=320))
         MTPSFTTrainer(heads, args, train_dataset=odd, processing_class=tokenizer)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,13 @@ def read_prompts(
         FileNotFoundError: No such file, nor such a data set.
         ValueError: No prompt in it, or a row that is none; its number is named.
     """
-    rows, parse = _rows(str(source), ignore_columns or ())
+    rows, parse = _rows(str(source))
+    ignored = {*(ignore_columns or ())}
     prompts, broken = [], []
     for number, row in enumerate(rows, 1):
         try:
             if not isinstance(row, str) or row.strip():
-                prompts.append(parse(number, row))
+                prompts.append(_prompt(number, parse(row), ignored))
         except ValueError as error:
             broken.append(f"line {number}: {error}")
     if broken and not skip_broken:
@@ -78,18 +78,16 @@ def read_prompts(
     return prompts, broken
 
 
-def _rows(source: str, ignored: Sequence[str]) -> tuple[Iterable[Any], Callable[[int, Any], Prompt]]:
-    """Return the rows of a source, and what makes a prompt of the number and the content of one."""
+def _rows(source: str) -> tuple[Iterable[Any], Callable[[Any], Any]]:
+    """Return the rows of a source, and what makes a value of one: text, or an object of columns."""
     path = Path(source)
     if not path.is_file():
-        return _rows_of_data_set(source), partial(_of_value, ignored)
+        return _rows_of_data_set(source), dict
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no UTF-8 ({error}): convert it") from error
-    if path.suffix == ".jsonl":
-        return lines, partial(_of_json, ignored)
-    return lines, lambda number, line: Prompt(str(number), (line,))
+    return lines, _of_json if path.suffix == ".jsonl" else str
 
 
 def _rows_of_data_set(source: str) -> Iterable[Any]:
@@ -105,14 +103,14 @@ def _rows_of_data_set(source: str) -> Iterable[Any]:
         raise FileNotFoundError(f"{source}: no such file of prompts, nor a data set {name}: {error}") from error
 
 
-def _of_json(ignored: Sequence[str], number: int, line: str) -> Prompt:
+def _of_json(line: str) -> Any:
     try:
-        return _of_value(ignored, number, json.loads(line))
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error})") from error
 
 
-def _of_value(ignored: Sequence[str], number: int, value: Any) -> Prompt:
+def _prompt(number: int, value: Any, ignored: Set[str]) -> Prompt:
     entry = value if isinstance(value, dict) else {"prompt": value}
     # None are columns of a data set that others fill
     entry = {name: each for name, each in entry.items() if each is not None and name not in ignored}

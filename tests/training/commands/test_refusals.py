@@ -73,7 +73,7 @@ WRONG = {
     "a folder that is a file": ({"output_dir": "config.yaml"}, "config.yaml"),
     "features in a file": ({"features": "config.yaml"}, "config.yaml"),
     "text in a number": ({"regenerate": {"folder": 3}}, "regenerate={'folder': 3}"),
-    "text of no engine": ({"regenerate": {"folder": "f", "engine": "vllm"}}, "engine='vllm' must be 'transformers'"),
+    "text of no engine": ({"regenerate": {"folder": "f", "engine": "vllm"}}, "url='vllm' must be the address"),
     "text in batches of none": ({"regenerate": {"folder": "f", "batch_size": 0}}, "batch_size=0"),
     "a weight that is a word": ({"strategy": {"loss_weight": "much"}}, "strategy: argument --loss_weight"),
     "a weight that is no number": ({"strategy": {"loss_weight": float("nan")}}, "loss_weight=nan"),

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import random
-import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -23,14 +21,12 @@ from transformers.utils import logging
 from ..configuration.fields import check_values
 from .utils import escaped, needs_extra, one_line
 
-if TYPE_CHECKING:
-    import httpx
-
 logger = logging.get_logger(__name__)
 T = TypeVar("T")
 _FOR_NOW = (408, 409, 425, 429)  # statuses below 500 after which the same request may succeed
 _LONGEST_PAUSE = 60.0  # seconds
 _LARGEST = 1 << 24  # bytes of an answer, decoded
+_CODINGS = ("identity", "gzip", "deflate")  # 64 KiB of these become 64 MiB at most
 _LARGEST_VOCABULARY = 1 << 19  # more tokens than any known one has
 _FAULTS = 16  # rows without a usable answer, one after the other, that end a run
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -39,27 +35,13 @@ _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError
 class EndpointError(RuntimeError):
     """A server that cannot be used, or that gave no answer that can be used."""
 
-    most = 2  # rows at the beginning that end a run so
-
-
-class _LostError(EndpointError):
-    """A server that is not there, or refuses work, in all tries."""
-
-    most = 1
-
-
-class _WrongIdsError(EndpointError):
-    """Ids that are none: of one row, whatever the others are."""
-
-    most = _FAULTS
-
 
 class _PassingError(Exception):
     """What may be gone when a request is repeated; `pause` in seconds is what the server asks for."""
 
-    def __init__(self, reason: str, pause: float = 0.0, is_lost: bool = False) -> None:
+    def __init__(self, reason: str, pause: float = 0.0) -> None:
         super().__init__(reason)
-        self.pause, self.is_lost = pause, is_lost
+        self.pause = pause
 
 
 @dataclass
@@ -105,13 +87,13 @@ class Endpoint:
             import httpx
 
         try:
-            scheme, host = httpx.URL(self.url).scheme, httpx.URL(self.url).host
+            address = httpx.URL(self.url)
         except (httpx.InvalidURL, TypeError) as error:
             raise ValueError(f"url={self.url!r}: {error}") from None
-        if scheme not in ("http", "https") or not host:
+        if address.scheme not in ("http", "https") or not address.host:
             raise ValueError(f"url={self.url!r} must be the address of a server, as http://host:8000/v1")
         self.url = self.url.rstrip("/")
-        self._tls = scheme == "https" and httpx.create_ssl_context()  # made once, for it reads all certificates
+        self._tls = address.scheme == "https" and httpx.create_ssl_context()  # once, for it reads all certificates
 
     def served_model(self) -> str:
         """Return the name of the model that answers.
@@ -119,7 +101,7 @@ class Endpoint:
         Raises:
             EndpointError: The server does not answer, or has no such model, or several where none is named.
         """
-        served = self._repeated("GET", "models", None, self._names)
+        served = self._answer("models", None, self._names_of)
         if self.model is None and len(served) == 1:
             self.model = served[0]
         if self.model not in served:
@@ -140,35 +122,34 @@ class Endpoint:
 
         Raises:
             EndpointError: Rows without a usable answer, of which the first is named; all others come first, unless
-                there was no server for the first row, no answer that can be used to two at the beginning, or none to
-                sixteen together later.
+                there are sixteen such rows in turn.
         """
+        from anyio.from_thread import start_blocking_portal
+
         self.served_model()
         self.failures.clear()
-        rows, running, errors = iter(prompts), dict[Future[list[int]], int](), dict[int, BaseException]()
-        is_lost, was_good, faults = False, False, 0
-        with ThreadPoolExecutor(self.concurrency) as pool:
+        rows, running, errors, in_turn = iter(prompts), dict[Future[list[int]], int](), dict[int, BaseException](), 0
+        with start_blocking_portal() as portal:
             while True:
-                room = 0 if is_lost else 2 * self.concurrency if was_good else 1  # the first alone, to be looked at
-                for _, row in zip(range(room - len(running)), rows):
+                room = self.concurrency - len(running) if in_turn < _FAULTS else 0
+                for _, row in zip(range(room), rows):
                     body = self._body(prompts[row], max_new_tokens, seed + row, options)
-                    running[pool.submit(self._repeated, "POST", "completions", body, self._ids_of)] = row
+                    running[portal.start_task_soon(self._repeated, "completions", body, self._ids_of)] = row
                 if not running:
                     break
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     row, error = running.pop(done), done.exception()
                     if error is None:
-                        was_good, faults = True, 0
+                        in_turn = 0
                         yield row, done.result()
-                        continue
-                    errors[row], faults = error, faults + 1
-                    is_lost = is_lost or faults >= (_FAULTS if was_good else getattr(error, "most", 1))
+                    else:
+                        in_turn, errors[row] = in_turn + 1, error
         if self.failures:
             told = ", ".join(f"{count} x {reason}" for reason, count in self.failures.most_common(9))
             logger.warning(f"{self.url}: requests that failed and were repeated: {told}")
         if errors:
-            (row, first), further = next(iter(errors.items())), list(errors)[1:]
-            others = f"; and {len(further)} further rows: {str(further[:9])[1:-1]}" if further else ""
+            (row, first), *further = errors.items()
+            others = f"; and {len(further)} further rows" if further else ""
             raise EndpointError(f"row {row}: {one_line(first)}{others}") from first
 
     def states_file(self, prompt: Sequence[int]) -> str:
@@ -177,19 +158,17 @@ class Endpoint:
         Raises:
             EndpointError: No whole answer in all tries, one to another prompt, or of a server that extracts nothing.
         """
-        return self._repeated("POST", "completions", self._body(prompt, 1, 0, {}), self._path_of)
+        return self._answer("completions", self._body(prompt, 1, 0, {}), self._path_of)
 
     def _body(self, prompt: Sequence[int], most: int, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
         asked = {"model": self.model, "prompt": list(prompt), "max_tokens": most, "seed": seed}
         return {**asked, "return_token_ids": True, **options}
 
-    def _names(self, answer: Any, body: object) -> list[str]:
-        try:
-            names = [each["id"] for each in answer["data"]]
-            if not all(isinstance(name, str) for name in names):
-                raise TypeError("a name is no text")
-        except _MALFORMED as error:
-            raise EndpointError(f"{self.url}/models gives no list of models: {type(error).__name__}") from error
+    def _names_of(self, answer: Any, body: object) -> list[str]:
+        models = answer.get("data") if isinstance(answer, dict) else None
+        names = [each.get("id") if isinstance(each, dict) else None for each in models or ()]
+        if not isinstance(models, list) or not all(isinstance(name, str) for name in names):
+            raise EndpointError(f"{self.url}/models gives no list of models")
         return names
 
     def _path_of(self, answer: Any, body: Mapping[str, Any]) -> str:
@@ -201,23 +180,23 @@ class Endpoint:
 
     def _ids_of(self, answer: Any, body: Mapping[str, Any]) -> list[int]:
         """Return the ids of a completion: whole numbers of the vocabulary, at most as many as were asked for."""
-        choice, most = self._choice(answer, body), body["max_tokens"]
-        ids, reason, tokenizer = choice.get("token_ids"), choice["finish_reason"], self.tokenizer
+        choice, most, tokenizer = self._choice(answer, body), body["max_tokens"], self.tokenizer
+        ids, is_ended = choice.get("token_ids"), choice["finish_reason"] == "stop"
         if is_text := ids is None:
             if tokenizer is None:
                 raise EndpointError(f"{self.url} returns no token_ids: pass tokenizer=, to tokenise its text")
             ids, end = tokenizer(choice["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
-            ids = [*ids, end] if isinstance(end, int) and reason == "stop" else ids
+            ids = [*ids, end] if isinstance(end, int) and is_ended else ids
         if not isinstance(ids, list) or len(ids) > (2 * most + 1 if is_text else most):
             found = f"{len(ids)} ids" if isinstance(ids, list) else f"ids that are a {type(ids).__name__}"
-            raise _WrongIdsError(f"{self.url} answers with {found}, and at most {most} were asked for")
+            raise EndpointError(f"{self.url} answers with {found}, and at most {most} were asked for")
         tokens = getattr(tokenizer, "get_vocab", dict)().values()
         size = self.vocab_size or 1 + max(tokens, default=_LARGEST_VOCABULARY - 1)
         if wrong := [each for each in ids if type(each) is not int or not 0 <= each < size]:
-            raise _WrongIdsError(f"{self.url} answers with the id {str(wrong[0])[:50]}, of a vocabulary of {size}")
+            raise EndpointError(f"{self.url} answers with the id {wrong[0]!s:.50}, of a vocabulary of {size}")
         if is_text:
             return ids[:most]  # a text may be spelt in more tokens than those that the model wrote
-        is_short = reason == "length" and len(ids) < most
+        is_short = not is_ended and len(ids) < most
         if is_short or (answer.get("usage") or {}).get("completion_tokens", len(ids)) != len(ids):
             raise _PassingError("fewer tokens than it says")
         if tokenizer is not None and not _alike(choice["text"], str(tokenizer.decode(ids, True))):
@@ -229,72 +208,69 @@ class Endpoint:
         choice, sent = answer["choices"][0], body["prompt"]
         prompt = choice.get("prompt_token_ids")
         read = (answer.get("usage") or {}).get("prompt_tokens", len(sent)) if prompt is None else len(prompt)
-        if read != len(sent) or (prompt is not None and prompt != sent):
-            read = str(read)[:20]
-            raise EndpointError(f"{self.url} read another prompt than was sent, {read} tokens for {len(sent)}")
+        if read != len(sent) or prompt not in (None, sent):
+            raise EndpointError(f"{self.url} read another prompt than was sent, {read!s:.20} tokens for {len(sent)}")
         if choice["finish_reason"] not in ("stop", "length"):
-            raise _PassingError(f"finish_reason={str(choice['finish_reason'])[:50]}")
+            raise _PassingError(f"finish_reason={choice['finish_reason']!s:.50}")
         return choice
 
-    def _repeated(self, method: str, path: str, body: Any, read: Callable[[Any, Any], T]) -> T:
+    def _answer(self, path: str, body: Any, read: Callable[[Any, Any], T]) -> T:
+        """Return what is read of an answer, for which a loop of its own waits: only there time always ends."""
+        from anyio.from_thread import start_blocking_portal
+
+        with start_blocking_portal() as portal:
+            return portal.call(self._repeated, path, body, read)
+
+    async def _repeated(self, path: str, body: Any, read: Callable[[Any, Any], T]) -> T:
         """Return what is read of the answer to a request, which is repeated while it fails."""
+        import anyio
+
         last = _PassingError("none")
         for number in range(self.tries):
+            if number:
+                doubled = min(self.pause * 2 ** min(number - 1, 32), _LONGEST_PAUSE)
+                asked = max(last.pause, doubled * random.uniform(0.5, 1.0))  # not all at once again
+                await anyio.sleep(min(asked, _LONGEST_PAUSE, self.timeout))
             try:
-                answer = self._asked(method, path, body)
+                content = await self._asked(path, body)
                 try:
-                    return read(json.loads(answer), body)
+                    return read(json.loads(content), body)
                 except _MALFORMED as error:
                     raise _PassingError(f"no answer in OpenAI's form: {type(error).__name__}") from error
             except _PassingError as error:
                 last = error
                 self.failures[str(error)] += 1
-                longest = min(self.pause * 2 ** min(number, 32), _LONGEST_PAUSE, self.timeout)
-                if number + 1 < self.tries:  # not all at once again
-                    time.sleep(min(max(error.pause, longest * random.uniform(0.5, 1.0)), _LONGEST_PAUSE, self.timeout))
-        kind = _LostError if last.is_lost else EndpointError
-        raise kind(f"{self.url}/{path} gave no whole answer in {self.tries} tries: {last}") from last
+        raise EndpointError(f"{self.url}/{path} gave no whole answer in {self.tries} tries: {last}") from last
 
-    def _asked(self, method: str, path: str, body: object) -> bytes:
-        """Return the answer to a request, from a loop of its own: only there time ends wherever a server pauses."""
+    async def _asked(self, path: str, body: Any) -> bytes:
+        """Return the answer to a request; a POST where it has a body."""
         import anyio
         import httpx
-        from anyio.from_thread import start_blocking_portal
 
-        async def exchanged() -> tuple[httpx.Response, bytes]:
-            headers = {"Accept-Encoding": "identity"}
-            headers |= {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        headers = {"Accept-Encoding": "identity"}
+        headers |= {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        method, content = "GET" if body is None else "POST", bytearray()
+        try:
             with anyio.fail_after(self.timeout):
                 async with (
                     httpx.AsyncClient(verify=self._tls, timeout=None, headers=headers) as client,
                     client.stream(method, f"{self.url}/{path}", json=body) as response,
                 ):
-                    return response, await self._content(response)
-
-        try:
-            with start_blocking_portal() as portal:
-                response, content = portal.call(exchanged)
-        except (httpx.TransportError, TimeoutError, zlib.error) as error:
-            raise _PassingError(type(error).__name__, is_lost=isinstance(error, httpx.TransportError)) from error
-        status, asked = response.status_code, response.headers.get("Retry-After", "")
-        if status >= 500 or status in _FOR_NOW:
+                    if (coding := response.headers.get("Content-Encoding", "identity").lower()) not in _CODINGS:
+                        raise EndpointError(f"{self.url} answers in the Content-Encoding {escaped(coding)[:50]}")
+                    async for piece in response.aiter_bytes():
+                        content += piece
+                        if len(content) > _LARGEST:
+                            raise EndpointError(f"{self.url} answers with more than {_LARGEST} bytes")
+        except (httpx.RequestError, TimeoutError) as error:
+            raise _PassingError(type(error).__name__) from error
+        if response.status_code >= 500 or response.status_code in _FOR_NOW:
+            asked = response.headers.get("Retry-After", "")
             pause = float(asked) if asked.isascii() and asked.isdecimal() else 0.0
-            raise _PassingError(f"HTTP {status}", pause, is_lost=True)
+            raise _PassingError(f"HTTP {response.status_code}", pause)
         if not response.is_success:
             words = escaped(content[:300].decode(errors="replace"))
-            raise EndpointError(f"{self.url}/{path} answers HTTP {status}: {words}")
-        return content
-
-    async def _content(self, response: httpx.Response) -> bytes:
-        """Return the bytes of an answer, decoded, of which no more are made than are allowed."""
-        coding = response.headers.get("Content-Encoding", "").strip().lower() or "identity"
-        if coding not in ("identity", "gzip", "deflate"):
-            raise EndpointError(f"{self.url} answers in the Content-Encoding {escaped(coding)[:50]}")
-        inflated, content = zlib.decompressobj(zlib.MAX_WBITS | 32), bytearray()
-        async for piece in response.aiter_raw():
-            content += piece if coding == "identity" else inflated.decompress(piece, _LARGEST + 1)
-            if len(content) > _LARGEST:
-                raise EndpointError(f"{self.url} answers with more than {_LARGEST} bytes")
+            raise EndpointError(f"{self.url}/{path} answers HTTP {response.status_code}: {words}")
         return bytes(content)
 
 

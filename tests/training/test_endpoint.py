@@ -2,26 +2,22 @@
 
 import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import anyio
 import pytest
 
-from tokenahead.training import endpoint as endpoint_module
 from tokenahead.training import regenerate
 from tokenahead.training import regeneration as regeneration_module
 from tokenahead.training.endpoint import Endpoint, EndpointError
 from tokenahead.training.parts import part_files
 
-ROOT = Path(__file__).resolve().parents[2]
-REQUESTS, TOKENS = 1000, 6
+ROWS, TOKENS = 300, 6
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -114,36 +110,24 @@ def endpoint(url: str, **options) -> Endpoint:
     return Endpoint(url, **{"pause": 0.01, "concurrency": 16} | options)
 
 
-CLIENT = """
-import sys
-from tests.training.test_endpoint import TOKENS, endpoint, prompts
-from tokenahead.training import regenerate, regeneration
-regeneration._SECONDS = 0.1
-regenerate(endpoint(sys.argv[1]), prompts(int(sys.argv[3])), sys.argv[2], max_new_tokens=TOKENS)
-"""
+def answered(url: str, folder: Path, count: int):
+    return regenerate(endpoint(url), prompts(count), folder, max_new_tokens=TOKENS)
 
 
-def every_row_once(folder: Path, count: int) -> tuple[int, int]:
-    """Answer many prompts with a client that is killed half-way; return requests before and after that."""
+def test_every_row_is_there_once_after_failures_and_a_kill(tmp_path, monkeypatch):
+    monkeypatch.setattr(regeneration_module, "_SECONDS", 0.05)
     with serving() as (server, url):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        client = subprocess.Popen([sys.executable, "-c", CLIENT, url, str(folder), str(count)], env=environment)
-        until = time.monotonic() + 300
-        while len(server.asked) < count // 2 or not part_files(folder):
-            assert client.poll() is None and time.monotonic() < until
+        client = multiprocessing.get_context("fork").Process(target=answered, args=(url, tmp_path, ROWS))
+        client.start()
+        while len(server.asked) < ROWS // 2 or not part_files(tmp_path):
+            assert client.is_alive()
             time.sleep(0.01)
-        client.send_signal(signal.SIGKILL)
-        client.wait()
+        client.kill()
+        client.join()
         before = len(server.asked)
-        rows = regenerate(endpoint(url), prompts(count), folder, max_new_tokens=TOKENS)
-        expected = [{"ids": prompt + answer(prompt), "prompt": 2} for prompt in prompts(count)]
-        assert rows.rows == expected
-        return before, len(server.asked) - before
-
-
-def test_every_row_is_there_once_after_failures_and_a_kill(tmp_path):
-    before, after = every_row_once(tmp_path / "answers", REQUESTS)
-    assert before >= REQUESTS // 2 and after < REQUESTS  # what was written is not asked for again
+        rows = answered(url, tmp_path, ROWS)
+    assert rows.rows == [{"ids": prompt + answer(prompt), "prompt": 2} for prompt in prompts(ROWS)]
+    assert before >= ROWS // 2 and len(server.asked) - before < ROWS  # what was written is not asked for again
 
 
 def test_requests_have_ids_and_a_seed_of_their_row(tmp_path):
@@ -168,23 +152,28 @@ def _longer_prompt(found):
     found["usage"]["prompt_tokens"] += 1
 
 
+def _negative(found):
+    found["choices"][0]["token_ids"] = [-1]
+
+
 REFUSED = {
     "another prompt": ({"changed": _other_prompt}, {}, "another prompt.*3 tokens for 2"),
     "another count": ({"changed": _longer_prompt}, {}, "another prompt.*3 tokens for 2"),
     "no ids": ({"changed": _no_ids}, {}, "no token_ids.*tokenizer="),
     "another model": ({}, {"model": "large"}, "serves tiny.*model='large'"),
     "several models": ({"models": ("tiny", "small")}, {}, "serves tiny, small.*model=None"),
-    "a refusal": ({"status": 400}, {}, "row 0: .*HTTP 400"),
-    "no server": ({"status": 500}, {"tries": 2}, "row 0: .*2 tries: HTTP 500"),
+    "a refusal": ({"status": 400}, {}, r"row \d+: .*HTTP 400.*further rows"),
+    "no server": ({"status": 500}, {"tries": 2}, r"row \d+: .*2 tries: HTTP 500"),
+    "wrong ids": ({"changed": _negative}, {}, r"row \d+: .*the id -1.*further rows"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_server_that_cannot_be_used_is_refused_at_its_first_answer(case, tmp_path):
+def test_a_server_that_cannot_be_used_is_not_asked_for_all_rows(case, tmp_path):
     given, options, match = REFUSED[case]
     with serving(**given) as (server, url), pytest.raises(EndpointError, match=match):
-        regenerate(endpoint(url, **options), prompts(50), tmp_path, max_new_tokens=TOKENS)
-    assert len(server.asked) <= 2 and not part_files(tmp_path)
+        regenerate(endpoint(url, **options), prompts(200), tmp_path, max_new_tokens=TOKENS)
+    assert len(server.asked) < 70 and not part_files(tmp_path)
 
 
 def test_what_was_answered_before_an_error_is_written(tmp_path, monkeypatch):
@@ -296,17 +285,6 @@ def test_ids_lie_below_the_vocabulary_that_is_named(tmp_path):
             list(endpoint(url, vocab_size=50).completions(prompt, **options))
 
 
-def _negative(found):
-    found["choices"][0]["token_ids"] = [-1]
-
-
-def test_a_server_whose_answers_are_all_wrong_is_not_asked_for_all_rows(tmp_path):
-    served, refused = serving(changed=_negative), pytest.raises(EndpointError, match="row 0.*further rows")
-    with served as (server, url), refused:
-        regenerate(endpoint(url), prompts(200), tmp_path, max_new_tokens=TOKENS)
-    assert len(server.asked) < 50
-
-
 NO_MODELS = {
     "a list": [{"id": "tiny"}],
     "a text": "tiny",
@@ -337,7 +315,11 @@ def test_pauses_that_a_server_asks_for_are_bounded(asked, most, monkeypatch):
         handler.end_headers()
 
     pauses = []
-    monkeypatch.setattr(endpoint_module.time, "sleep", pauses.append)
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(anyio, "sleep", sleep)
     with serving(instead=refuses) as (_, url), pytest.raises(EndpointError, match="3 tries: HTTP 429"):
         list(endpoint(url, tries=3).completions({0: [3]}, 2, 0, {}))
     assert len(pauses) == 2 and max(pauses) <= most and (most < 7 or min(pauses) == most)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -37,6 +38,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.json"
 """Every entry of the log."""
 _OF_NO_CONSEQUENCE = {"output_dir", "resume_from_checkpoint", "logging_dir", "run_name"}
+_SECRET = re.compile(r".*(token|api.?key)")  # of names
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors", "torch", "transformers", "trl")
 
 
@@ -45,7 +47,7 @@ def describe_run(settings: Settings, facts: dict[str, object]) -> dict[str, obje
     training = settings.training
     versions = {name: metadata.version(name) for name in _PACKAGES}
     return {
-        "command": " ".join(["tokenahead", *_without_tokens(sys.argv[1:])]),
+        "command": " ".join(["tokenahead", *_shown(sys.argv[1:])]),
         "versions": {"tokenahead": __version__, **versions},
         "git": git_state(),
         "seeds": {"seed": training.seed, "data_seed": training.data_seed},
@@ -99,9 +101,7 @@ def write_run(directory: Path, settings: Settings, facts: dict[str, object]) -> 
     """Write `run.json` and `config.yaml`."""
     run = json.dumps(describe_run(settings, facts), indent=1, ensure_ascii=False, default=str)
     replace_file(directory / RUN, run + "\n")
-    written: Fields = settings.given | {"flags": _without_tokens(settings.given["flags"])}
-    if "file" in written:
-        written["file"] = {name: value for name, value in written["file"].items() if not name.endswith("token")}
+    written: Fields = _without_secrets(settings.given) | {"flags": _shown(settings.given["flags"])}
     config = {"given": json.loads(json.dumps(written, default=str)), "resolved": _resolved(settings)}
     replace_file(directory / CONFIG, yaml.safe_dump(config, sort_keys=False))
 
@@ -109,7 +109,8 @@ def write_run(directory: Path, settings: Settings, facts: dict[str, object]) -> 
 def _resolved(settings: Settings) -> dict[str, dict[str, object]]:
     """Return the settings that differ from their defaults, by class, as YAML can hold them."""
     parts = (settings.data, settings.mixture, settings.model, settings.drafter, settings.training)
-    return json.loads(json.dumps({type(part).__name__: _changed(part) for part in parts}, default=str))
+    changed = {type(part).__name__: _changed(part) for part in parts}
+    return json.loads(json.dumps(_without_secrets(changed), default=str))
 
 
 def check_output(directory: Path, settings: Settings) -> None:
@@ -135,25 +136,36 @@ def check_nothing_is_lost(directory: Path, settings: Settings) -> None:
         check_same(f"output_dir={directory}", *both)
 
 
-def _without_tokens(words: Sequence[str]) -> list[str]:
-    """Return a command without its access tokens of the Hub."""
+def _without_secrets(value: Any) -> Any:
+    """Return settings without access tokens and keys of servers, at any depth, and in texts that hold JSON."""
+    if isinstance(value, dict):
+        return {name: _without_secrets(each) for name, each in value.items() if not _SECRET.fullmatch(str(name))}
+    if isinstance(value, list):
+        return [*map(_without_secrets, value)]
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        with suppress(ValueError, RecursionError):
+            return json.dumps(_without_secrets(json.loads(value)))
+    return value
+
+
+def _shown(words: Sequence[str]) -> list[str]:
+    """Return a command without access tokens and keys."""
     shown, hides = [], False
     for word in words:
-        name, equals, _ = word.partition("=")
-        is_token = name.startswith("--") and name.endswith("token")
-        shown.append("(hidden)" if hides else f"{name}=(hidden)" if is_token and equals else word)
-        hides = is_token and not equals
+        name, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        is_secret = bool(_SECRET.fullmatch(name))
+        shown.append(name + equals + ("(hidden)" if hides or (is_secret and equals) else _without_secrets(value)))
+        hides = is_secret and not equals
     return shown
 
 
 def _changed(part: DataclassInstance) -> dict[str, object]:
-    """Return the fields that differ from their defaults, without access tokens of the Hub."""
+    """Return the fields that differ from their defaults."""
     values = ((entry, vars(part).get(entry.name)) for entry in dataclasses.fields(part))
     return {
         entry.name: value
         for entry, value in values
-        if not (entry.name.endswith("token") or value == entry.default)
-        and not (dataclasses.is_dataclass(value) or value in ([], {}, None))
+        if value != entry.default and not (dataclasses.is_dataclass(value) or value in ([], {}, None))
     }
 
 

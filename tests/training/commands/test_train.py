@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, TrainerCallback
 from transformers.utils import logging
@@ -224,17 +225,30 @@ def test_a_chat_is_learned_where_the_assistant_speaks(settings_of, data):
     assert trainer.processing_class.decode(learned) == "hello<|eot_id|>"
 
 
-def test_a_run_folder_does_not_tell_the_token(settings_of, tmp_path, monkeypatch):
-    """The command line is written down, and the settings as they were given."""
-    flags = ["--hub_token", "hf_secret", "--max_steps", "1", "--hub_token=hf_secret"]
-    settings = settings_of(drafter="heads", max_steps=1, eval_strategy="no")
+def test_a_run_folder_tells_no_token_and_no_key_of_a_server(settings_of, tmp_path, monkeypatch):
+    """The command line is written down, and the settings as they were given, and those that differ from defaults."""
+    engine = {"url": "http://host/v1", "api_key": "my_secret"}
+    sections = {
+        "regenerate": {"folder": "answers", "engine": engine},
+        "features_engine": engine | {"folder": "files"},
+        "datasets": [{"path": "text", "data_files": [{"token": "my_secret"}]}],
+    }
+    flags = ["--hub_token", "my_secret", "--max_steps", "1", "--hub_token=my_secret", "--api-key=my_secret"]
+    flags += [f"--regenerate={json.dumps(sections['regenerate'])}", "--regenerate", json.dumps(sections["regenerate"])]
+    settings = settings_of(
+        drafter="heads", max_steps=1, eval_strategy="no", features="states", hub_token="my_secret",
+        regenerate=sections["regenerate"], features_engine=json.dumps(sections["features_engine"]),
+    )  # fmt: skip
     settings.given["flags"] = flags
-    settings.given["file"] = {"hub_token": "hf_secret", "max_steps": 1}
+    settings.given["file"] = {"hub_token": "my_secret", "max_steps": 1, **sections}
     monkeypatch.setattr("sys.argv", ["tokenahead", "train", *flags])
     write_run(tmp_path / "told", settings, {})
     for file in (tmp_path / "told").iterdir():
         text = file.read_text()
-        assert "hf_secret" not in text and "max_steps" in text, file
+        assert "my_secret" not in text and "max_steps" in text and "http://host/v1" in text, file
+    resolved = yaml.safe_load((tmp_path / "told" / "config.yaml").read_text())["resolved"]["DrafterArguments"]
+    assert resolved["regenerate"] == {"folder": "answers", "engine": {"url": "http://host/v1"}}
+    assert settings.drafter.regenerate["engine"]["api_key"] == "my_secret"
 
 
 @pytest.mark.parametrize("drafter", ["heads", "eagle", "modules"])

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .fields import refuse
-
 
 def names(text: str) -> frozenset[str]:
     """Return the names in a text, apart by spaces, in which tables of fields are written."""
@@ -89,33 +87,29 @@ class FieldTable:
     def unread(self, raw: Mapping[str, Any], level: str = "") -> Iterator[tuple[str, Any]]:
         """Yield the dotted paths and values of fields that are neither read nor known to change nothing."""
         levels, known = {*self.read, *self.known}, [*CHANGES_NOTHING, *self.known.get(level, ())]
-        only = _NEUTRAL | dict(self.only)
         for name, value in raw.items():
             path = f"{level}.{name}" if level else name
             if path in levels and isinstance(value, dict):
                 yield from self.unread(value, path)
             elif name in self.read.get(level, ()) or any(fnmatchcase(name, each) for each in known):
                 continue
-            elif not (
-                any(is_same(value, each) for each in only.get(name, ())) or is_neutral(name, value, name in only)
-            ):
+            elif not self._says_nothing(name, value):
                 yield path, value
 
+    def _says_nothing(self, name: str, value: object) -> bool:
+        allowed = (_NEUTRAL | dict(self.only)).get(name)
+        return is_neutral(name, value) if allowed is None else any(is_same(value, each) for each in (None, *allowed))
 
-def is_neutral(name: str, value: object, null_alone: bool = False) -> bool:
+
+def is_neutral(name: str, value: object) -> bool:
     """Return whether a field says nothing: null, a switch that is off, a multiplier of 1, a list or object of nothing.
-
-    With `null_alone`, null says nothing, and all other values do.
 
     Example:
         >>> is_neutral("logit_scale", 1.0), is_neutral("sinks", True), is_neutral("sinks", False)
         (True, False, True)
     """
-    if value is None or null_alone:
-        return value is None
-    if value is False or value == [] or value == {}:
-        return True
-    return is_same(value, 1) and _MULTIPLIERS.fullmatch(name) is not None
+    is_nothing = value is None or value is False or value == [] or value == {}
+    return is_nothing or (is_same(value, 1) and _MULTIPLIERS.fullmatch(name) is not None)
 
 
 def is_same(value: object, other: object) -> bool:
@@ -132,29 +126,23 @@ def refuse_unread(
         owner: Of the config, for the message.
         raw: The config.json.
         table: The fields of its layout.
-        ignored: Last names of fields that are passed over (`"x"` is `dflash_config.x`, too): `ignore_fields`.
+        ignored: `ignore_fields`: last names of fields that are passed over (`"x"` is `dflash_config.x`, too).
         source: Of the fields, for the message.
 
     Raises:
         ValueError: Such fields, all by their names; a field that is read, in `ignored`.
-        TypeError: `ignored` is one string.
     """
-    if isinstance(ignored, str):
-        raise TypeError(f"ignore_fields={ignored!r} must be a list of names, [{ignored!r}]")
+    ignored = [ignored] if isinstance(ignored, str) else ignored
     if read := [name for name in ignored if any(name in names for names in table.read.values())]:
         raise ValueError(f"ignore_fields={list(ignored)}: the layout {table.layout!r} reads {', '.join(read)}")
-    found = [(path, value) for path, value in table.unread(raw) if path.rpartition(".")[2] not in ignored]
-    last = list(dict.fromkeys(path.rpartition(".")[2] for path, _ in found))
-    stated = ", ".join(f"{path}={str(value):.80}" for path, value in found)
-    refuse(
-        [
-            (
-                found,
-                f"{owner}: {source} says {stated}, which is not read from the layout {table.layout!r}: without it "
-                f"this may be another drafter than the published one; where it changes nothing, ignore_fields={last}",
-            )
-        ]
-    )
+    found = {path: value for path, value in table.unread(raw) if path.rpartition(".")[2] not in ignored}
+    if found:
+        last = list(dict.fromkeys(path.rpartition(".")[2] for path in found))
+        stated = ", ".join(f"{path}={str(value):.80}" for path, value in found.items())
+        raise ValueError(
+            f"{owner}: {source} says {stated}, which is not read from the layout {table.layout!r}: without it this "
+            f"may be another drafter than the published one; where it changes nothing, ignore_fields={last}"
+        )
 
 
 def stated(raw: Mapping[str, Any], path: str) -> Any:

@@ -6,7 +6,7 @@ What is not known here is refused by name: a field or a tensor that is ignored w
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from os import PathLike
 from pathlib import Path
@@ -26,7 +26,6 @@ from ...generation.tensors.tensor_files import (
     check_index,
     naming,
     read_yaml,
-    refuse_unknown,
     renamed,
     unwrapped,
     warn_of_numbers,
@@ -92,21 +91,21 @@ class OfficialRun:
         self.values = read_yaml(self.file)
         refuse_unread(self.file, self.values, _TABLE, ignored, "the run")
         for path, target in _TARGETS.items():
-            self._one_of(f"{path}._target_", (target,))
-        self._check(_LORA, isinstance(self._get(_LORA), dict), "there: without adapters all weights are trained")
-        self.name, self.targets = self._get(f"{_MODEL}.model_id"), self._get(f"{_LORA}.target_modules")
-        self._check(f"{_MODEL}.model_id", isinstance(self.name, str), "the name of a model, or its path")
-        is_known = self.targets == "all-linear" or isinstance(self.targets, list)
-        self._check(f"{_LORA}.target_modules", is_known, "'all-linear', or a list of names")
-        self.dtype = self._one_of(f"{_MODEL}.dtype", (*_PRECISIONS,), "float32")
-        kind = self._one_of(f"{_MODEL}.adapter_name", (*_EMBEDDINGS,), "linear_interpolation")
+            self._one_of(f"{path}._target_", target)
+        self._read(_LORA, "there: without adapters all weights are trained", lambda given: isinstance(given, dict))
+        name, targets = f"{_MODEL}.model_id", f"{_LORA}.target_modules"
+        self.name = self._read(name, "the name of a model, or its path", lambda given: isinstance(given, str))
+        is_known = lambda given: given == "all-linear" or isinstance(given, list)  # noqa: E731
+        self.targets = self._read(targets, "'all-linear', or a list of names", is_known)
+        self.dtype = self._one_of(f"{_MODEL}.dtype", *_PRECISIONS, default="float32")
+        kind = self._one_of(f"{_MODEL}.adapter_name", *_EMBEDDINGS, default="linear_interpolation")
         rank, alpha = self._number(f"{_LORA}.r", int, 1, 8), self._number(f"{_LORA}.lora_alpha", float, 0, 8)
-        alpha *= rank**0.5 if self._one_of(f"{_LORA}.use_rslora", (True, False), False) else 1
+        alpha *= rank**0.5 if self._one_of(f"{_LORA}.use_rslora", True, False, default=False) else 1
         features, bias, _ = _EMBEDDINGS[kind]
-        options = {"features": features, "projection": "linear", "projection_bias": bias, "greedy": False}
-        options |= {"num_slots": self._number("data.train_completion_len", int, 1)}
+        self.options: Fields = {"features": features, "projection": "linear", "projection_bias": bias, "greedy": False}
+        self.options |= {"num_slots": self._number("data.train_completion_len", int, 1)}
         sampling = {key: self._number(f"model.{key}", type(value), 0, value) for key, value in SAMPLING.items()}
-        self.options: Fields = options | {"lora_rank": rank, "lora_alpha": alpha, "sampling": sampling}
+        self.options |= {"lora_rank": rank, "lora_alpha": alpha, "sampling": sampling}
         self.checkpoint = self._checkpoint(checkpoint)
         self.tensors = self._tensors(kind)
         for name, tensor in self.tensors.items():  # before a model of that rank is made
@@ -124,16 +123,15 @@ class OfficialRun:
     def fill(self, student: nn.Module) -> None:
         """Give a student the tensors of the checkpoint, and compare its backbone with that of a whole checkpoint."""
         file, found, own = self.checkpoint, self.tensors, student.state_dict()
-        refuse_unknown(file, found.keys() - own.keys())
-        for name, tensor in found.items():
-            if tensor.shape != own[name].shape:
-                shapes = f"{tuple(tensor.shape)}, which a student of this backbone has as {tuple(own[name].shape)}"
-                raise ValueError(f"{file}: {name} has the shape {shapes}")
         backbone = {name for name in own if name.startswith("backbone.") and ".lora_" not in name}
         idle = {name for name in own if ".lora_" in name and not self._is_adapted(name)}
         is_whole = backbone & found.keys() or self._get(f"{_MODEL}.reset_parameters")
         if wrong := sorted((own.keys() - idle - (set() if is_whole else backbone)) ^ found.keys()):
             raise ValueError(f"{file}: tensors are missing, or are not in {self.file}: {', '.join(wrong[:5])}")
+        for name, tensor in found.items():
+            if tensor.shape != own[name].shape:
+                shapes = f"{tuple(tensor.shape)}, which a student of this backbone has as {tuple(own[name].shape)}"
+                raise ValueError(f"{file}: {name} has the shape {shapes}")
         for name in backbone & found.keys():
             if not own[name].is_meta and not torch.equal(own[name].to("cpu", found[name].dtype), found[name]):
                 raise ValueError(f"{file}: {name} differs from that of backbone=, which is not the one of this run")
@@ -178,29 +176,29 @@ class OfficialRun:
     def _get(self, path: str) -> Any:
         return stated(self.values, path)
 
-    def _check(self, path: str, holds: bool, wanted: str) -> None:
-        if not holds:
-            raise ValueError(f"{self.file}: {path}={self._get(path)!r:.200} must be {wanted}")
-
-    def _one_of(self, path: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+    def _read(self, path: str, wanted: str, holds: Callable[[Any], bool], default: Any = None) -> Any:
         value = default if (given := self._get(path)) is None else given
-        self._check(path, value in allowed, f"{' or '.join(map(repr, allowed))}")
+        if not holds(value):
+            raise ValueError(f"{self.file}: {path}={given!r:.200} must be {wanted}")
         return value
+
+    def _one_of(self, path: str, *allowed: Any, default: Any = None) -> Any:
+        return self._read(path, " or ".join(map(repr, allowed)), lambda given: given in allowed, default)
 
     def _number(self, path: str, kind: type, least: int, default: Any = None) -> Any:
-        value = default if (given := self._get(path)) is None else given
-        is_number = isinstance(value, (kind, int)) and not isinstance(value, bool) and least <= value < inf
-        self._check(path, is_number, f"{'a whole' if kind is int else 'a'} number of at least {least}")
-        return value
+        def holds(given: Any) -> bool:
+            return isinstance(given, (kind, int)) and not isinstance(given, bool) and least <= given < inf
+
+        return self._read(path, f"{'a whole' if kind is int else 'a'} number of at least {least}", holds, default)
 
 
 def write_run(
     folder: str | PathLike, layout: str, config: PTPConfig, state: Tensors, name: object, dtype: object
 ) -> None:
     """Write the adapters and the embedding of a student, for a backbone of this name and dtype, as a run."""
-    kinds = {(features, bias): kind for kind, (features, bias, _) in _EMBEDDINGS.items()}
     if layout != "official":
         raise ValueError(f"layout={layout!r} is unknown; 'official' is that of the public PTP code")
+    kinds = {(features, bias): kind for kind, (features, bias, _) in _EMBEDDINGS.items()}
     fits = {"variant": ["one_hot"], "features": [features for features, _ in kinds], "projection": ["linear"]}
     fits |= {"projection_bias": [bias for features, bias in kinds if features == config.features]}
     for field, allowed in (fits | {"informative": [True], "greedy": [False]}).items():

@@ -27,6 +27,7 @@ from ...generation.tensors.wrapped_models import (
     checkpoints_activations,
     fingerprint,
     merged_copy,
+    same_backbone,
     untyped,
 )
 from ..common.loading import StrictLoadingMixin
@@ -198,8 +199,8 @@ class PTPForCausalLM(
         Raises:
             ValueError: Another layout, or fields that it cannot hold; a backbone that is trained, or has no name.
         """
-        recorded = self.config.source_fingerprint
-        if self.trains_backbone or (recorded and fingerprint(self.backbone) not in (None, recorded)):
+        recorded, actual = self.config.source_fingerprint, fingerprint(self.backbone)
+        if self.trains_backbone or (recorded and actual and not same_backbone(recorded, actual)):
             raise ValueError(f"layout={layout!r} names a backbone, and holds none: this one was trained, or is trained")
         adapters = {name: each for name, each in self.backbone.state_dict().items() if ".lora_" in name}
         slots = {name: each for name, each in self.state_dict().items() if name.startswith(SLOT_PARTS)}

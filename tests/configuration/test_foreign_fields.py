@@ -85,8 +85,9 @@ def test_what_ignore_fields_takes():
     for name in ("size", "depth", "rope_theta"):
         with pytest.raises(ValueError, match=name):
             refuse_unread("folder", {}, TABLE, [name])
-    with pytest.raises(TypeError, match="ignore_fields"):
-        refuse_unread("folder", {"size": 3}, TABLE, "size")
+    refuse_unread("folder", {"new": 3}, TABLE, "new")
+    with pytest.raises(ValueError, match="ignore_fields.*'n'"):
+        refuse_unread("folder", {"n": 3}, TABLE, "new")
 
 
 def test_that_names_of_one_thing_agree():

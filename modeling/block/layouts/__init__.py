@@ -25,8 +25,12 @@ from .zlab import KINDS, ZLAB
 logger = logging.get_logger(__name__)
 LAYOUTS: tuple[BlockLayout, ...] = (SPECULATORS, ZLAB, ASSISTANT, DEEPSPEC)
 """In the order in which they are tried."""
-OVERRIDES = ("feature_layers", "sample_from_anchor", "block_size")
-"""Fields that `from_pretrained` takes in place of those of a checkpoint."""
+OVERRIDES = {
+    "feature_layers": "name the states that the drafter reads (target_layer_ids)",
+    "sample_from_anchor": "say whether the first row drafts (shift_label alone does not)",
+    "block_size": "say how many rows a block has",
+}
+"""Fields that `from_pretrained` takes in place of those of a checkpoint, and what one without them does not say."""
 _REFUSED = {
     "DominoDraftModel": "its rows pass through a GRU",
     "XPressSpeculator": "its tokens are refined by iterations",
@@ -99,13 +103,8 @@ def foreign_drafter(
     values = layout.read(name, raw, {key: tuple(tensor.shape) for key, tensor in state.items()})
     check_overrides(name, values, given)
     values |= given
-    open_fields = {
-        "block_size": "say how many rows a block has",
-        "feature_layers": "name the states that the drafter reads (target_layer_ids)",
-        "sample_from_anchor": "say whether the first row drafts (shift_label alone does not)",
-    }
     refuse(
-        (values[key] is None, f"{name}: config.json does not {what}; pass {key}=") for key, what in open_fields.items()
+        (values[key] is None, f"{name}: config.json does not {what}; pass {key}=") for key, what in OVERRIDES.items()
     )
     _check_fc(name, values, state)
     if values.pop("is_interleaved", False):
@@ -152,31 +151,23 @@ def _own_name(name: str, layout: BlockLayout) -> str:
 def _check_fc(name: object, values: Fields, state: dict[str, Tensor]) -> None:
     """Refuse an `fc` whose columns are not those of the named states."""
     layers, width = values["feature_layers"], values.get("target_hidden_size") or values["hidden_size"]
-    columns = state["fc.weight"].shape[-1] if "fc.weight" in state else 0
-    refuse(
-        [
-            (not columns, f"{name}: the checkpoint has no fc.weight"),
-            (
-                columns != len(layers) * width,
-                f"{name}: fc.weight has {columns} columns, but {len(layers)} states of {width} "
-                f"(feature_layers={layers}) have {len(layers) * width}; pass feature_layers=",
-            ),
-        ]
-    )
+    if "fc.weight" not in state:
+        raise ValueError(f"{name}: the checkpoint has no fc.weight")
+    if (columns := state["fc.weight"].shape[-1]) != len(layers) * width:
+        raise ValueError(
+            f"{name}: fc.weight has {columns} columns, but {len(layers)} states of {width} (feature_layers={layers}) "
+            f"have {len(layers) * width}; pass feature_layers="
+        )
 
 
 def _check_mask(name: object, values: Fields, mask: Fields) -> None:
-    number, size = mask.get("mask_token_id"), mask["embedding"].numel()
+    number, wanted = mask.get("mask_token_id"), values["mask_token_id"]
+    size, width = mask["embedding"].numel(), values["hidden_size"]
+    is_other = number is not None and int(number) != wanted
     refuse(
         [
-            (
-                number is not None and int(number) != values["mask_token_id"],
-                f"{name}: mask_embedding.pt is of mask_token_id={number}, config.json says {values['mask_token_id']}",
-            ),
-            (
-                size != values["hidden_size"],
-                f"{name}: mask_embedding.pt holds {size} numbers, not hidden_size={values['hidden_size']}",
-            ),
+            (is_other, f"{name}: mask_embedding.pt is of mask_token_id={number}, config.json says {wanted}"),
+            (size != width, f"{name}: mask_embedding.pt holds {size} numbers, not hidden_size={width}"),
         ]
     )
 

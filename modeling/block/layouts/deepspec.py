@@ -6,11 +6,10 @@ The config is a copy of the backbone's, whose further fields describe the backbo
 from __future__ import annotations
 
 from ....configuration.block import BlockDrafterConfig
-from ....configuration.fields import refuse
 from ....configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, names
 from ....generation.tensors.tensor_files import Fields
 from ...common.drafter_configs import architectures, rope_of
-from .record import BODY, MARKOV, BlockLayout, Shapes, written_body, written_law
+from .record import BODY, MARKOV, BlockLayout, Shapes, changed_fields, written_body, written_law
 from .zlab import COMMON, RENAMES, is_interleaved, kind_of, read_common
 
 _NAME = "Qwen3DSparkModel"
@@ -41,24 +40,16 @@ def _read(owner: object, raw: Fields, shapes: Shapes) -> Fields:
 
 
 def _write(config: BlockDrafterConfig) -> Fields:
-    refuse([(config.law == "selector", "layout='deepspec' has no law='selector'; 'z-lab' and 'speculators' do")])
-    law, kinds = written_law(config, "deepspec"), {*(config.layer_types or ())}
-    changes = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "causal": False}
-    used = [each for each, usual in changes.items() if getattr(config, each) != usual]
-    refuse(
-        [
-            (kinds != {"full_attention"}, "layout='deepspec' has layers of full_attention alone (layer_types)"),
-            (
-                not config.sample_from_anchor,
-                "layout='deepspec' drafts from row 0: make the drafter with from_backbone(..., "
-                "sample_from_anchor=True)",
-            ),
-            (
-                config.has_draft_vocabulary,
-                f"layout='deepspec' drafts every token (draft_vocab_size={config.draft_vocab_size})",
-            ),
-            (bool(used), f"layout='deepspec' has no {', '.join(used)}"),
-        ]
+    if config.law == "selector":
+        raise ValueError("layout='deepspec' has no law='selector'; 'z-lab' and 'speculators' do")
+    used, remedy = changed_fields(config), "make the drafter with from_backbone(..., sample_from_anchor=True)"
+    law = written_law(
+        config,
+        "deepspec",
+        ({*(config.layer_types or ())} != {"full_attention"}, "has layers of full_attention alone (layer_types)"),
+        (not config.sample_from_anchor, f"drafts from row 0: {remedy}"),
+        (config.has_draft_vocabulary, f"drafts every token (draft_vocab_size={config.draft_vocab_size})"),
+        (used, f"has no {', '.join(used)}"),
     )
     return written_body(config) | {
         "architectures": [_NAME],

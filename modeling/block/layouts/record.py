@@ -87,8 +87,8 @@ def body_fields(owner: object, raw: Fields, shapes: Shapes) -> Fields:
     values |= {key: settled(owner, key, values.get(key), size) for key, size in shown.items() if size}
     has_bias = "layers.0.self_attn.q_proj.bias" in shapes if rows["q"] else None
     values["attention_bias"] = bool(settled(owner, "attention_bias", values.get("attention_bias"), has_bias))
-    is_open = raw.get("use_sliding_window") and not values.get("layer_types")
-    refuse([(is_open, f"{owner}: config.json says use_sliding_window=True, and no layer_types: which layers?")])
+    if raw.get("use_sliding_window") and not values.get("layer_types"):
+        raise ValueError(f"{owner}: config.json says use_sliding_window=True, and no layer_types: which layers?")
     return {"vocab_size": 0} | values
 
 
@@ -146,44 +146,45 @@ def _selector_fields(owner: object, raw: Fields, shapes: Shapes, width: int) -> 
     return {key: each for key, each in found.items() if each} | {"law": "selector", "law_options": options}
 
 
-def written_law(config: BlockDrafterConfig, layout: str) -> Fields:
-    """Return the fields of a law in layouts of others.
+_USUAL = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "causal": False}
+
+
+def changed_fields(config: BlockDrafterConfig) -> Fields:
+    """Return the fields that z-lab's layout alone has, where they are not as in the others."""
+    return {key: value for key, usual in _USUAL.items() if (value := getattr(config, key)) != usual}
+
+
+def written_law(config: BlockDrafterConfig, layout: str, *reasons: tuple[object, str]) -> Fields:
+    """Return the fields of a law in layouts of others; `reasons` are further ones against a layout, if they hold.
 
     Raises:
-        ValueError: They have none for it.
+        ValueError: They have none for it, or another reason holds.
     """
-    options, kernel = config.law_options or {}, config.conv_kernel_size
+    law, options, kernel = config.law, config.law_options or {}, config.conv_kernel_size
     anchor = ", sample_from_anchor=False" if layout == "z-lab" else ""
-    refuse(
-        [
-            (
-                config.law not in ("independent", "markov", "selector"),
-                f"layout={layout!r} cannot hold law={config.law!r}; save_pretrained can",
-            ),
-            (
-                config.law == "selector" and kernel is None,
-                f"layout={layout!r} has law='selector' with convolutions alone (conv_kernel_size=None): make the "
-                f"drafter with from_backbone(..., conv_kernel_size=3{anchor})",
-            ),
-            (
-                config.law != "selector" and kernel is not None,
-                f"layout={layout!r} has convolutions with law='selector' alone: make a drafter with law={config.law!r} "
-                f"without conv_kernel_size={kernel}",
-            ),
-            (config.mask_embedding, f"layout={layout!r} is not written with a mask_embedding; save_pretrained can"),
-        ]
-    )
-    if config.law == "selector":
-        sizes = {"conv_kernel_size": config.conv_kernel_size, "conv_group_size": config.conv_group_size}
+    no_kernel = f"conv_kernel_size=None: make the drafter with from_backbone(..., conv_kernel_size=3{anchor})"
+    all_reasons = [
+        (law not in ("independent", "markov", "selector"), f"cannot hold law={law!r}; save_pretrained can"),
+        (law == "selector" and kernel is None, f"has law='selector' with convolutions alone, and not {no_kernel}"),
+        (
+            law != "selector" and kernel,
+            f"has convolutions with law='selector' alone: make it without conv_kernel_size={kernel}",
+        ),
+        (config.mask_embedding, "is not written with a mask_embedding; save_pretrained can"),
+        *reasons,
+    ]
+    refuse((holds, f"layout={layout!r} {reason}") for holds, reason in all_reasons)
+    if law == "selector":
+        sizes = {"conv_kernel_size": kernel, "conv_group_size": config.conv_group_size}
         return sizes | {"selector_rank": options.get("rank", 256), "selector_top_k": options.get("top_k", 16)}
-    if config.law == "independent" and not config.has_confidence:
+    if law == "independent" and not config.has_confidence:
         return {}
-    kind = {"markov_head_type": options.get("kind", "vanilla")} if config.law == "markov" else {}
+    kind = {"markov_head_type": options.get("kind", "vanilla")} if law == "markov" else {}
     return {
-        "markov_rank": options.get("rank", 256) if config.law == "markov" else 0,
+        "markov_rank": options.get("rank", 256) if law == "markov" else 0,
         **kind,
         "enable_confidence_head": config.has_confidence,
-        "confidence_head_with_markov": config.confidence_reads_token and config.law == "markov",
+        "confidence_head_with_markov": config.confidence_reads_token and law == "markov",
     }
 
 

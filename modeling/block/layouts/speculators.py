@@ -5,7 +5,6 @@ from __future__ import annotations
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ....configuration.block import BlockDrafterConfig
-from ....configuration.fields import refuse
 from ....configuration.foreign_fields import ROPE_LEVELS, FieldTable, names, settled
 from ....generation.tensors.tensor_files import Fields
 from ...common.drafter_configs import verifier_fields
@@ -16,6 +15,7 @@ from .record import (
     BlockLayout,
     Shapes,
     body_fields,
+    changed_fields,
     law_fields,
     parts_of,
     written_body,
@@ -46,15 +46,16 @@ _TABLES = {
 
 def _table(owner: object, raw: Fields) -> FieldTable:
     kind, named = raw["speculators_model_type"], raw.get("architectures")
-    is_other = named and named != [_KINDS[kind]]
-    refuse([(is_other, f"{owner}: architectures={named}, but speculators_model_type={kind!r} is {_KINDS[kind]}")])
+    if named and named != [_KINDS[kind]]:
+        raise ValueError(f"{owner}: architectures={named}, but speculators_model_type={kind!r} is {_KINDS[kind]}")
     return _TABLES[kind]
 
 
 def _read(name: object, raw: Fields, shapes: Shapes) -> Fields:
     kind = raw["speculators_model_type"]
     body = body_fields(name, {"dtype": raw.get("dtype")} | (raw.get(_LAYER_CONFIG) or {}), shapes)
-    refuse([(raw.get("mask_token_id") is None, f"{name}: config.json has no mask_token_id")])
+    if raw.get("mask_token_id") is None:
+        raise ValueError(f"{name}: config.json has no mask_token_id")
     is_free, drafted = raw.get("sliding_window_non_causal"), shapes.get("lm_head.weight", (None,))[0]
     values: Fields = {
         "block_size": raw.get("block_size", 8),
@@ -82,20 +83,14 @@ def _anchor_first(raw: Fields) -> bool | None:
 
 
 def _write(config: BlockDrafterConfig) -> Fields:
-    law = written_law(config, "speculators")
-    kind = {"independent": "dspark" if config.has_confidence else "dflash", "selector": "dflash2"}.get(
-        config.law, "dspark"
-    )
-    changes = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None, "causal": False}
-    used = [each for each, usual in changes.items() if getattr(config, each) != usual]
-    refuse(
-        [
-            (bool(used), f"layout='speculators' has no {', '.join(used)}"),
-            (
-                kind == "dflash2" and config.has_draft_vocabulary,
-                f"layout='speculators' with law='selector' drafts every token, not {config.draft_vocab_size} of them",
-            ),
-        ]
+    plain, used = "dspark" if config.has_confidence else "dflash", changed_fields(config)
+    kind = {"independent": plain, "selector": "dflash2"}.get(config.law, "dspark")
+    drafts_part = kind == "dflash2" and config.has_draft_vocabulary
+    law = written_law(
+        config,
+        "speculators",
+        (used, f"has no {', '.join(used)}"),
+        (drafts_part, f"with law='selector' drafts every token, not {config.draft_vocab_size} of them"),
     )
     verifiers = [each for key, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if key == config.base_model_type]
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}

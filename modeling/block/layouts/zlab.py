@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
-from ....configuration.foreign_fields import ROPE_LEVELS, FieldTable, agreed, names, stated
+from ....configuration.foreign_fields import ROPE_LEVELS, FieldTable, agreed, names, settled, stated
 from ....generation.tensors.tensor_files import Fields
 from ...common.drafter_configs import architectures
 from .record import (
@@ -18,6 +18,7 @@ from .record import (
     Shapes,
     body_fields,
     both,
+    changed_fields,
     law_fields,
     parts_of,
     said,
@@ -102,14 +103,12 @@ def read_common(owner: object, raw: Fields, shapes: Shapes, kind: str) -> Fields
     sizes |= {"num_aux_layers": None if layers is None else len(layers)}
     modes = ("gqa", "mha") if body.get("num_key_value_heads", heads) == heads else ("gqa",)
     mask = said(owner, raw, "mask_token_id", "pard_token", "ptd_token_id")
+    for key, size in sizes.items():
+        settled(owner, key, said(owner, raw, key), size)
     refuse(
         [
             (mask is None, f"{owner}: config.json has no mask_token_id"),
             (mode not in (None, *modes), f"{owner}: attention_mode={mode!r} contradicts the heads of attention"),
-            *(
-                (said(owner, raw, key) not in (None, size), f"{owner}: {key}={said(owner, raw, key)} is not {size}")
-                for key, size in sizes.items()
-            ),
         ]
     )
     values: Fields = {
@@ -175,33 +174,23 @@ _ARCHITECTURES = {"independent": "DFlashDraftModel", "selector": "DFlash2DraftMo
 
 
 def _write(config: BlockDrafterConfig) -> Fields:
-    law, is_dspark = written_law(config, "z-lab"), config.law == "markov"
-    has_window = "sliding_attention" in (config.layer_types or ())
-    refuse(
-        [
-            (
-                config.sample_from_anchor and not is_dspark,
-                f"layout='z-lab' with law={config.law!r} drafts from row 1: make the drafter with from_backbone(..., "
-                "sample_from_anchor=False)",
-            ),
-            (
-                config.has_draft_vocabulary,
-                f"layout='z-lab' drafts every token (draft_vocab_size={config.draft_vocab_size})",
-            ),
-            (config.has_confidence and not is_dspark, "layout='z-lab' has a confidence head with law='markov' alone"),
-            (
-                has_window and config.causal and not config.sliding_causal,
-                "layout='z-lab' has no causal layers without a window beside bidirectional ones with one",
-            ),
-        ]
+    is_dspark, has_window = config.law == "markov", "sliding_attention" in (config.layer_types or ())
+    remedy = "make the drafter with from_backbone(..., sample_from_anchor=False)"
+    is_mixed = has_window and config.causal and not config.sliding_causal
+    law = written_law(
+        config,
+        "z-lab",
+        (config.sample_from_anchor and not is_dspark, f"with law={config.law!r} drafts from row 1: {remedy}"),
+        (config.has_draft_vocabulary, f"drafts every token (draft_vocab_size={config.draft_vocab_size})"),
+        (config.has_confidence and not is_dspark, "has a confidence head with law='markov' alone"),
+        (is_mixed, "has no causal layers without a window beside bidirectional ones with one"),
     )
     nested: Fields = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [index - 1 for index in config.feature_layers or ()],
         "block_size": config.block_size,
     }
-    defaults = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
-    nested |= {key: getattr(config, key) for key, usual in defaults.items() if getattr(config, key) != usual}
+    nested |= {key: value for key, value in changed_fields(config).items() if key != "causal"}
     nested |= {} if config.sample_from_anchor == is_dspark else {"sample_from_anchor": config.sample_from_anchor}
     values = written_body(config) | {"architectures": [_ARCHITECTURES[config.law]], "block_size": config.block_size}
     if config.num_target_layers is not None:

@@ -106,7 +106,7 @@ class BatchingMixin(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """As in `Trainer`, with batches of a budget of tokens, and rows joined where they may be."""
-        data, collator = self.train_dataset, self.data_collator
+        data, collator = self.train_dataset, untyped(self.data_collator)
         joins = self._joins()
         if joins:
             self.data_collator = JoinedCollator(collator)
@@ -134,7 +134,7 @@ class BatchingMixin(Trainer):
             data = self._remove_unused_columns(data, description="training")
         else:
             self.data_collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        self.data_collator = BatchCollator(self.data_collator)
+        self.data_collator = BatchCollator(untyped(self.data_collator))
         rows = BatchedRows(data, batches)
         return self._get_dataloader(
             dataset=rows,
@@ -165,8 +165,9 @@ class BatchingMixin(Trainer):
         if taken is None and not removes:
             return None
         self._set_signature_columns_if_needed()
-        columns = {*self._signature_columns} if taken is None else taken
-        columns = columns & {*self._signature_columns} if removes else columns
+        own = frozenset(self._signature_columns or ())
+        columns = own if taken is None else taken
+        columns = columns & own if removes else columns
         return RowReader(frozenset(columns), self.ignore_columns, f"a row of the {(description or '').lower()} data")
 
     def _prepare_inputs(self, inputs: Any) -> Any:

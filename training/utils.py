@@ -107,8 +107,9 @@ def escaped(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """Return the message of an error in one line that a terminal may show, or the name of its class; of a config that
     fails its validation, what its own check says."""
-    is_of_system = isinstance(error, OSError) and error.strerror and error.filename
-    said = f"{error.filename}: {error.strerror}" if is_of_system else str(error)  # in place of [Errno 2]
+    said = str(error)
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        said = f"{error.filename}: {error.strerror}"  # in place of [Errno 2]
     words = _OF_VALIDATORS.sub("", " ".join(said.split()))
     return escaped(words) or type(error).__name__
 

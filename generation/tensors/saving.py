@@ -135,24 +135,26 @@ def reads_whole(load: Callable[P, Result], keys: Sequence[str] = _KEYS[1:]) -> C
     parameters = [name for name in inspect.signature(load).parameters if name not in ("cls", "self")]
     position = len(inspect.signature(load).parameters) - len(parameters)
 
+    call: Callable[..., Result] = load
+
     @wraps(load)
     def loading(*args: Any, **kwargs: Any) -> Any:
         given = args[position] if len(args) > position else kwargs.get(parameters[0])
         if not isinstance(given, (str, PathLike)) or not given:
-            return load(*args, **kwargs)
+            return call(*args, **kwargs)
         directory = Path(given)
         if not directory.is_dir():
             with naming_field(given):
-                return load(*args, **kwargs)
+                return call(*args, **kwargs)
 
         def load_from(place: Path) -> Any:
             if place == directory:
-                return load(*args, **kwargs)
+                return call(*args, **kwargs)
             passed = str(place)
             if len(args) > position:
-                result = load(*args[:position], passed, *args[position + 1 :], **kwargs)
+                result = call(*args[:position], passed, *args[position + 1 :], **kwargs)
             else:
-                result = load(*args, **kwargs | {parameters[0]: passed})
+                result = call(*args, **kwargs | {parameters[0]: passed})
             _remember(result, passed, str(given))
             return result
 

@@ -23,7 +23,7 @@ from ...generation.drafter import DrafterFacts
 from ...generation.tensors.masks import selected_positions
 from ...generation.tensors.saving import reads_whole
 from ...generation.tensors.tensor_files import HUB_OPTIONS
-from ...generation.tensors.wrapped_models import Kwargs
+from ...generation.tensors.wrapped_models import Kwargs, untyped
 from ..common.backbone_parts import BackboneParts
 from ..common.learning import WindowHeadMixin, split_states
 from ..common.loading import StrictLoadingMixin
@@ -327,7 +327,7 @@ class EvaByteForMTPC(
         """
         shift_labels, balance = kwargs.pop("shift_labels", None), kwargs.pop("balance", None)
         learns = labels is not None or shift_labels is not None
-        counts = counts_of_update(self, num_items_in_batch, labels, attention_mask, position_ids, shift_labels)
+        counts = counts_of_update(untyped(self), num_items_in_batch, labels, attention_mask, position_ids, shift_labels)
         if learns and (cached := kwargs.pop("cached_states", None)) is not None:
             hidden = split_states(cached, self.learning_layers)[-1]
             targets = depth_targets(labels, self.window, attention_mask, position_ids, shift_labels)

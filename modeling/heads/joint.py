@@ -102,7 +102,7 @@ class JointMTPModel(OwnLossMixin, DepthLossMixin, WrapperMixin, PreTrainedModel)
         if labels is None and shift_labels is None:
             return MTPOutput(logits=outputs.logits)
         inputs = labels, attention_mask, position_ids, shift_labels
-        counts = counts_of_update(self, num_items_in_batch, *inputs)
+        counts = counts_of_update(untyped(self), num_items_in_batch, *inputs)
         found = self.heads.learn(
             states, outputs.logits, input_ids, attention_mask, position_ids, labels, counts,
             shift_labels, kwargs.get("balance"), self._first,

@@ -197,7 +197,9 @@ def sampled_checks() -> dict[str, list[tuple[Tensor, _Options]]]:
         "sampled, user's processor": [{"logits_processor": [Favouring()]}],
         "sampled, constraint": [{"logits_processor": [Follows()]}],
     }
-    calls = {check: [(one, options | own) for own in each] for check, each in asked.items()}
+    calls: dict[str, list[tuple[Tensor, _Options]]] = {
+        check: [(one, options | own) for own in each] for check, each in asked.items()
+    }
     return calls | {
         "sampled, ragged batch": [(_PROMPTS, options)],
         "sampled, eos": [(_PROMPTS, options | {"eos_token_id": end}) for end in (3, [0, 3])],

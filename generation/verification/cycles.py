@@ -32,7 +32,7 @@ class Cycle:
         new: New tokens per sequence, and what follows them in `result.tokens`.
         drafts: Real drafts per sequence.
         faults: Open sequences that would go on from scores that are no numbers.
-        strays: Sequences where `numbers` are none.
+        strays: Sequences where `numbers` are none; of their drafts those that were accepted count.
         rows: `Verifier.path_rows`, or [B, 1].
         report: [B, n] int64, all that the host reads.
         arrival: On an accelerator, when a report that was sent has arrived.
@@ -90,7 +90,9 @@ class Cycle:
             self.strays.append(is_known and ids[start] & _NO_NUMBER == _NO_NUMBER)
             self.accepted.append(ids[0])
             self.new.append(ids[text : text + width])
-            self.drafts.append(ids[text + width :] if real is None else ids[text + width :][: ids[1]])
+            drafts = ids[text + width :] if real is None else ids[text + width :][: ids[1]]
+            # how many were drafted before such a number only the device knows
+            self.drafts.append(self.new[-1][: ids[0]] if self.strays[-1] else drafts)
         return is_faulty
 
     def is_sound(self) -> Tensor | None:

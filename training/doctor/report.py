@@ -23,7 +23,6 @@ from ...generation.drafter import BaseDrafter
 from ...generation.tensors.tensor_files import Fields, read_tensors, tensor_names, weight_files
 from ...generation.tensors.wrapped_models import fingerprint, same_backbone, untyped
 from ...modeling import EagleHead
-from ...modeling.common.drafter_configs import layer_fields
 from ...modeling.common.learning import DraftModel
 from ...modeling.common.stored_drafters import drafter_class, read_drafter
 from ...modeling.eagle.conversion import own_name
@@ -154,20 +153,17 @@ def diagnose_source(
         OSError: What the Hub cannot give.
     """
     source = spec.partition(":")[2].partition("?")[0] or None
-    kind = None if source is None else drafter_class(source)
-    by_files: list[Finding] = [] if source is None or kind is None else [*_of_files(source, kind)]
     try:
         method = named_method(spec, model)
         getattr(method.drafter, "draft_vocabulary", None)
     except ValueError as error:
-        if kind is None:
+        if source is None or drafter_class(source) is None:
             raise
         for each in [*getattr(model.generate, "drafters", ())]:
             each.detach()
-        return Diagnosis([*by_files, Finding("loading", FAULT, one_line(error) + _other_sizes(source, model))])
+        return Diagnosis([*_of_files(source), Finding("loading", FAULT, one_line(error))])
     options = {key: value for key, value in method.options.items() if key not in ("assistant_model", "use_mtp")}
-    rest = diagnose(model, tokenizer, method.drafter, prompts, chats, new_tokens, source, **options)
-    return Diagnosis(_settled([*by_files, *rest.findings]), rest.accepted)
+    return diagnose(model, tokenizer, method.drafter, prompts, chats, new_tokens, source, **options)
 
 
 def diagnose(
@@ -195,11 +191,12 @@ def diagnose(
     method = drafting_method("drafter", model, None if drafter is model else drafter, **options)
     texts, runs = _answers(method, PromptEncoder(tokenizer, chats), prompts, new_tokens)
     accepted = _accepted(runs)
-    findings = [of_backbone(drafter, model), *of_tokenizers(stored_tokenizer(source), tokenizer, model)]
+    findings = [*_of_files(source), of_backbone(drafter, model)]
+    findings += of_tokenizers(stored_tokenizer(source), tokenizer, model)
     findings += [*_of_layers(drafter), untrained(drafter, model), _of_vocabulary(drafter, texts)]
     if not has_probs(drafter):
         findings.append(Finding("conventions", SKIPPED, f"a {type(drafter).__name__} has no distributions to compare"))
-        return Diagnosis(findings, accepted)
+        return Diagnosis(_settled(findings), accepted)
     length = len(accepted.decoded) or usual_drafts(drafter)
     with remembered(model):
         base = along(drafter, texts, length)
@@ -235,19 +232,23 @@ def _accepted(runs: Sequence[Run]) -> Accepted:
     return Accepted(acceptance_by_position(counts, longest), tokens_per_call=mean, verifications=len(counts))
 
 
-def _of_files(source: Source, kind: type[Any]) -> Iterator[Finding]:
+def _of_files(source: Source | None) -> Iterator[Finding]:
     """Yield what the files of a drafter say of themselves.
 
     The config of an EAGLE head may deny or invent norms and biases that its tensors have, and `d2t` may be rounded.
     """
+    kind = None if source is None else drafter_class(source)
+    if source is None or kind is None or not issubclass(kind, DraftModel):
+        return
+    names = {*map(own_name, tensor_names(source))}
     if kind is EagleHead:
-        raw, names = PreTrainedConfig.get_config_dict(source)[0], set(map(own_name, tensor_names(source)))
+        raw = PreTrainedConfig.get_config_dict(source)[0]
         raw = raw | (raw.get("eagle_config") or {}) | (raw.get("transformer_layer_config") or {})
         for name, (check, tensor) in _SHOWN_BY.items():
             if name in raw and bool(raw[name]) != (tensor in names):
                 have = "have" if tensor in names else "lack"
                 yield Finding(check, FAULT, f"the config says {name}={raw[name]}, and the tensors {have} {tensor}")
-    if issubclass(kind, DraftModel) and "d2t" in map(own_name, tensor_names(source)):
+    if "d2t" in names:
         tensors = read_tensors(weight_files(source, pickles=True)).items()
         offsets = next(each for name, each in tensors if own_name(name) == "d2t")
         if how := rounded(offsets.cpu().long()):
@@ -256,7 +257,7 @@ def _of_files(source: Source, kind: type[Any]) -> Iterator[Finding]:
 
 def rounded(offsets: Tensor) -> str | None:
     """Return how offsets [Vd] of draft ids are rounded, where chance would hardly make them so; None: they are not."""
-    if len((offsets.diff()).unique()) <= 1:  # ids that are spaced evenly
+    if len(offsets.diff().unique()) <= 1:  # ids that are spaced evenly
         return None
     distinct = offsets.unique()
     unit = max(gcd(*distinct.tolist()), 1)
@@ -268,22 +269,13 @@ def rounded(offsets: Tensor) -> str | None:
     return next((words for words, count in zeros.items() if count > _BITS), None)
 
 
-def _other_sizes(source: Any, backbone: PreTrainedModel) -> str:
-    """Return sizes of attention that a config does not share with the backbone, as the end of a sentence."""
-    raw, theirs = PreTrainedConfig.get_config_dict(source)[0], layer_fields(backbone.config.get_text_config(), {})
-    sizes = ("head_dim", "num_attention_heads", "num_key_value_heads")
-    odd = [f"{each}={raw[each]}, {theirs[each]}" for each in sizes if raw.get(each) not in (None, theirs[each])]
-    return f" (of the drafter, the backbone: {'; '.join(odd)})" if odd else ""
-
-
 def of_backbone(drafter: Any, backbone: PreTrainedModel) -> Finding:
     """Return whether a drafter learned on this backbone, by the fingerprint of its config."""
     config = getattr(drafter, "config", None)
     recorded, actual = field(config, "backbone_fingerprint"), fingerprint(backbone)
     if recorded is None or actual is None:
         why = "the drafter records none" if recorded is None else "these weights cannot be read"
-        named = field(config, "base_model_name_or_path")
-        return Finding("fingerprint", SKIPPED, why + (f"; it was made for {named}" if named else ""))
+        return Finding("fingerprint", SKIPPED, f"{why}; made for {field(config, 'base_model_name_or_path')}")
     if not same_backbone(recorded, actual):
         return Finding("fingerprint", FAULT, f"learned on {recorded!r}, and this backbone has {actual!r}")
     if "/" in recorded and "/" in actual:
@@ -360,14 +352,10 @@ def _are_equal(matrix: Tensor, table: Tensor) -> bool:
 
 @torch.no_grad()
 def is_new(weight: Tensor, deviation: float = _DEVIATION) -> bool:
-    """Return whether a weight [.., m, n] is constant, or independent noise as it is made.
+    """Return whether a weight [.., m, n] is constant, or independent noise as it is made (`initializer_range`).
 
     The largest singular value of noise is s (sqrt m + sqrt n); a trained matrix may keep that, and so its numbers must
     also be normal of a usual deviation, or uniform as in `torch.nn.Linear`.
-
-    Args:
-        weight: Of a drafter.
-        deviation: Standard deviation of the drafter's new weights (`initializer_range`).
     """
     matrix = weight.flatten(0, -2).float()  # [m, n]
     if bool((matrix == matrix.flatten()[0]).all()):

@@ -80,14 +80,8 @@ def answered(prompts: Mapping[str, Tensor], new: Sequence[Sequence[int]]) -> dic
 
 
 def along(drafter: Any, texts: Sequence[Batch], length: int, shift: int = 0) -> Drafted:
-    """Return the expected calls with drafts of `length` tokens.
-
-    Args:
-        drafter: One with distributions (`has_probs`), in evaluation mode.
-        texts: Batches of the backbone's own texts (`answered`).
-        length: m.
-        shift: Draft j is compared with the backbone's choice for draft j + `shift`.
-    """
+    """Return what a drafter with distributions (`has_probs`) does along texts (`answered`), with drafts of `length`
+    tokens; draft j is compared with the backbone's choice for draft j + `shift`."""
     longest = drafter.longest_draft() or length + abs(shift)
     length = max(min(length, longest - abs(shift)), 1)
     return reduce(add, (_drafted(*_agreement(drafter, batch, length, shift)) for batch in texts))
@@ -141,14 +135,8 @@ def remembered(model: PreTrainedModel) -> Iterator[None]:
 
 
 def is_better(other: Drafted, base: Drafted, errors: float, least: float = _LEAST) -> bool:
-    """Return whether a convention saves calls of the same texts and accepts more, one of them beyond chance.
-
-    Args:
-        other: With the convention.
-        base: Without it.
-        errors: Standard errors over the texts that one of both gains must exceed.
-        least: Share of the calls that it must save.
-    """
+    """Return whether a convention saves a least share of the calls of the same texts and accepts more, where one of
+    both gains is beyond so many standard errors over the texts."""
     saved, gain = base.calls.calls - other.calls.calls, other.drawn - base.drawn  # [N], [N]
     spread = len(gain) ** 0.5 * errors
     is_sure = any(float(each.sum()) > spread * float(each.std(correction=len(each) > 1)) for each in (saved, gain))

@@ -253,7 +253,8 @@ def test_a_config_that_contradicts_itself(capsys, folder, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"chunk_size": 4', '"chunk_size": 5'))
     code, line = error_of(capsys, "generate", "--model", tmp_path, "x")
-    assert code == 1 and line.startswith("tokenahead generate: window_size=32 must be a multiple of chunk_size=5")
+    reason = "config.json: window_size=32 must be a multiple of chunk_size=5"
+    assert code == 1 and line.startswith(f"tokenahead generate: {tmp_path}: {reason}")
 
 
 def test_a_prompt_that_is_too_long(capsys, folder):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _JOINERS = "\u200c\u200d"
 """Characters of words in many scripts, and of emoji."""
-_OF_VALIDATORS = re.compile(r"^Class validation error for validator '\w+': \w+: ")
-"""The prefix of messages of our configs, which tells a user nothing."""
+_OF_VALIDATORS = re.compile(r"Class validation error for validator '\w+': \w+: ")
+"""What messages of our configs begin with, and tells a user nothing."""
 
 
 class MissingExtraError(ModuleNotFoundError):

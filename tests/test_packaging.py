@@ -71,7 +71,7 @@ def test_the_core_works_without_extras_and_what_needs_one_names_it():
     assert done.stderr.splitlines() == [
         "tokenahead demo: the demo needs the package 'rich': pip install 'tokenahead[demo]'",
         "tokenahead demo: the demo needs the package 'matplotlib': pip install 'tokenahead[demo]'",
-        "a trainer of TRL needs the package 'trl': pip install 'tokenahead[train]'",
+        "a trainer of TRL needs the package 'datasets': pip install 'tokenahead[train]'",
     ]
 
 

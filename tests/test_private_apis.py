@@ -59,8 +59,10 @@ OTHERS = [
     (torch.nn.Module, "_apply"),
     (torch.nn.Linear(1, 1), "_compiled_call_impl"),
     (torch.nn.Linear(1, 1), "_backward_hooks"),
+    (torch.nn.Linear(1, 1), "_buffers"),
     (torch.nn.Linear(1, 1), "_forward_hooks"),
     (torch.nn.Linear(1, 1), "_forward_pre_hooks"),
+    (torch.nn.Linear(1, 1), "_modules"),
     (torch.nn.Linear(1, 1), "_parameters"),
     (torch.Tensor, "_version"),
     (torch, "_assert_async"),
@@ -82,8 +84,8 @@ WRITTEN_IN_SOURCE = [
 """Names of other libraries that objects get at run time."""
 
 OWNERS = {name: owner for table in (CORE, TRAINER) for owner, names in table.items() for name in names}
-IN_FILES = {"_name_or_path", "_exp_gamma_weights", "_proj", "_draft_"}
-"""Fields of config.json, and parts of names of published tensors and metrics, which look like private names."""
+IN_FILES = {"_name_or_path", "_exp_gamma_weights", "_proj", "_draft_", "_id", "_target_"}
+"""Fields of config.json and of rows, and parts of names of published tensors and metrics, which look like private names."""
 LISTED = {*OWNERS, *IN_FILES, *(name for _, name in (*OTHERS, *WRITTEN_IN_SOURCE))}
 
 

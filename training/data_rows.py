@@ -9,7 +9,7 @@ from ..generation.tensors.wrapped_models import Kwargs
 from .columns import MASKS, OPTIONS, TEXTS, RowReader, check_columns, template_options
 from .utils import needs_extra
 
-with needs_extra("train", "rows of datasets"):
+with needs_extra("train", "a trainer of TRL"):
     from datasets import Dataset, Features, Json
     from trl.data_utils import is_conversational, is_conversational_from_value
 

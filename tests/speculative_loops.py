@@ -37,7 +37,7 @@ class Loop:
         self.width, self.rows, self.do_sample = width, torch.arange(batch), do_sample
         self.ids = pad(input_ids, (0, max_new_tokens + m + 1))
         self.mask = pad(attention_mask, (0, max_new_tokens + m + 1), value=1)
-        ends = torch.tensor(options.get("eos_token_id") or []).flatten().long()
+        ends = torch.tensor(options.get("eos_token_id", [])).flatten().long()
         text = torch.full((batch, max_new_tokens), config.pad_token_id or 0)
         count, cycle = torch.zeros(batch, dtype=torch.long), 0
         while bool((count < max_new_tokens).any()):

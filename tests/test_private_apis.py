@@ -85,7 +85,7 @@ WRITTEN_IN_SOURCE = [
 
 OWNERS = {name: owner for table in (CORE, TRAINER) for owner, names in table.items() for name in names}
 IN_FILES = {"_name_or_path", "_exp_gamma_weights", "_proj", "_draft_", "_id", "_target_"}
-"""Fields of config.json and of rows, and parts of names of published tensors and metrics, which look like private names."""
+"""Fields of config.json and of rows, and parts of names of tensors and metrics, which look like private names."""
 LISTED = {*OWNERS, *IN_FILES, *(name for _, name in (*OTHERS, *WRITTEN_IN_SOURCE))}
 
 

@@ -49,10 +49,15 @@ def test_a_fault_at_any_place_of_a_block_is_found(fault, drafts, place):
     assert found.result == BROKEN and found.p_value < ALARM
 
 
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+@pytest.mark.parametrize("fault", ["bonus of q", "bonus is the likeliest"])
+def test_a_bonus_token_of_another_law_is_found(fault, drafts):
+    assert drawn(Loop(fault, drafts, by=0.2)).result == BROKEN
+
+
 @pytest.mark.parametrize("drafts", [1, 3, 6])
-@pytest.mark.parametrize("fault", ["bonus of q", "bonus is the likeliest", "acceptance 20 % too high"])
-def test_a_fault_of_every_cycle_is_found(fault, drafts):
-    assert drawn(Loop(fault, drafts, by=0.6)).result == BROKEN
+def test_acceptance_that_is_too_high_is_found(drafts):
+    assert drawn(Loop("acceptance 20 % too high", drafts, by=0.6)).result == BROKEN
 
 
 def test_a_fault_of_late_cycles_is_found():

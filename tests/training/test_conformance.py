@@ -164,9 +164,11 @@ def test_vllms_engine(monkeypatch):
     refused = [check for check, result in found.items() if result == REFUSED]
     odd = ["processors", "user's processor", "allowed tokens"]
     odd = [each for check in odd for each in (check, f"{check}, ragged batch")]
-    others = ["sampled, warped", "sampled, other warpers", "sampled, user's processor", "sampled, constraint"]
-    assert sorted(refused) == sorted([*odd, *others, "sampled, processors"]) and found["sampled, top_p"] == KEPT
-    assert BROKEN not in found.values()
+    others = ["other warpers", "user's processor", "constraint", "processors"]
+    assert (
+        sorted(refused) == sorted([*odd, *(f"sampled, {each}" for each in others)]) and found["sampled, top_p"] == KEPT
+    )
+    assert [check for check, result in found.items() if result == BROKEN] == ["sampled, warped"]  # the engine ends
 
 
 def test_a_loop_that_forgets_what_is_asked():

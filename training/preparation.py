@@ -142,7 +142,9 @@ def _joined(model: Any, strategy: TrainingStrategy) -> JointMTPModel:
 def _learn_by_adapters(backbone: PreTrainedModel, strategy: TrainingStrategy) -> None:
     """Train a backbone by adapters: new ones, or those that it carries."""
     if not carries_adapters(backbone):
-        inject_adapter_in_model(lora_config(backbone, strategy), backbone)  # as `add_adapter`, of any version of peft
+        config = lora_config(backbone, strategy)
+        config.base_model_name_or_path = backbone.name_or_path
+        inject_adapter_in_model(config, backbone)  # as `add_adapter`, of any version of peft
         backbone._hf_peft_config_loaded = True
         return
     if reason := obstacle_of_peft():

@@ -82,7 +82,7 @@ def learned(model, batch) -> list[torch.Tensor]:
     return [output.loss.detach(), output.head_losses.nan_to_num(0.0), *gradients]
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-6)], ids=str)
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 5e-6)], ids=str)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_joined_rows_teach_what_padded_ones_do(name, dtype, bound):
     torch.manual_seed(0)

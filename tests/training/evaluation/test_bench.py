@@ -364,8 +364,8 @@ def test_a_config_with_a_wrong_value_is_a_drafter_that_does_not_fit(folders, tmp
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     (tmp_path / "heads" / "config.json").write_text(json.dumps(config | {"head_type": "hydr"}))
     methods, refused = methods_of([f"heads:{tmp_path / 'heads'}"], llama(vocab_size=320))
-    assert len(methods) == 1 and refused["heads:heads"].startswith("head_type='hydr'")
-    with pytest.raises(ValueError, match=rf"^--drafter heads:{tmp_path / 'heads'}: head_type='hydr'"):
+    assert len(methods) == 1 and "head_type='hydr'" in refused["heads:heads"]
+    with pytest.raises(ValueError, match=rf"^--drafter heads:{tmp_path / 'heads'}: .*head_type='hydr'"):
         named_method(f"heads:{tmp_path / 'heads'}", llama(vocab_size=320))
 
 

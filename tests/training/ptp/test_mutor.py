@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, TrainerState, TrainingArguments
 
 from tests.ptp_models import CONFIGS, VOCABULARY, backbone, ids
 from tests.training.conftest import small_model
@@ -247,5 +247,6 @@ def test_bad_input(tmp_path):
         MuToRTrainer(backbone(), TrainingArguments(tmp_path, report_to=[]), compute_metrics=len)
     other = AutoModelForCausalLM.from_config(LlamaConfig(**small))
     RegisterModel(other).save_pretrained(tmp_path / "other")
+    TrainerState().save_to_json(str(tmp_path / "other" / "trainer_state.json"))
     with pytest.raises(ValueError, match="num_hidden_layers=.*1.*num_hidden_layers=.*2"):
         trainer(backbone(), tmp_path).train(resume_from_checkpoint=str(tmp_path / "other"))

@@ -254,5 +254,4 @@ def test_bad_teachers_and_data(tmp_path):
     other.config.vocab_size = VOCABULARY + 1
     with pytest.raises(ValueError, match="vocabulary.*12.*11"):
         trainer(student(), tmp_path, teacher=other)
-    with pytest.raises(ValueError, match="input_ids.*1"):
-        Sequences.of({"input_ids": ids(2, 1)})
+    assert not Sequences.of({"input_ids": ids(2, 1)}).startable.any()

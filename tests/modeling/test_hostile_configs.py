@@ -6,7 +6,7 @@ import pytest
 
 from tests.every_model import llama
 from tests.training.conftest import small_model
-from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads
+from tokenahead import BlockDrafter, DeepSeekMTP, EagleHead, EvaByteForMTPC, MTPHeads, PTPStudent
 from tokenahead.modeling.common.stored_drafters import drafter_class
 from tokenahead.training.loading import load_backbone
 
@@ -83,6 +83,16 @@ def test_a_backbone_of_a_command_is_named_by_file_and_field(field, value, tmp_pa
     with pytest.raises(ValueError, match=f"{tmp_path}.*config.json") as error:
         load_backbone(str(tmp_path), "--model", "--heads")
     assert (field if field != "rope_parameters" else "rope_type") in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["evil", 3, None, ["llama"]])
+def test_a_backbone_of_no_known_type_is_named(value, tmp_path):
+    PTPStudent.from_backbone(llama(), lora_rank=4).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["backbone_config"]["model_type"] = value
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*config.json.*backbone_config\.model_type="):
+        PTPStudent.from_pretrained(tmp_path)
 
 
 def test_what_a_drafter_is_is_asked_of_a_config_that_says_it(saved):

@@ -166,7 +166,7 @@ class Endpoint:
 
     def _names_of(self, answer: Any, body: object) -> list[str]:
         models = answer.get("data") if isinstance(answer, dict) else None
-        names = [each.get("id") if isinstance(each, dict) else None for each in models or ()]
+        names: list[Any] = [each.get("id") if isinstance(each, dict) else None for each in models or ()]
         if not isinstance(models, list) or not all(isinstance(name, str) for name in names):
             raise EndpointError(f"{self.url}/models gives no list of models")
         return names

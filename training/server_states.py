@@ -63,6 +63,7 @@ class ServerStates(TextStates):
         folder: The directory of the server's files, where it is mounted here; of the paths that the server gives, only
             the last name is read, and what was read is deleted.
         wait: Seconds until a file must be whole, after the server's answer.
+        ignore_columns: See `TextStates`.
 
     Raises:
         ValueError: No directory, or no time.
@@ -82,12 +83,13 @@ class ServerStates(TextStates):
         dtype: str | None = None,
         folder: str | Path | None = None,
         wait: float = 60.0,
+        ignore_columns: Sequence[str] = (),
     ) -> None:
         if not folder or not isinstance(folder, str | Path):
             raise ValueError(f"folder={folder!r} must be the directory in which the server's files are found here")
         if not (isinstance(wait, int | float) and isfinite(wait) and wait >= 0):
             raise ValueError(f"wait={wait!r} must be a number of seconds")
-        super().__init__(drafter, data, dtype)
+        super().__init__(drafter, data, dtype, ignore_columns)
         self.endpoint, self.folder, self.wait = endpoint, Path(folder), wait
         endpoint.served_model()
         self._outputs = layer_outputs(drafter)
@@ -114,10 +116,10 @@ class ServerStates(TextStates):
             raise EndpointError(f"{name}: {one_line(error)}") from error
         if tokens[: len(ids)] != ids:
             raise EndpointError(f"{name} holds states of other tokens than were sent")
-        if states.shape != (len(tokens), len(self._outputs), config.hidden_size) or not states.is_floating_point():
-            wanted = f"[{len(tokens)}, {len(self._outputs)}, {config.hidden_size}], of the layers {self._outputs}"
-            found = f"{list(states.shape)} ({states.dtype})"
-            raise EndpointError(f"{name} holds states of shape {found}, and needed are {wanted}")
+        wanted = (len(tokens), len(self._outputs), config.hidden_size)
+        if states.shape != wanted or not states.is_floating_point():
+            found = f"{tuple(states.shape)} ({states.dtype})"
+            raise EndpointError(f"{name} holds states of shape {found}, not {wanted}, of the layers {self._outputs}")
         states = states[: len(ids)].to(compute_device(backbone), backbone.dtype)  # [T, n, d]
         if not states.isfinite().all():
             raise EndpointError(f"{name} holds states that are not finite: nothing learns so")

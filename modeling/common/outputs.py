@@ -142,12 +142,15 @@ class TrainableDrafter(Protocol):
         config: Its configuration.
         loss_unit: Name of an entry of `head_losses` in the log: `loss_head_1`, or `loss_step_1`.
         num_losses: n, the number of entries.
-        head_config: Options of its heads; None: it has none.
     """
 
     config: PreTrainedConfig
     loss_unit: str
-    head_config: MTPHeadConfig | None
+
+    @property
+    def head_config(self) -> MTPHeadConfig | None:
+        """Return the options of its heads; None: it has none."""
+        ...
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules that draft and do nothing else, by name."""

@@ -56,8 +56,7 @@ def load_box(
         BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
         ValueError: A head that the box does not hold.
     """
-    directory = Path(directory or box_directory())
-    check_box(directory)
+    directory = check_box(directory)
     heads = heads_in(directory)
     if head not in heads:
         raise ValueError(f"head={head!r} is not in the box; choose one of {', '.join(heads)}")
@@ -82,8 +81,9 @@ def _load(directory: Path, head: str, dtype: torch.dtype | str) -> EvaByteForMTP
     return model.eval()
 
 
-def check_box(directory: Path) -> None:
-    """Compare every file with its checksum."""
+def check_box(directory: str | Path | None) -> Path:
+    """Compare every file with its checksum; return the directory, of None that of the installed box."""
+    directory = Path(directory or box_directory())
     sums = directory / CHECKSUMS
     if not sums.is_file():
         raise BoxDamagedError(f"{directory} holds no {CHECKSUMS}: there is no model in the box; reinstall tokenahead")
@@ -91,6 +91,7 @@ def check_box(directory: Path) -> None:
         expected, name = line.split(maxsplit=1)
         if not (file := directory / name).is_file() or sha256(file) != expected:
             raise BoxDamagedError(f"{file} is missing, or not as {CHECKSUMS} states; reinstall tokenahead")
+    return directory
 
 
 def sha256(file: Path) -> str:
@@ -166,7 +167,6 @@ class Box:
         Raises:
             BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
         """
-        directory = Path(directory or box_directory())
-        check_box(directory)
+        directory = check_box(directory)
         models = {head: _load(directory, head, dtype) for head in heads_in(directory)}
         return cls(models, EvaByteTokenizer.from_pretrained(directory), load_excerpts(directory / EXCERPTS))

@@ -24,7 +24,7 @@ from .evaluation.prompts import PromptEncoder
 from .evaluation.summary import Completion, completions_of, measured_results, results_of
 from .loading import unit_of
 from .results import DecodingResult, MeasuredResults, environment, hardware
-from .utils import check_directory, replace_file, shown_word
+from .utils import check_directory, replace_file, shown_word, visible
 
 MARK = "demo.json"  # marks the demo's own directories, and holds the command
 _FEW = 4  # prompts below which results need a warning
@@ -152,7 +152,8 @@ def check_output(output: Path, overwrite: bool) -> None:
 
 
 def _print(console: Console, measured: MeasuredResults, bench: Bench) -> None:
-    console.print(legend())
+    words = ("prompt", PROMPT), "  ", ("drafted and accepted", DRAFTED), "  ", ("verifier's own", VERIFIED)
+    console.print(Text.assemble(*words))
     for mode in (mode for mode in bench.protocol.modes if mode.name != _UNSHOWN):
         fastest = fastest_of(measured.results, mode.name)
         if fastest is None:
@@ -177,13 +178,6 @@ PROMPT, DRAFTED, VERIFIED = "dim", "black on green", "black on yellow"
 """Styles of the prompt, of accepted drafts and of tokens that the verifier added; a background shows blanks, too."""
 
 
-def legend() -> Text:
-    """Return one line that explains the colours."""
-    return Text.assemble(
-        ("prompt", PROMPT), "  ", ("drafted and accepted", DRAFTED), "  ", ("verifier's own", VERIFIED)
-    )
-
-
 def coloured(completion: Completion, writer: PromptEncoder, prompt_lines: int = 4) -> Text:
     """Return the last lines of the prompt and its completion, every token in the colour of its origin."""
     prompt = "".join(completion.prompt.splitlines(keepends=True)[-prompt_lines:])
@@ -191,8 +185,3 @@ def coloured(completion: Completion, writer: PromptEncoder, prompt_lines: int = 
     for piece, is_drafted in spans(writer.tokenizer, completion.ids, completion.drafted):
         text.append(visible(piece), style=DRAFTED if is_drafted else VERIFIED)
     return text
-
-
-def visible(text: str) -> str:
-    """Return text in which characters that would move the cursor are U+FFFD; line ends and tabs stay."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

@@ -20,45 +20,33 @@ from .utils import shown_word
 
 _PREFIX = 320  # bytes of the held-out prefixes that the model in the box completes
 _PREFIXES = 32
+# fmt: off
 _REQUESTS = {
-    "writing": "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
-    "coding": "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
-    "mathematics": "A baker sells 3 rolls for 2 euros. How much do 12 rolls cost? Explain it step by step.",
-    "extraction": "List the names and the years in this text, a line for each: Anna Berg founded the mill in 1891. Her "
-    "nephew Olof Lind sold it in 1924 to Maria Santos, who had come from Porto in 1910.",
-    "planning": "Plan a day in the mountains for a family with two small children, hour by hour.",
-    "rewriting": "Correct the mistakes in this text: Yesterday we was walking to the lake, and their we seen two swan "
-    "who was sleeping under a old tree.",
-    "knowledge": "Why is the sky blue, and why is it red in the evening?",
-    "translation": "Translate into French: The train to the coast leaves at nine, and the last one back at seven.",
+    "writing": ("Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+                "Write a letter from a grandmother to her grandson who is at sea.",
+                "Write a poem about a town in the rain."),
+    "coding": ("Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+               "Write a Python class of a bank account.",
+               "Write a SQL query that counts the orders of every customer."),
+    "mathematics": ("A baker sells 3 rolls for 2 euros. How much do 12 rolls cost? Explain it step by step.",
+                    "A train goes 150 km in 2 hours. How far does it go in 5?",
+                    "What is 15 % of 240? Show every step."),
+    "extraction": ("List the names and the years in this text, a line for each: Anna Berg founded the mill in 1891. "
+                   "Her nephew Olof Lind sold it in 1924 to Maria Santos, who had come from Porto in 1910.",
+                   "List the colours in: a red boat, two green nets, blue rope.",
+                   "List the verbs in: She sat, read and slept."),
+    "planning": ("Plan a day in the mountains for a family with two small children, hour by hour.",
+                 "Plan a dinner for six people, course by course.", "Plan how to learn to swim in eight weeks."),
+    "rewriting": ("Correct the mistakes in this text: Yesterday we was walking to the lake, and their we seen two swan "
+                  "who was sleeping under a old tree.", "Write this politely: Send me the money now.",
+                  "Shorten: The meeting that was planned for today is off."),
+    "knowledge": ("Why is the sky blue, and why is it red in the evening?", "How do bees make honey?",
+                  "Why do ships of steel float?"),
+    "translation": ("Translate into French: The train to the coast leaves at nine, and the last one back at seven.",
+                    "Translate into German: Where is the station?", "Translate into Spanish: The soup is cold again."),
 }
-"""By category, what a model is asked where no prompts are given."""
-_FURTHER = {
-    "writing": (
-        "Write a letter from a grandmother to her grandson who is at sea.",
-        "Write a poem about a town in the rain.",
-    ),
-    "coding": (
-        "Write a Python class of a bank account.",
-        "Write a SQL query that counts the orders of every customer.",
-    ),
-    "mathematics": (
-        "A train goes 150 km in 2 hours. How far does it go in 5?",
-        "What is 15 % of 240? Show every step.",
-    ),
-    "extraction": (
-        "List the colours in: a red boat, two green nets, blue rope.",
-        "List the verbs in: She sat, read and slept.",
-    ),
-    "planning": ("Plan a dinner for six people, course by course.", "Plan how to learn to swim in eight weeks."),
-    "rewriting": (
-        "Write this politely: Send me the money now.",
-        "Shorten: The meeting that was planned for today is off.",
-    ),
-    "knowledge": ("How do bees make honey?", "Why do ships of steel float?"),
-    "translation": ("Translate into German: Where is the station?", "Translate into Spanish: The soup is cold again."),
-}
-"""What the doctor asks besides."""
+# fmt: on
+"""By category, what a model is asked where no prompts are given; the doctor asks all of it."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +110,7 @@ def box_model(directory: str | Path | None = None, prompts: int = _PREFIXES, dty
 
 def requests(further: bool = False) -> list[Prompt]:
     """Return a short request of each of eight kinds, or three, for models of which no prompts are given."""
-    every = {name: (text, *(_FURTHER[name] if further else ())) for name, text in _REQUESTS.items()}
-    numbered = [(name, *pair) for name, texts in every.items() for pair in enumerate(texts)]
+    numbered = [(name, *pair) for name, texts in _REQUESTS.items() for pair in enumerate(texts[: 3 if further else 1])]
     return [Prompt(f"{name} {number}" if number else name, (text,), name) for name, number, text in numbered]
 
 

@@ -185,19 +185,12 @@ def serve(model: str | None, drafter: str | None, dtype: str, address: str) -> i
     """Serve the page at `HOST:PORT` until Ctrl-C; the defaults are 127.0.0.1, and a free port.
 
     Raises:
-        ValueError: No address, or one that cannot be had; before a model is loaded.
+        ValueError: No address.
+        OSError: One that cannot be had.
     """
     host, _, port = address.rpartition(":")
     if port and not (port.isascii() and port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
         raise ValueError(f"--web {address}: write HOST:PORT, such as 0.0.0.0:7860, with a port below 65536")
-    host, number = host or "127.0.0.1", int(port or 0)
-    try:  # before a model is loaded
-        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(place)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--web {address}: {getattr(error, 'strerror', None) or error}") from error
-    page = build(model, drafter, dtype)
-    page.launch(server_name=host, server_port=number or None, footer_links=[], share=False)
+    page, host = build(model, drafter, dtype), host.strip("[]") or "127.0.0.1"
+    page.launch(server_name=host, server_port=int(port or 0) or None, footer_links=[], share=False)
     return 0

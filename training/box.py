@@ -42,18 +42,13 @@ def box_directory() -> Path:
 def load_box(
     head: str = "ff", directory: str | Path | None = None, dtype: torch.dtype | str = torch.float32
 ) -> tuple[EvaByteForMTPC, PreTrainedTokenizerBase]:
-    """Load the model in the box with one of its heads.
-
-    Args:
-        head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`, as far as the box holds them.
-        directory: Another box than the installed one.
-        dtype: Of the weights in memory.
+    """Load the model in the box (of another `directory` than the installed one) with one of its heads, in eval mode.
 
     Returns:
-        The model, in evaluation mode, and its tokenizer.
+        The model, and its tokenizer.
 
     Raises:
-        BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
+        BoxDamagedError: See `check_box`.
         ValueError: A head that the box does not hold.
     """
     directory = check_box(directory)
@@ -82,7 +77,11 @@ def _load(directory: Path, head: str, dtype: torch.dtype | str) -> EvaByteForMTP
 
 
 def check_box(directory: str | Path | None) -> Path:
-    """Compare every file with its checksum; return the directory, of None that of the installed box."""
+    """Compare every file with its checksum; return the directory, of None that of the installed box.
+
+    Raises:
+        BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
+    """
     directory = Path(directory or box_directory())
     sums = directory / CHECKSUMS
     if not sums.is_file():
@@ -162,11 +161,7 @@ class Box:
 
     @classmethod
     def load(cls, directory: str | Path | None = None, dtype: torch.dtype | str = torch.float32) -> Box:
-        """Read a box; None: the installed one. `dtype` is that of the weights in memory.
-
-        Raises:
-            BoxDamagedError: A file is missing, or its checksum is wrong; the message names it.
-        """
+        """Read a box; None: the installed one. `dtype` is that of the weights in memory; see `check_box`."""
         directory = check_box(directory)
         models = {head: _load(directory, head, dtype) for head in heads_in(directory)}
         return cls(models, EvaByteTokenizer.from_pretrained(directory), load_excerpts(directory / EXCERPTS))

@@ -31,6 +31,7 @@ _FEW = 4  # prompts below which results need a warning
 _UNSHOWN = "sampled, T=0.7"  # a way of decoding of which no output is shown
 _BATCH_SHARE = 0.35  # of the time, where batches are measured, too
 _BATCH_TOKENS = 64  # per completion in batches, at most
+_ADAPTIVE = {"num_assistant_tokens_schedule": "adaptive"}
 PROMPT, DRAFTED, VERIFIED = "dim", "black on green", "black on yellow"
 """Styles of the prompt, of accepted drafts and of tokens that the verifier added; a background shows blanks, too."""
 
@@ -69,10 +70,10 @@ class Measurement:
         limits = f"at most {self.new_tokens} {unit_of(subject.writer.tokenizer)}s"
         if share:  # a drafted token costs more than alone: drafts as long as pays, and trees keep their form
             limits += f", in batches with at most {_BATCH_TOKENS}, and drafts as long as pays (the schedule `adaptive`)"
-            methods = [
-                each if each.drafter is None or "draft_tree" in each.options else _adaptive(each)
-                for each in subject.methods
-            ]
+            methods = [*subject.methods]
+            for index, each in enumerate(methods):
+                if each.drafter is not None and "draft_tree" not in each.options:
+                    methods[index] = replace(each, options=_ADAPTIVE | each.options)
             benches.append(decoded(methods, self.batch_size, min(self.new_tokens, _BATCH_TOKENS), share))
         refused = {name: reason for bench in benches for name, reason in bench.not_measured.items()}
         if not (rows := [row for bench in benches for row in results_of(bench)]):
@@ -92,10 +93,6 @@ class Measurement:
         return measured, single
 
 
-def _adaptive(method: Method) -> Method:
-    return replace(method, options={"num_assistant_tokens_schedule": "adaptive"} | method.options)
-
-
 def run_demo(
     measurement: Measurement,
     subject: DemoModel,
@@ -103,10 +100,14 @@ def run_demo(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> MeasuredResults:
-    """Measure a model, show its outputs (None: on the standard output), and write results and figures.
+    """Measure a model, show its outputs, and write results and figures; return what is saved in `results.json`.
 
-    `output` is their directory. One that a demo made is written over; with `overwrite` any other, too, where files of
-    other names stay. Returns what is saved in `results.json`.
+    Args:
+        measurement: How much is measured.
+        subject: The model, its methods and prompts.
+        output: The directory of results and figures. One that a demo made is written over.
+        overwrite: Write into a directory that no demo made; files of other names stay.
+        console: None: the standard output.
 
     Raises:
         OSError: An output directory that cannot be used; it is checked before anything is measured.

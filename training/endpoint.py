@@ -218,18 +218,20 @@ class Endpoint:
             pause = 0.0
             try:
                 response, content = await self._asked(path, body)
-                status, after = response.status_code, response.headers.get("Retry-After", "")
-                if response.is_success:
-                    return read(json.loads(content), body)
-                fault, pause = f"HTTP {status}", float(after) if after.isascii() and after.isdecimal() else 0.0
-                if status < 500 and status not in _FOR_NOW:
-                    raise EndpointError(
-                        f"{self.url}/{path} answers {fault}: {escaped(content[:300].decode('latin-1'))}"
-                    )
-            except _PassingError as error:
-                fault = str(error)
             except (httpx.RequestError, TimeoutError) as error:
                 fault = type(error).__name__
+                continue
+            if not response.is_success:
+                fault, after = f"HTTP {response.status_code}", response.headers.get("Retry-After", "")
+                pause = float(after) if after.isascii() and after.isdecimal() else 0.0
+                if response.status_code < 500 and response.status_code not in _FOR_NOW:
+                    words = escaped(content[:300].decode(errors="replace"))
+                    raise EndpointError(f"{self.url}/{path} answers {fault}: {words}")
+                continue
+            try:
+                return read(json.loads(content), body)
+            except _PassingError as error:
+                fault = str(error)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 fault = f"no answer in OpenAI's form: {type(error).__name__}"
         raise EndpointError(f"{self.url}/{path} gave no whole answer in {self.tries} tries: {fault}")

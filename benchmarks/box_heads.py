@@ -6,10 +6,11 @@
 The box's backbone is frozen. It goes on with beginnings of Python's standard library, sampled at T = 1, and every head
 starts from the box's FF heads and learns from that text: where text is the target's own, likelihood estimates what
 acceptance needs, and the block loss is exact. `contexts` has leaves that read no, one or three bytes, by likelihood,
-after equal steps; an HMM's transitions read the last byte where its leaves read any. `released` trains the heads of the box (three bytes, circuits with small leaves) and Hydra's beside them, by the
-block loss, for equal processor time. A GPU is used where there is one. `token` and `block` are tokens per call at T = 1
-of drafts of window - 1 bytes, expected along texts that the backbone has drawn behind held-out files; `nll` is the
-heads' loss per window on them, in nats. The command goes on where it ended; tables show means over seeds.
+after equal steps; an HMM's transitions read the last byte where its leaves read any. `released` trains the heads of the
+box (three bytes, circuits with small leaves) and Hydra's beside them, by the block loss, for equal processor time. A
+GPU is used where there is one. `token` and `block` are tokens per call at T = 1 of drafts of window - 1 bytes, expected
+along texts that the backbone has drawn behind held-out files; `nll` is the heads' loss per window on them, in nats. The
+command goes on where it ended; tables show means over seeds.
 """
 
 from __future__ import annotations

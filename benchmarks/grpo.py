@@ -1,6 +1,6 @@
 """GRPO with TRL's trainer and several drafters: tokens per call while the policy learns, and how far it has moved.
 
-    python benchmarks/grpo.py --model HuggingFaceTB/SmolLM2-135M-Instruct --head model_cards/smollm2/eagle3 \\
+    python benchmarks/grpo.py --model HuggingFaceTB/SmolLM2-135M-Instruct --head model_cards/smollm2/eagle1 \\
         --prompts gsm8k_train.jsonl --folder grpo
 
 Every drafter has a separate run of the same policy (bfloat16, adapters of peft) on the same prompts, a group of 8

@@ -1,4 +1,4 @@
-"""The model in the box: a small EvaByte that comes with the package, four heads that draft for it, and held-out text.
+"""The model in the box: a small EvaByte that comes with the package, heads that draft for it, and held-out text.
 
 Loads and checks; `examples/box` trains and writes the directory.
 """
@@ -45,7 +45,7 @@ def load_box(
     """Load the model in the box with one of its heads.
 
     Args:
-        head: `"ff"`, `"cp"`, `"hmm"` or `"btree"`, as far as the box holds them.
+        head: `"ff"`, or another of `HEADS` that the box holds.
         directory: Another box than the installed one.
         dtype: Of the weights in memory.
 

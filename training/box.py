@@ -1,4 +1,4 @@
-"""The model in the box: a small EvaByte that comes with the package, four heads that draft for it, and held-out text.
+"""The model in the box: a small EvaByte that comes with the package, heads that draft for it, and held-out text.
 
 Loads and checks; `examples/box` trains and writes the directory.
 """

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
-from ...configuration.fields import check_options, refuse
+from ...configuration.fields import check_options
 from ...configuration.foreign_fields import agreed, names, refuse_unread, settled
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
@@ -189,21 +189,16 @@ def _mask_token(name: object, raw: Fields, is_parallel: bool, given: int | None)
     token = token if given is None else given
     says = raw.get("parallel_drafting")
     is_named = any(kind.lower().startswith("peagle") for kind in architectures(raw))
-    refuse(
-        [
-            (
-                is_parallel and token is None,
-                f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}: SpecForge does "
-                "not save this option of a run; pass mask_token_id=",
-            ),
-            (is_parallel and says is False, f"{name}: parallel_drafting={says}, but mask_hidden is present"),
-            (
-                not is_parallel and (token is not None or says or is_named),
-                f"{name}: mask_token_id={token}, parallel_drafting={says}, architectures={architectures(raw)}: rows "
-                "that run at once need mask_hidden, which its tensors lack",
-            ),
-        ]
-    )
+    if is_parallel and token is None:
+        raise ValueError(
+            f"{name}: mask_hidden is present, but config.json has none of {', '.join(MASK_TOKENS)}: SpecForge does not "
+            "save this option of a run; pass mask_token_id="
+        )
+    if (says is False) if is_parallel else (token is not None or says or is_named):
+        raise ValueError(
+            f"{name}: mask_token_id={token}, parallel_drafting={says}, architectures={architectures(raw)}: rows run at "
+            f"once where there is mask_hidden, which its tensors {'have' if is_parallel else 'lack'}"
+        )
     return token
 
 
@@ -242,11 +237,8 @@ def _refuse_windows(name: object, layers: Fields, count: int) -> None:
 def _rope(name: object, layers: Fields, layout: EagleLayout) -> Fields:
     """Return the rope of the layers: official heads learned with 10,000, which their configs do not say."""
     rope = rope_of(name, layers, None if layout.states_theta else _OFFICIAL_THETA)
-    kind = rope["rope_type"]
-    if kind != "default" and not layout.scales_rope:
-        raise ValueError(
-            f"{name}: rope_type={kind!r}: the code that trained this head ({layout.table.layout}) drops it"
-        )
+    if (kind := rope["rope_type"]) != "default" and not layout.scales_rope:
+        raise ValueError(f"{name}: rope_type={kind!r}: the code that trained it ({layout.table.layout}) drops it")
     return rope
 
 

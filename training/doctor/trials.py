@@ -32,8 +32,6 @@ from ...modeling.heads.losses import IGNORE
 from ..evaluation.drafts import Batch, drafted_probs
 from ..evaluation.expected import ExpectedCalls
 
-_LEAST = 0.05
-"""Share of the calls that a convention must save to be the better one."""
 _MORE, _ERRORS = 1.25, 3.0
 """Times the calls per token, and their standard errors, which tell one form of prompts from the other."""
 _DEFAULTS = {
@@ -61,6 +59,11 @@ class Drafted:
     calls: ExpectedCalls
     drawn: Tensor
     surer: Tensor
+
+    @property
+    def lost(self) -> float:
+        """Calls beyond those that the tokens take where every draft is right."""
+        return float(self.calls.calls.sum() - self.calls.tokens.sum() / (1 + self.calls.accepted.shape[-1]))
 
     def __add__(self, other: Drafted) -> Drafted:
         joined = (torch.cat(pair) for pair in ((self.drawn, other.drawn), (self.surer, other.surer)))
@@ -134,13 +137,19 @@ def remembered(model: PreTrainedModel) -> Iterator[None]:
         yield
 
 
-def is_better(other: Drafted, base: Drafted, errors: float, least: float = _LEAST) -> bool:
-    """Return whether a convention saves a least share of the calls of the same texts and accepts more, where one of
-    both gains is beyond so many standard errors over the texts."""
-    saved, gain = base.calls.calls - other.calls.calls, other.drawn - base.drawn  # [N], [N]
-    spread = len(gain) ** 0.5 * errors
-    is_sure = any(float(each.sum()) > spread * float(each.std(correction=len(each) > 1)) for each in (saved, gain))
-    return is_sure and float(gain.sum()) > 0 and float(saved.sum()) > least * float(base.calls.calls.sum())
+def is_surer(other: Drafted, base: Drafted, errors: float) -> bool:
+    """Return whether a convention would accept more, and saves calls or accepts drafts beyond so many standard errors
+    over the texts."""
+    gain = other.drawn - base.drawn  # [N]
+    found = base.calls.calls - other.calls.calls, gain
+    bounds = (len(each) ** 0.5 * errors * float(each.std(correction=len(each) > 1)) for each in found)
+    return float(gain.sum()) > 0 and any(float(each.sum()) > bound for each, bound in zip(found, bounds))
+
+
+def brings_back(other: Drafted, base: Drafted) -> float:
+    """Return the share of the lost calls, those beyond the calls of drafts that are always right, that are saved."""
+    lost, saved = base.lost, float(base.calls.calls.sum() - other.calls.calls.sum())
+    return saved / lost if lost > 0 else 0.0
 
 
 def is_easier(other: Drafted, base: Drafted) -> bool:

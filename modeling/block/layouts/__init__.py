@@ -18,7 +18,7 @@ from ...common.draft_vocabulary import check_offsets
 from ...common.drafter_configs import architectures
 from .assistant import ASSISTANT
 from .deepspec import DEEPSPEC
-from .record import BlockLayout
+from .record import BlockLayout, refuse_lost
 from .speculators import SPECULATORS
 from .zlab import KINDS, ZLAB
 
@@ -205,6 +205,7 @@ def written(
     """
     record = layout_named(layout)
     fields, state = record.write(config), dict(state)
+    refuse_lost(config, record, fields, {key: tuple(tensor.shape) for key, tensor in state.items()})
     parts = {"embed_tokens.weight": embeddings} | ({} if "d2t" in state else {"lm_head.weight": unembedding})
     for key, tensor in parts.items():
         if record.copies == (key in state):

@@ -9,7 +9,7 @@ from ....configuration.block import BlockDrafterConfig
 from ....configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, names
 from ....generation.tensors.tensor_files import Fields
 from ...common.drafter_configs import architectures, rope_of
-from .record import BODY, MARKOV, BlockLayout, Shapes, changed_fields, written_body, written_law
+from .record import BODY, MARKOV, BlockLayout, Shapes, written_body, written_law
 from .zlab import COMMON, RENAMES, is_interleaved, kind_of, read_common
 
 _NAME = "Qwen3DSparkModel"
@@ -40,17 +40,6 @@ def _read(owner: object, raw: Fields, shapes: Shapes) -> Fields:
 
 
 def _write(config: BlockDrafterConfig) -> Fields:
-    if config.law == "selector":
-        raise ValueError("layout='deepspec' has no law='selector'; 'z-lab' and 'speculators' do")
-    used, remedy = changed_fields(config), "make the drafter with from_backbone(..., sample_from_anchor=True)"
-    law = written_law(
-        config,
-        "deepspec",
-        ({*(config.layer_types or ())} != {"full_attention"}, "has layers of full_attention alone (layer_types)"),
-        (not config.sample_from_anchor, f"drafts from row 0: {remedy}"),
-        (config.has_draft_vocabulary, f"drafts every token (draft_vocab_size={config.draft_vocab_size})"),
-        (used, f"has no {', '.join(used)}"),
-    )
     return written_body(config) | {
         "architectures": [_NAME],
         "block_size": config.block_size,
@@ -59,7 +48,7 @@ def _write(config: BlockDrafterConfig) -> Fields:
         "num_target_layers": config.num_target_layers,
         "enable_confidence_head": False,
         "markov_rank": 0,
-        **law,
+        **written_law(config),
     }
 
 

@@ -15,7 +15,6 @@ from .record import (
     BlockLayout,
     Shapes,
     body_fields,
-    changed_fields,
     law_fields,
     parts_of,
     written_body,
@@ -83,15 +82,10 @@ def _anchor_first(raw: Fields) -> bool | None:
 
 
 def _write(config: BlockDrafterConfig) -> Fields:
-    plain, used = "dspark" if config.has_confidence else "dflash", changed_fields(config)
+    plain = "dspark" if config.has_confidence else "dflash"
     kind = {"independent": plain, "selector": "dflash2"}.get(config.law, "dspark")
-    drafts_part = kind == "dflash2" and config.has_draft_vocabulary
-    law = written_law(
-        config,
-        "speculators",
-        (used, f"has no {', '.join(used)}"),
-        (drafts_part, f"with law='selector' drafts every token, not {config.draft_vocab_size} of them"),
-    )
+    if kind == "dflash2" and config.has_draft_vocabulary:
+        raise ValueError(f"layout='speculators' drafts every token with law='selector', not {config.draft_vocab_size}")
     verifiers = [each for key, each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if key == config.base_model_type]
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_drafts}
     width = config.target_hidden_size
@@ -114,7 +108,7 @@ def _write(config: BlockDrafterConfig) -> Fields:
             "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": config.base_model_name_or_path, "architectures": verifiers},
         },
-        **law,
+        **written_law(config),
     }
 
 

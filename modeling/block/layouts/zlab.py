@@ -18,7 +18,6 @@ from .record import (
     Shapes,
     body_fields,
     both,
-    changed_fields,
     law_fields,
     parts_of,
     said,
@@ -170,34 +169,27 @@ def _read(owner: object, raw: Fields, shapes: Shapes) -> Fields:
     return values | {"final_logit_softcapping": said(owner, raw, "final_logit_softcapping")}
 
 
-_ARCHITECTURES = {"independent": "DFlashDraftModel", "selector": "DFlash2DraftModel", "markov": "DSparkDraftModel"}
+_USUAL = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
+_ARCHITECTURES = {"selector": "DFlash2DraftModel", "markov": "DSparkDraftModel"}
 
 
 def _write(config: BlockDrafterConfig) -> Fields:
     is_dspark, has_window = config.law == "markov", "sliding_attention" in (config.layer_types or ())
-    remedy = "make the drafter with from_backbone(..., sample_from_anchor=False)"
-    is_mixed = has_window and config.causal and not config.sliding_causal
-    law = written_law(
-        config,
-        "z-lab",
-        (config.sample_from_anchor and not is_dspark, f"with law={config.law!r} drafts from row 1: {remedy}"),
-        (config.has_draft_vocabulary, f"drafts every token (draft_vocab_size={config.draft_vocab_size})"),
-        (config.has_confidence and not is_dspark, "has a confidence head with law='markov' alone"),
-        (is_mixed, "has no causal layers without a window beside bidirectional ones with one"),
-    )
     nested: Fields = {
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [index - 1 for index in config.feature_layers or ()],
         "block_size": config.block_size,
     }
-    nested |= {key: value for key, value in changed_fields(config).items() if key != "causal"}
-    nested |= {} if config.sample_from_anchor == is_dspark else {"sample_from_anchor": config.sample_from_anchor}
-    values = written_body(config) | {"architectures": [_ARCHITECTURES[config.law]], "block_size": config.block_size}
+    nested |= {key: value for key, usual in _USUAL.items() if (value := getattr(config, key)) != usual}
+    if is_dspark and not config.sample_from_anchor:  # a DFlash has no choice
+        nested["sample_from_anchor"] = False
+    name = _ARCHITECTURES.get(config.law, "DFlashDraftModel")
+    values = written_body(config) | {"architectures": [name], "block_size": config.block_size}
     if config.num_target_layers is not None:
         values["num_target_layers"] = config.num_target_layers
     if config.causal or (has_window and not config.sliding_causal):
         values["is_causal"] = config.causal
-    return values | {"dflash_config": nested | law}
+    return values | {"dflash_config": nested | written_law(config)}
 
 
 def _is_zlab(raw: Fields) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -68,9 +69,6 @@ def rope_of(owner: object, raw: Fields, usual: float | None = None) -> Fields:
     """Return the rope of all layers, wherever it stands; theta is the nested one before the flat one.
 
     `usual` is the theta of a layout that need not say it; for others any default would be wrong somewhere.
-
-    Raises:
-        ValueError: No theta, or two kinds of rope.
     """
     places = {place: _of_all_layers(raw.get(place) or {}) for place in ("rope_parameters", "rope_scaling")}
     thetas = [rope.get("rope_theta") for rope in places.values()] + [raw.get("rope_theta"), usual]
@@ -95,6 +93,15 @@ def _of_all_layers(rope: Fields) -> Fields:
     """Return the rope that serves all layers: where kinds of layers have their own, that of windows."""
     nested = (rope.get(kind) for kind in ("sliding_attention", "full_attention"))
     return next((each for each in nested if isinstance(each, dict)), rope)
+
+
+def check_columns(owner: object, columns: int, layers: Sequence[int | None], width: int, option: str) -> None:
+    """Refuse an `fc` whose columns are not those of the states of these layers, which `option` names."""
+    if columns != len(layers) * width:
+        states = f"{len(layers)} states of {width} ({option}={list(layers)})"
+        raise ValueError(
+            f"{owner}: fc.weight has {columns} columns, but {states} have {len(layers) * width}; pass {option}="
+        )
 
 
 def architectures(raw: Fields) -> list[str]:

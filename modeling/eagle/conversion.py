@@ -23,6 +23,7 @@ from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
 from ..common.drafter_configs import (
     architectures,
+    check_columns,
     check_kind,
     layer_fields,
     rope_of,
@@ -170,7 +171,9 @@ def foreign_head(
     if version == 3 and values.get("use_aux_hidden_state", True):
         if values.get("aux_layers") is None:
             values["aux_layers"] = _aux_layers(name, raw)
-        _check_fc(name, values, shapes)
+        width = values.get("target_hidden_size") or values["hidden_size"]
+        named = values["aux_layers"] or [None] * 3  # the official code's
+        check_columns(name, shapes.get("fc.weight", (0, 0))[1], named, width, "aux_layers")
     elif values.get("aux_layers") is not None:
         raise ValueError(f"{name}: aux_layers={values['aux_layers']}: this head reads the last hidden state only")
     saved_as = "vllm" if "mask_hidden" in shapes else layout.saved_as
@@ -268,20 +271,24 @@ def _sizes(name: object, stated: Fields, shapes: dict[str, tuple[int, ...]], ver
     return {key: size for key, size in shown.items() if size}
 
 
+SHOWN_BY = {
+    "qk_norm": "layers.0.self_attn.q_norm.weight",
+    "attention_bias": "layers.0.self_attn.q_proj.bias",
+    "mlp_bias": "layers.0.mlp.gate_proj.bias",
+    "fc_bias": "fc.bias",
+    "norm_before_fc": "input_norm.weight",
+    "fc_norm": "fc_norm.0.weight",
+}
+"""By option, the tensor that is there where it is true."""
+
+
 def _read_off(name: object, shapes: dict[str, tuple[int, ...]], version: int) -> Fields:
     """Return options that the tensors show; many configs lack them."""
     layers = {int(key.split(".")[1]) for key in shapes if key.startswith("layers.")}
-    values = {
-        "num_hidden_layers": count_of(name, layers, "layer"),
-        "own_embeddings": "embed_tokens.weight" in shapes,
-        "attention_bias": "layers.0.self_attn.q_proj.bias" in shapes,
-        "mlp_bias": "layers.0.mlp.gate_proj.bias" in shapes,
-        "qk_norm": "layers.0.self_attn.q_norm.weight" in shapes,
-        "fc_bias": "fc.bias" in shapes,
-    }
-    if version == 3:
-        values |= {"norm_before_fc": "input_norm.weight" in shapes, "fc_norm": "fc_norm.0.weight" in shapes}
-    return values
+    options = [*SHOWN_BY][: None if version == 3 else -2]
+    values = {option: SHOWN_BY[option] in shapes for option in options}
+    own = "embed_tokens.weight" in shapes
+    return {"num_hidden_layers": count_of(name, layers, "layer"), "own_embeddings": own} | values
 
 
 def _aux_layers(name: object, raw: Fields) -> list[int] | None:
@@ -296,15 +303,3 @@ def _aux_layers(name: object, raw: Fields) -> list[int] | None:
         "target_layer_ids": outputs,
     }
     return agreed(name, raw, AUX_IDS, *meanings, meanings=meanings)
-
-
-def _check_fc(name: object, values: Fields, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse an `fc` whose columns are not those of the named states."""
-    columns = shapes["fc.weight"][1] if "fc.weight" in shapes else 0
-    width = values.get("target_hidden_size") or values["hidden_size"]
-    named = 3 if values["aux_layers"] is None else len(values["aux_layers"])
-    if columns != named * width:
-        states = f"{named} states of {width} (aux_layers={values['aux_layers']})"
-        raise ValueError(
-            f"{name}: fc.weight has {columns} columns, but {states} have {named * width}; pass aux_layers="
-        )

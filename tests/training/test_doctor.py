@@ -4,7 +4,6 @@ import json
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -434,8 +433,8 @@ def test_little_that_nothing_explains(copied):
 @pytest.mark.parametrize(("count", "is_told"), [(32, False), (1024, True)])
 def test_chance_tells_no_want_of_vocabulary(count, is_told):
     labels = (torch.arange(count) % 32)[None]
-    drafter = SimpleNamespace(draft_vocabulary=DraftVocabulary(torch.arange(25), 48))
-    found = report._of_vocabulary(drafter, [{"input_ids": labels, "labels": labels}])
+    part = DraftVocabulary(torch.arange(25), 48)
+    found = report._of_vocabulary(part, [{"input_ids": labels, "labels": labels}])
     assert (found.state == "fault") is is_told and "78.1%" in found.words
 
 

@@ -353,45 +353,48 @@ def _of_block(drafter: BlockDrafter) -> Iterator[Trial]:
 
 def _fields(drafter: nn.Module) -> Iterator[Trial]:
     """Yield values of the backbone's config, and those of none, for fields that shape a drafter's layers."""
-    text, modules = untyped(drafter).backbone.config.get_text_config(), [*drafter.modules()]
+    text = untyped(drafter).backbone.config.get_text_config()
     theirs = layer_fields(text, {}) | {"hidden_act": field(text, "hidden_act", "hidden_activation")}
-
-    def parts(*names: str) -> list[Any]:
-        return [each for each in modules if all(hasattr(each, name) for name in names)]
-
-    turned, normed, acting = parts("inv_freq", "config"), parts("variance_epsilon"), parts("act_fn")
-    kinds: dict[str, tuple[str, list[Any], Callable[[Any, Any], bool], Callable[[Any, Any], Kwargs]]] = {
-        "rope": (
-            "rope_parameters",
-            turned,
-            lambda each, rope: field(each.config, "rope_parameters") == rope,
-            lambda each, rope: {"forward": _turned(each, rope_parameters=dict(rope))},
-        ),
-        "norms": (
-            "rms_norm_eps",
-            [*normed, untyped(drafter).config],
-            lambda each, eps: isclose(getattr(each, "variance_epsilon", eps), eps, rel_tol=1e-3),
-            lambda _, eps: {"variance_epsilon": eps, "rms_norm_eps": eps},
-        ),
-        "activation": (
-            "hidden_act",
-            acting,
-            lambda each, name: type(each.act_fn) is type(ACT2FN[name]),
-            lambda _, name: {"act_fn": ACT2FN[name]},
-        ),
-    }
-    for check, (name, owners, has, changed) in kinds.items():
+    for name, (check, changed) in _CHANGED.items():
         for value in [theirs[name]] + [_DEFAULTS[name]] * (theirs[name] != _DEFAULTS[name]):
-            if value is not None and not all(has(each, value) for each in owners):
-                values = ((each, changed(each, value)) for each in owners)
+            if value is not None and (values := changed(drafter, value)):
                 yield Trial(check, f"{name}={value}", partial(replaced, *values), is_theirs=value == theirs[name])
     size = theirs["head_dim"]
     if isinstance(drafter, EagleHead) and not drafter.config.qk_norm and size % 2 == 0:
         attention = [untyped(layer).self_attn for layer in drafter.layers]
         if all(each.head_dim != size and each.k_proj.out_features % size == 0 for each in attention):
             values = [(each, {"head_dim": size, "scaling": size**-0.5}) for each in attention]
-            values += [(each, {"forward": _turned(each, head_dim=size)}) for each in turned]
+            values += [(each, {"forward": _turned(each, head_dim=size)}) for each in _parts(drafter, "inv_freq")]
             yield Trial("head_dim", f"head_dim={size}", partial(replaced, *values), is_theirs=True)
+
+
+def _parts(drafter: nn.Module, name: str) -> list[Any]:
+    return [each for each in drafter.modules() if hasattr(each, name)]
+
+
+def _with_rope(drafter: nn.Module, rope: Kwargs) -> list[tuple[object, Kwargs]]:
+    parts = [each for each in _parts(drafter, "inv_freq") if field(each.config, "rope_parameters") != rope]
+    return [(each, {"forward": _turned(each, rope_parameters=dict(rope))}) for each in parts]
+
+
+def _with_epsilon(drafter: nn.Module, epsilon: float) -> list[tuple[object, Kwargs]]:
+    parts = _parts(drafter, "variance_epsilon")
+    parts = [each for each in parts if not isclose(each.variance_epsilon, epsilon, rel_tol=1e-3)]
+    values = [(each, {"variance_epsilon": epsilon}) for each in parts]
+    return values and [*values, (drafter.config, {"rms_norm_eps": epsilon})]
+
+
+def _with_activation(drafter: nn.Module, name: str) -> list[tuple[object, Kwargs]]:
+    parts = [each for each in _parts(drafter, "act_fn") if type(each.act_fn) is not type(ACT2FN[name])]
+    return [(each, {"act_fn": ACT2FN[name]}) for each in parts]
+
+
+_CHANGED: dict[str, tuple[str, Callable[[nn.Module, Any], list[tuple[object, Kwargs]]]]] = {
+    "rope_parameters": ("rope", _with_rope),
+    "rms_norm_eps": ("norms", _with_epsilon),
+    "hidden_act": ("activation", _with_activation),
+}
+"""By field, the check, and what to replace in a drafter for a value; nothing where it has that value."""
 
 
 def _turned(module: Any, **fields: Any) -> Callable[..., Any]:

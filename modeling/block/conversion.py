@@ -11,7 +11,7 @@ from ...configuration.block import BlockDrafterConfig
 from ...configuration.fields import check_options, field
 from ...generation.tensors.wrapped_models import input_embeddings
 from ..common.drafter_configs import check_kind, layer_fields
-from .layouts.zlab import default_ids
+from .layouts.flat import default_ids
 
 _FROM_BACKBONE = ("target_hidden_size", "num_target_layers", "base_model_name_or_path", "base_model_type")
 

@@ -111,11 +111,7 @@ LAYOUTS = (
 
 
 def layout_of(name: object, raw: Fields) -> EagleLayout:
-    """Return the layout of the config.json of a head; one that names no architecture has the official one.
-
-    Raises:
-        ValueError: An architecture with no code here.
-    """
+    """Return the layout of the config.json of a head; one that names no architecture has the official one."""
     named = architectures(raw)
     found = [next((each for each in LAYOUTS if kind in each.names), None) for kind in named]
     if None in found:

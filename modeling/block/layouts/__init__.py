@@ -15,12 +15,10 @@ from ....configuration.foreign_fields import refuse_unread
 from ....configuration.mtp_families import refuse_dspark
 from ....generation.tensors.tensor_files import Fields
 from ...common.draft_vocabulary import check_offsets
-from ...common.drafter_configs import architectures
-from .assistant import ASSISTANT
-from .deepspec import DEEPSPEC
+from ...common.drafter_configs import architectures, check_columns
+from .flat import ASSISTANT, DEEPSPEC, KINDS, ZLAB
 from .record import BlockLayout, refuse_lost
 from .speculators import SPECULATORS
-from .zlab import KINDS, ZLAB
 
 logger = logging.get_logger(__name__)
 LAYOUTS: tuple[BlockLayout, ...] = (SPECULATORS, ZLAB, ASSISTANT, DEEPSPEC)
@@ -48,8 +46,7 @@ _TURNED = re.compile(r".*self_attn\.[qk]_(proj|norm)\.(weight|bias)")
 def layout_of(raw: Fields) -> BlockLayout | None:
     """Return the layout of a config.json; None where it is no block drafter of another library.
 
-    Raises:
-        ValueError: One whose architecture has no code here.
+    One whose architecture has no code here is refused.
     """
     for name in [*architectures(raw), "XPressSpeculator" if raw.get("speculators_model_type") == "xpress" else ""]:
         if name in _REFUSED or (_LIKE_OURS.fullmatch(name) and name not in KINDS):
@@ -59,11 +56,7 @@ def layout_of(raw: Fields) -> BlockLayout | None:
 
 
 def checked_layout(name: object, raw: Fields, ignored: Sequence[str] = ()) -> BlockLayout:
-    """Return the layout of a config.json whose fields are all read, known to change nothing, or ignored.
-
-    Raises:
-        ValueError: No layout that is known; fields that are not read, by their names.
-    """
+    """Return the layout of a config.json whose fields are all read, known to change nothing, or ignored."""
     layout = layout_of(raw)
     refuse_dspark(name, raw)
     if layout is None:
@@ -92,9 +85,6 @@ def foreign_drafter(
         state: Its tensors.
         mask: The embedding of the mask token that lies beside it (`mask_embedding.pt`), and its id.
         **overrides: Of `OVERRIDES`, in place of what the checkpoint says; None: not.
-
-    Raises:
-        ValueError: Fields that contradict each other or the tensors.
     """
     state = own_names(state, layout)
     if unknown := [key for key in state if any(part in key for part in _OF_OTHERS)]:
@@ -106,7 +96,10 @@ def foreign_drafter(
     refuse(
         (values[key] is None, f"{name}: config.json does not {what}; pass {key}=") for key, what in OVERRIDES.items()
     )
-    _check_fc(name, values, state)
+    if "fc.weight" not in state:
+        raise ValueError(f"{name}: the checkpoint has no fc.weight")
+    width = values.get("target_hidden_size") or values["hidden_size"]
+    check_columns(name, state["fc.weight"].shape[-1], values["feature_layers"], width, "feature_layers")
     if values.pop("is_interleaved", False):
         state = {key: _of_halves(key, tensor, values["head_dim"]) for key, tensor in state.items()}
     if mask is not None:
@@ -148,18 +141,6 @@ def _own_name(name: str, layout: BlockLayout) -> str:
     return name.removesuffix(".weight") if name.endswith("codebook.weight") else name
 
 
-def _check_fc(name: object, values: Fields, state: dict[str, Tensor]) -> None:
-    """Refuse an `fc` whose columns are not those of the named states."""
-    layers, width = values["feature_layers"], values.get("target_hidden_size") or values["hidden_size"]
-    if "fc.weight" not in state:
-        raise ValueError(f"{name}: the checkpoint has no fc.weight")
-    if (columns := state["fc.weight"].shape[-1]) != len(layers) * width:
-        raise ValueError(
-            f"{name}: fc.weight has {columns} columns, but {len(layers)} states of {width} (feature_layers={layers}) "
-            f"have {len(layers) * width}; pass feature_layers="
-        )
-
-
 def _check_mask(name: object, values: Fields, mask: Fields) -> None:
     number, wanted = mask.get("mask_token_id"), values["mask_token_id"]
     size, width = mask["embedding"].numel(), values["hidden_size"]
@@ -173,11 +154,7 @@ def _check_mask(name: object, values: Fields, mask: Fields) -> None:
 
 
 def layout_named(layout: str) -> BlockLayout:
-    """Return the layout of another library that a drafter can be written in.
-
-    Raises:
-        ValueError: There is none of this name.
-    """
+    """Return the layout of another library that a drafter can be written in."""
     records = {each.name: each for each in LAYOUTS if each is not ASSISTANT}
     if layout not in records:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(sorted(records))}")
@@ -199,9 +176,6 @@ def written(
         state: The drafter's tensors.
         embeddings: [V, d] of the backbone, which some layouts repeat; None: it is not attached.
         unembedding: The same of its unembedding.
-
-    Raises:
-        ValueError: An unknown layout, or one that cannot hold this drafter.
     """
     record = layout_named(layout)
     fields, state = record.write(config), dict(state)

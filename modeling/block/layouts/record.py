@@ -179,9 +179,6 @@ def refuse_lost(config: BlockDrafterConfig, layout: BlockLayout, fields: Fields,
         layout: The other library's.
         fields: The config.json in it.
         shapes: Of the tensors.
-
-    Raises:
-        ValueError: Fields of `config` that are lost, by their names.
     """
     read = layout.read(f"layout={layout.name!r}", fields, shapes)
     read.pop("is_interleaved", None)

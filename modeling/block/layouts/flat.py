@@ -1,15 +1,18 @@
-"""z-lab's DFlash and DFlash 2, and the DSparks that others save like them: a Qwen3 config with a `dflash_config`.
+"""Layouts whose config.json is that of the layers: z-lab's, DeepSpec's, and that of assistants of transformers.
 
-So do SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI.
+z-lab's DFlash and DFlash 2, and the DSparks that others save like them, have a Qwen3 config with a `dflash_config`, as
+those of SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI. DeepSpec's DFlash and DSpark
+(one architecture) have copies of the backbone's embeddings and unembedding, and a copy of its config, whose further
+fields describe the backbone: heads turn whole by a plain rope. Assistants (`muse_glimmer_assistant`) are read only.
 """
 
 from __future__ import annotations
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
-from ....configuration.foreign_fields import ROPE_LEVELS, FieldTable, agreed, names, settled, stated
+from ....configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, agreed, names, settled, stated
 from ....generation.tensors.tensor_files import Fields
-from ...common.drafter_configs import architectures
+from ...common.drafter_configs import architectures, rope_of
 from .record import (
     BODY,
     MARKOV,
@@ -67,11 +70,7 @@ _TABLES = {
 
 
 def kind_of(owner: object, raw: Fields) -> str:
-    """Return the kind of drafter that a config.json names, `"dflash"`, `"dflash2"` or `"dspark"`.
-
-    Raises:
-        ValueError: An architecture or a `projector_type` that is not read.
-    """
+    """Return the kind of drafter that a config.json names, `"dflash"`, `"dflash2"` or `"dspark"`; refuse others."""
     projector, named = said(owner, raw, "projector_type"), raw.get("architectures")
     kinds = {KINDS.get(name) for name in architectures(raw)} or {None}
     kinds = {"dspark"} if projector == "dspark" and kinds == {"dflash"} else kinds  # Model-Optimizer's
@@ -173,13 +172,14 @@ _USUAL = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softc
 _ARCHITECTURES = {"selector": "DFlash2DraftModel", "markov": "DSparkDraftModel"}
 
 
+def _rows(config: BlockDrafterConfig) -> Fields:
+    layers = [index - 1 for index in config.feature_layers or ()]
+    return {"mask_token_id": config.mask_token_id, "target_layer_ids": layers, "block_size": config.block_size}
+
+
 def _write(config: BlockDrafterConfig) -> Fields:
     is_dspark, has_window = config.law == "markov", "sliding_attention" in (config.layer_types or ())
-    nested: Fields = {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": [index - 1 for index in config.feature_layers or ()],
-        "block_size": config.block_size,
-    }
+    nested = _rows(config)
     nested |= {key: value for key, usual in _USUAL.items() if (value := getattr(config, key)) != usual}
     if is_dspark and not config.sample_from_anchor:  # a DFlash has no choice
         nested["sample_from_anchor"] = False
@@ -198,3 +198,68 @@ def _is_zlab(raw: Fields) -> bool:
 
 
 ZLAB = BlockLayout("z-lab", _is_zlab, lambda owner, raw: _TABLES[kind_of(owner, raw)], _read, _write, renames=RENAMES)
+
+_DEEPSPEC = "Qwen3DSparkModel"
+_OF_DEEPSPEC = {"": BODY | COMMON | MARKOV} | ROPE_LEVELS
+_OF_ROPE = names("partial_rotary_factor mrope_*")
+_PLAIN, _COPIED = (
+    FieldTable("deepspec", _OF_DEEPSPEC, {"": _TENSORS_DECIDE | copied} | dict.fromkeys(ROPE_LEVELS, of_rope))
+    for copied, of_rope in ((COPIED_FROM_TARGET - _OF_ROPE, ()), (COPIED_FROM_TARGET, _OF_ROPE))
+)
+
+
+def _is_deepspec(raw: Fields) -> bool:
+    named = architectures(raw)
+    return named == [_DEEPSPEC] or (not named and "target_layer_ids" in raw and "markov_rank" in raw)
+
+
+def _deepspec_table(owner: object, raw: Fields) -> FieldTable:
+    kind_of(owner, {"architectures": [_DEEPSPEC]} | raw)
+    partial = {path for path, _ in _PLAIN.unread(raw)} - {path for path, _ in _COPIED.unread(raw)}
+    if partial and is_interleaved(owner, raw):
+        raise ValueError(f"{owner}: rope_is_neox_style or is_neox_style is false beside {', '.join(sorted(partial))}")
+    return _COPIED if rope_of(owner, raw, 1.0)["rope_type"] == "default" else _PLAIN
+
+
+def _read_deepspec(owner: object, raw: Fields, shapes: Shapes) -> Fields:
+    values = read_common(owner, raw, shapes, "dspark")
+    return values | {"layer_types": ["full_attention"] * values["num_hidden_layers"]}
+
+
+def _write_deepspec(config: BlockDrafterConfig) -> Fields:
+    silent = {"architectures": [_DEEPSPEC], "enable_confidence_head": False, "markov_rank": 0}
+    targets = {"num_target_layers": config.num_target_layers}
+    return written_body(config) | silent | targets | _rows(config) | written_law(config)
+
+
+DEEPSPEC = BlockLayout("deepspec", _is_deepspec, _deepspec_table, _read_deepspec, _write_deepspec, True, RENAMES)
+
+_ASSISTANT = "muse_glimmer_assistant"
+_SAID_BY_ASSISTANTS = ("block_size", "mask_token_id", "target_layer_ids", "layer_types")
+_OF_ASSISTANTS = FieldTable(
+    "muse_glimmer_assistant", {"": BODY | names("block_size mask_token_id target_layer_ids")} | ROPE_LEVELS
+)
+
+
+def _read_assistant(name: object, raw: Fields, shapes: Shapes) -> Fields:
+    refuse((raw.get(each) is None, f"{name}: config.json has no {each}") for each in _SAID_BY_ASSISTANTS)
+    body = body_fields(name, raw, shapes)
+    window = body.get("sliding_window")
+    return body | {
+        "vocab_size": 0,
+        "block_size": raw["block_size"],
+        "mask_token_id": raw["mask_token_id"],
+        "sample_from_anchor": False,
+        "feature_layers": [index + 1 for index in raw["target_layer_ids"]],
+        "sliding_window": None if window is None else window + 1,  # theirs does not count a row's own position
+    }
+
+
+ASSISTANT = BlockLayout(
+    "tokenahead",
+    lambda raw: raw.get("model_type") == _ASSISTANT,
+    lambda owner, raw: _OF_ASSISTANTS,
+    _read_assistant,
+    BlockDrafterConfig.to_dict,
+    renames=(("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
+)

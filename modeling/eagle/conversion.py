@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from inspect import get_annotations
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...configuration.eagle import EagleHeadConfig
-from ...configuration.fields import check_options
 from ...configuration.foreign_fields import agreed, names, refuse_unread, settled
 from ...generation.tensors.tensor_files import Fields, count_of
 from ..common.draft_vocabulary import check_offsets
 from ..common.drafter_configs import (
     architectures,
     check_columns,
-    check_kind,
-    layer_fields,
+    new_config,
     rope_of,
     verifier_fields,
     warn_of_kind,
@@ -33,7 +30,6 @@ from ..common.drafter_configs import (
 from .layouts import AUX_IDS, FLAGS, LAYER_FIELDS, MASK_TOKENS, NESTED, EagleLayout, layout_of
 
 logger = logging.get_logger(__name__)
-_FROM_BACKBONE = ("target_hidden_size", "base_model_name_or_path", "base_model_type")
 _DEFAULT_LAYERS = 7
 """With fewer layers, the default choice of hidden states would repeat one."""
 _OFFICIAL_THETA = 10_000.0
@@ -59,17 +55,9 @@ def default_aux_layers(num_layers: int) -> list[int]:
 
 def backbone_config(backbone: PreTrainedModel, **options: Any) -> EagleHeadConfig:
     """Return the configuration of a new head: the backbone's sizes and rope, unless `options` has others."""
-    own = [name for name in options if name not in get_annotations(LlamaConfig)]
-    check_options(own, EagleHeadConfig, "EagleHead.from_backbone", _FROM_BACKBONE)
-    check_kind(backbone)
-    text = backbone.config.get_text_config()
-    defaults = layer_fields(text, options) | {
-        "base_model_name_or_path": backbone.config.name_or_path or None,
-        "base_model_type": text.model_type,
-    }
-    if options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True):
-        defaults["aux_layers"] = _small_aux_layers(text.num_hidden_layers)
-    return EagleHeadConfig(**(defaults | options))
+    reads_several = options.get("version", 3) == 3 and options.get("use_aux_hidden_state", True)
+    own = lambda text: {"aux_layers": _small_aux_layers(text.num_hidden_layers)} if reads_several else {}  # noqa: E731
+    return new_config(EagleHeadConfig, "EagleHead", backbone, options, own)
 
 
 def warn_of_misfit(config: EagleHeadConfig, backbone: PreTrainedModel) -> None:

@@ -411,21 +411,8 @@ def _draft_ids(drafter: Any) -> Iterator[Trial]:
     ids, size, count = drafter.draft_ids, drafter.config.vocab_size, torch.arange(drafter.draft_size)
     tried = {"draft ids one less": ids - 1, "draft ids one more": ids + 1, "d2t as token ids": drafter.offsets}
     tried["d2t as offsets of token ids, which it repeats"] = ids + count.to(ids)
-    if (nearest := _nearest_ids(drafter)) is not None:
-        tried["the ids whose rows of the backbone's unembedding are the nearest"] = nearest
     for words, other in tried.items():
         is_known = bool((other[1:] > other[:-1]).all()) and int(other[0]) >= 0 and int(other[-1]) < size
         if is_known and not other.equal(ids):
             values = {"_buffers": {**drafter._buffers, "d2t": other - count.to(other)}, "_part": None}
             yield Trial("d2t", words, partial(replaced, (drafter, values)))
-
-
-@torch.no_grad()
-def _nearest_ids(drafter: Any) -> Tensor | None:
-    """Return the token id whose row of the backbone's unembedding each row of a drafter's own one is nearest to."""
-    own = getattr(getattr(drafter, "lm_head", None), "weight", None)
-    table = getattr(drafter.backbone.get_output_embeddings(), "weight", None)
-    if own is None or table is None or own.shape[-1] != table.shape[-1]:
-        return None
-    unit, other = (nn.functional.normalize(each.detach().float(), dim=-1) for each in (own, table.to(own.device)))
-    return torch.cat([(part @ other.T).argmax(-1) for part in unit.split(1024)])

@@ -16,9 +16,8 @@ from ....configuration.mtp_families import refuse_dspark
 from ....generation.tensors.tensor_files import Fields
 from ...common.draft_vocabulary import check_offsets
 from ...common.drafter_configs import architectures, check_columns
-from .flat import ASSISTANT, DEEPSPEC, KINDS, ZLAB
+from .known import ASSISTANT, DEEPSPEC, KINDS, SPECULATORS, ZLAB
 from .record import BlockLayout, refuse_lost
-from .speculators import SPECULATORS
 
 logger = logging.get_logger(__name__)
 LAYOUTS: tuple[BlockLayout, ...] = (SPECULATORS, ZLAB, ASSISTANT, DEEPSPEC)

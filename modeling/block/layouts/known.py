@@ -1,9 +1,10 @@
-"""Layouts whose config.json is that of the layers: z-lab's, DeepSpec's, and that of assistants of transformers.
+"""Layouts as data: z-lab's, DeepSpec's, that of assistants of transformers, and speculators'.
 
 z-lab's DFlash and DFlash 2, and the DSparks that others save like them, have a Qwen3 config with a `dflash_config`, as
 those of SpecForge, NVIDIA's NeMo AutoModel and Model-Optimizer, JetSpec, and LiquidAI. DeepSpec's DFlash and DSpark
 (one architecture) have copies of the backbone's embeddings and unembedding, and a copy of its config, whose further
-fields describe the backbone: heads turn whole by a plain rope. Assistants (`muse_glimmer_assistant`) are read only.
+fields describe the backbone: heads turn whole by a plain rope. Assistants (`muse_glimmer_assistant`) are read only. In
+speculators' dflash, dflash2 and dspark (0.9) the config of the layers is nested, and ids are those of hidden states.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
 from ....configuration.foreign_fields import COPIED_FROM_TARGET, ROPE_LEVELS, FieldTable, agreed, names, settled, stated
 from ....generation.tensors.tensor_files import Fields
-from ...common.drafter_configs import architectures, rope_of
+from ...common.drafter_configs import architectures, rope_of, speculators_fields, verifier_fields
 from .record import (
     BODY,
     MARKOV,
@@ -262,4 +263,90 @@ ASSISTANT = BlockLayout(
     _read_assistant,
     BlockDrafterConfig.to_dict,
     renames=(("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
+)
+
+_IDS = "aux_hidden_state_layer_ids"
+_OF_SPECULATORS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+_LAYER_CONFIG = "transformer_layer_config"
+_READ_BY_SPECULATORS = names(
+    "speculators_model_type block_size mask_token_id sample_from_anchor aux_hidden_state_layer_ids target_hidden_size "
+    "draft_vocab_size sliding_window_non_causal"
+)
+_SPECULATORS_TABLES = {
+    kind: FieldTable(
+        "speculators",
+        {"": _READ_BY_SPECULATORS | own, _LAYER_CONFIG: BODY, "speculators_config": names("proposal_methods verifier")}
+        | {f"{_LAYER_CONFIG}.{level}": read for level, read in ROPE_LEVELS.items()},
+        {
+            "": names("speculators_version"),
+            _LAYER_CONFIG: names("max_window_layers"),
+            "speculators_config": names("algorithm default_proposal_method"),
+        },
+    )
+    for kind, own in _OF_KIND.items()
+}
+
+
+def _speculators_table(owner: object, raw: Fields) -> FieldTable:
+    kind, named = raw["speculators_model_type"], raw.get("architectures")
+    if named and named != [_OF_SPECULATORS[kind]]:
+        raise ValueError(
+            f"{owner}: architectures={named}, but speculators_model_type={kind!r} is {_OF_SPECULATORS[kind]}"
+        )
+    return _SPECULATORS_TABLES[kind]
+
+
+def _read_speculators(name: object, raw: Fields, shapes: Shapes) -> Fields:
+    kind = raw["speculators_model_type"]
+    body = body_fields(name, {"dtype": raw.get("dtype")} | (raw.get(_LAYER_CONFIG) or {}), shapes)
+    if raw.get("mask_token_id") is None:
+        raise ValueError(f"{name}: config.json has no mask_token_id")
+    is_free, drafted = raw.get("sliding_window_non_causal"), shapes.get("lm_head.weight", (None,))[0]
+    values: Fields = {
+        "block_size": raw.get("block_size", 8),
+        "mask_token_id": raw["mask_token_id"],
+        "sample_from_anchor": _speculators_anchor(raw),
+        "feature_layers": raw.get(_IDS),
+        "target_hidden_size": raw.get("target_hidden_size"),
+        "draft_vocab_size": settled(name, "draft_vocab_size", raw.get("draft_vocab_size"), drafted),
+        "sliding_causal": not (kind == "dflash2" if is_free is None else is_free),
+    }
+    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
+    law = law_fields(kind, name, raw, shapes, body["hidden_size"])
+    return body | values | law | parts_of(shapes) | verifier_fields(verifier)
+
+
+def _speculators_anchor(raw: Fields) -> bool | None:
+    """Return which rows draft; older configs do not say it, but how many tokens are proposed."""
+    if raw.get("sample_from_anchor") is not None:
+        return bool(raw["sample_from_anchor"])
+    if raw["speculators_model_type"] != "dspark":
+        return False
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or ()
+    proposed, size = {each.get("speculative_tokens") for each in methods}, raw.get("block_size", 8)
+    return {(size,): True, (size - 1,): False}.get(tuple(proposed))
+
+
+def _write_speculators(config: BlockDrafterConfig) -> Fields:
+    plain = "dspark" if config.has_confidence else "dflash"
+    kind = {"independent": plain, "selector": "dflash2"}.get(config.law, "dspark")
+    if kind == "dflash2" and config.has_draft_vocabulary:
+        raise ValueError(f"layout='speculators' drafts every token with law='selector', not {config.draft_vocab_size}")
+    values = speculators_fields(config, kind, _OF_SPECULATORS[kind], written_body(config), config.num_drafts)
+    return values | {
+        _IDS: config.feature_layers,
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": not config.sliding_causal,
+        **written_law(config),
+    }
+
+
+SPECULATORS = BlockLayout(
+    "speculators",
+    lambda raw: raw.get("speculators_model_type") in _OF_SPECULATORS,
+    _speculators_table,
+    _read_speculators,
+    _write_speculators,
 )

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ....configuration.block import BlockDrafterConfig
 from ....configuration.fields import refuse
-from ....configuration.foreign_fields import refuse_unread
+from ....configuration.foreign_fields import refuse_unread, settled
 from ....configuration.mtp_families import refuse_dspark
 from ....generation.tensors.tensor_files import Fields
 from ...common.draft_vocabulary import check_offsets
@@ -28,16 +28,8 @@ OVERRIDES = {
     "block_size": "say how many rows a block has",
 }
 """Fields that `from_pretrained` takes in place of those of a checkpoint, and what one without them does not say."""
-_REFUSED = {
-    "DominoDraftModel": "its rows pass through a GRU",
-    "XPressSpeculator": "its tokens are refined by iterations",
-    "Gemma4DSparkModel": "its layers are Gemma 4's",
-    "DSparkDeepseekV4ForCausalLM": "its layers are DeepSeek-V4's",
-}
 _LIKE_OURS = re.compile(r".*(DFlash|DSpark|Domino|XPress|LiLiCorr).*")
 """Names of architectures that are those of block drafters."""
-_OF_OTHERS = ("qkv_proj", "aux_hidden_norms")
-"""Parts of names of tensors in Laguna's drafters."""
 _PREFIXES = ("model.", "logit_head.")
 _TURNED = re.compile(r".*self_attn\.[qk]_(proj|norm)\.(weight|bias)")
 
@@ -48,9 +40,8 @@ def layout_of(raw: Fields) -> BlockLayout | None:
     One whose architecture has no code here is refused.
     """
     for name in [*architectures(raw), "XPressSpeculator" if raw.get("speculators_model_type") == "xpress" else ""]:
-        if name in _REFUSED or (_LIKE_OURS.fullmatch(name) and name not in KINDS):
-            reason = _REFUSED.get(name, "its layers or rows may be others")
-            raise ValueError(f"architectures={raw.get('architectures')}: {name} is not supported: {reason}")
+        if _LIKE_OURS.fullmatch(name) and name not in KINDS:
+            raise ValueError(f"architectures={raw.get('architectures')}: there is no code for {name} here")
     return next((layout for layout in LAYOUTS if layout.recognises(raw)), None)
 
 
@@ -86,8 +77,6 @@ def foreign_drafter(
         **overrides: Of `OVERRIDES`, in place of what the checkpoint says; None: not.
     """
     state = own_names(state, layout)
-    if unknown := [key for key in state if any(part in key for part in _OF_OTHERS)]:
-        raise ValueError(f"{name}: tensors such as {unknown[0]} are not supported (Laguna's drafters)")
     given = {key: value for key, value in overrides.items() if value is not None}
     values = layout.read(name, raw, {key: tuple(tensor.shape) for key, tensor in state.items()})
     check_overrides(name, values, given)
@@ -102,8 +91,10 @@ def foreign_drafter(
     if values.pop("is_interleaved", False):
         state = {key: _of_halves(key, tensor, values["head_dim"]) for key, tensor in state.items()}
     if mask is not None:
-        _check_mask(name, values, mask)
-        state["mask_embedding"], values["mask_embedding"] = mask["embedding"].reshape(-1), True
+        number, row = mask.get("mask_token_id"), mask["embedding"].reshape(-1)
+        settled(name, "mask_token_id", values["mask_token_id"], None if number is None else int(number))
+        settled(name, "hidden_size", values["hidden_size"], len(row))
+        state["mask_embedding"], values["mask_embedding"] = row, True
     config = BlockDrafterConfig(layout=layout.name, **values)
     check_offsets(name, state, config.draft_vocab_size or config.vocab_size, config.vocab_size)
     return config, {key: tensor for key, tensor in state.items() if key != "t2d"}
@@ -138,18 +129,6 @@ def _own_name(name: str, layout: BlockLayout) -> str:
     for theirs, ours in layout.renames:
         name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
     return name.removesuffix(".weight") if name.endswith("codebook.weight") else name
-
-
-def _check_mask(name: object, values: Fields, mask: Fields) -> None:
-    number, wanted = mask.get("mask_token_id"), values["mask_token_id"]
-    size, width = mask["embedding"].numel(), values["hidden_size"]
-    is_other = number is not None and int(number) != wanted
-    refuse(
-        [
-            (is_other, f"{name}: mask_embedding.pt is of mask_token_id={number}, config.json says {wanted}"),
-            (size != width, f"{name}: mask_embedding.pt holds {size} numbers, not hidden_size={width}"),
-        ]
-    )
 
 
 def layout_named(layout: str) -> BlockLayout:

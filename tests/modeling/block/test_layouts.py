@@ -202,8 +202,8 @@ def test_fields_may_stand_at_the_top(edited):
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("zlab_llama", {"architectures": ["DominoDraftModel"]}, "DominoDraftModel.*GRU"),
-        (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel.*Gemma 4"),
+        ("zlab_llama", {"architectures": ["DominoDraftModel"]}, "DominoDraftModel"),
+        (DEEPSPEC, {"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel"),
         (DEEPSPEC, {"architectures": ["DSparkDeepseekV4ForCausalLM"]}, "DSparkDeepseekV4ForCausalLM"),
         (DSPARK, {"speculators_model_type": "xpress"}, "XPressSpeculator"),
         ("zlab_llama", {"architectures": ["OtherModel"]}, "OtherModel"),
@@ -226,7 +226,7 @@ def test_configs_that_say_too_little_or_something_else_are_refused(edited, name,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state | {"layers.0.self_attn.qkv_proj.weight": torch.ones(2)}, "qkv_proj.*Laguna"),
+        (lambda state: state | {"layers.0.self_attn.qkv_proj.weight": torch.ones(2)}, "qkv_proj"),
         (lambda state: state | {"extra.weight": torch.ones(2)}, "extra.weight"),
         (lambda state: {key: each for key, each in state.items() if key != "norm.weight"}, "norm.weight"),
         (lambda state: state | {"d2t": state["d2t"] + torch.arange(56)}, "d2t"),
@@ -289,8 +289,8 @@ def test_an_embedding_of_the_mask_token_may_lie_beside_the_weights(edited, tmp_p
     other = BlockDrafter.from_pretrained(folder, dtype=torch.float32).attach(base)
     assert not torch.allclose(other.block(context, last).hidden, drafter.block(context, last).hidden, atol=1e-2)
     for stored, message in (
-        ({"embedding": row, "mask_token_id": 3}, "mask_token_id=3"),
-        (row[:5], "5 numbers"),
+        ({"embedding": row, "mask_token_id": 3}, "mask_token_id=90.* 3"),
+        (row[:5], "hidden_size"),
         ([1], "tensor"),
     ):
         torch.save(stored, folder / "mask_embedding.pt")

@@ -9,6 +9,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import drafters_table  # noqa: E402
 import families_table  # noqa: E402
 import gpu  # noqa: E402
+import other_loops  # noqa: E402
 import planned  # noqa: E402
 import serving_table  # noqa: E402
 import star_graph  # noqa: E402
@@ -23,6 +24,7 @@ __all__ = [
     "drafters_table",
     "families_table",
     "gpu",
+    "other_loops",
     "planned",
     "serving_table",
     "star_graph",

@@ -61,7 +61,7 @@ SCRIPTS = {
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
 }
 """Scripts (behind a comma, another way to run one), and the words of their smallest run in the directory of `work`."""
-PARTS = {"analysis", "corpus", "markov", "measuring", "planned", "smollm2_kinds", "studies"}
+PARTS = {"analysis", "corpus", "markov", "measuring", "other_loops", "planned", "smollm2_kinds", "studies"}
 PARTS |= {"gpu_evabyte", "training_peer", "training_tables"}
 PARTS |= {f"serving_{part}" for part in ("cases", "engine", "forks", "models", "server")}
 """Modules that scripts import."""

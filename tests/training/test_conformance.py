@@ -79,6 +79,7 @@ def test_acceptance_in_float16_is_seen(fault):
     assert drawn(Loop(fault), "sampled, precision", samples=40).words == "drafts are accepted by numbers of 16 bits"
 
 
+@pytest.mark.slow
 def test_acceptance_in_float16_shows_in_rare_tokens(monkeypatch):
     """Also of engines whose operations nobody sees: of every 2,000 rare drafts one is kept."""
     monkeypatch.setattr(

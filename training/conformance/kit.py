@@ -33,7 +33,7 @@ _PROMPTS = torch.tensor(
 )
 """Of sampled texts, padded on the left; two of the tokens are in none of them, so that penalties find them new."""
 PLACES = "sampled, places"
-_SHARES = {"sampled": 1.0, PLACES: 4.0, "sampled, precision": 1.0}
+_SHARES = {"sampled": 1.0, PLACES: 4.0, "sampled, precision": 1.0, "sampled, processors": 1.0}
 """Texts of a check, as a share of those that are asked for; a quarter of other checks, whose faults are larger."""
 _BATCH = 1000
 _FEWER = 16

@@ -9,6 +9,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import drafters_table  # noqa: E402
 import families_table  # noqa: E402
 import gpu  # noqa: E402
+import other_loops  # noqa: E402
 import planned  # noqa: E402
 import serving  # noqa: E402
 import training_tables  # noqa: E402
@@ -21,6 +22,7 @@ __all__ = [
     "drafters_table",
     "families_table",
     "gpu",
+    "other_loops",
     "planned",
     "serving",
     "training_tables",

@@ -37,7 +37,8 @@ SCRIPTS = {
     "trees": "llama --seconds 0.1 --rows 4 --prompts 2 --new-tokens 4 --temperatures 1 --total 6 --depth 2",
 }
 """Scripts (behind a comma, another way to run one), and the words of their smallest run in the directory of `work`."""
-PARTS = {"analysis", "corpus", "measuring", "planned", "smollm2_kinds", "studies", "gpu_evabyte", "training_tables"}
+PARTS = {"analysis", "corpus", "measuring", "other_loops", "planned", "smollm2_kinds", "studies"}
+PARTS |= {"gpu_evabyte", "training_tables"}
 PARTS |= {f"serving_{part}" for part in ("cases", "engine", "models")}
 """Modules that scripts import."""
 

@@ -17,7 +17,7 @@ from ..modeling.common.stored_drafters import holds_drafter_alone, read_drafter
 from ..training.evaluation.bench import CONTROL, PLAIN
 from ..training.loading import load_backbone
 from ..training.requests import CardRequest
-from ..training.results import DecodingResult, MeasuredResults, source_mark
+from ..training.results import MeasuredResults, source_mark
 from .card import render_card, write_card
 
 _RESULTS = "results.json"
@@ -75,20 +75,16 @@ def _parted(results: MeasuredResults, request: CardRequest) -> tuple[MeasuredRes
     names = dict.fromkeys(str(row.method) for row in rows)
     if missing := [name for name in request.methods or () if name not in names]:
         raise ValueError(f"--methods {missing[0]}: the results have no such method; they have {', '.join(names)}")
+    mark = source_mark(request.model)
+    digest = mark.partition(" ")[2]  # of a directory that was renamed since, the weights are the same
     if request.methods:
         own = [row for row in rows if row.method in request.methods]
     else:
-        own = [row for row in rows if row.method is None] or _of_source(rows, source_mark(request.model))
+        own = [row for row in rows if row.method is None] or [row for row in rows if row.source == mark]
+        own = own or [row for row in rows if digest and (row.source or "").partition(" ")[2] == digest]
     others = [row for row in rows if row not in own]
     first, second = (replace(results, results=part) if part else None for part in (own, others))
     return first, second
-
-
-def _of_source(rows: list[DecodingResult], mark: str) -> list[DecodingResult]:
-    """Return the rows of a source; of a directory that was renamed since, those of the same weights."""
-    exact = [row for row in rows if row.source == mark]
-    digest = mark.partition(" ")[2]
-    return exact or [row for row in rows if digest and row.source and row.source.partition(" ")[2] == digest]
 
 
 def _known(source: str) -> dict[str, Any]:

@@ -110,16 +110,14 @@ def check_retrofit(model: DeepSeekMTP) -> None:
     if model.num_modules > 1:
         raise ValueError(f"vLLM runs one module beside a backbone, and this model has {model.num_modules}; train one")
     layout, kind, size = LAYOUTS[config.model_type], model.mtp[0].kind, _head_dim(config)
+    window = getattr(config, "sliding_window", None)
     biases = {name for name, _ in model.mtp[0].block.named_parameters() if name.endswith("bias")}
     biases -= {f"self_attn.{name}.bias" for name in _BIASED if layout == "mimo"}
     is_other = layout == "mimo" and size * config.num_attention_heads != config.hidden_size
     refuse(
         [
             (config.hidden_act != "silu", f"hidden_act={config.hidden_act!r}: vLLM's layouts have 'silu'"),
-            (
-                kind == "sliding_attention",
-                f"sliding_window={config.sliding_window}: vLLM's layouts attend to everything",
-            ),
+            (kind == "sliding_attention", f"sliding_window={window}: vLLM's layouts attend to everything"),
             (biases, f"{min(biases, default='')}: vLLM's {layout} layout has no such bias"),
             (is_other, f"head_dim={size}: MiMo's layout has hidden_size / num_attention_heads"),
         ]

@@ -106,8 +106,9 @@ def push_to_hub(
     with TemporaryDirectory() as name:
         folder = Path(name)
         for saved in [model] if tokenizer is None else [model, tokenizer]:
-            carries = isinstance(saved, RemoteCodeMixin)
-            code = {"remote_code": code_when_pushed(saved, remote_code)} if carries else {}
+            code: Any = {}
+            if isinstance(saved, RemoteCodeMixin):
+                code = {"remote_code": code_when_pushed(saved, remote_code)}
             saved.save_pretrained(folder, max_shard_size=max_shard_size, **code)
         hide_local_names(folder)
         for file in map(Path, files):

@@ -163,9 +163,10 @@ class TrainerPushMixin(_TrainerBase):
         self.callback_handler.on_push_begin(args, self.state, self.control)
         names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         message = f"Training in progress, step {self.state.global_step}"
-        upload = self._uploaded(checkpoint, (), message, names.get(args.hub_strategy))
-        earlier = [] if self.push_in_progress is None else vars(self.push_in_progress)["jobs"]
-        self.push_in_progress = PushInProgress([*earlier, _API.run_as_future(upload)])
+        upload = self._uploaded(checkpoint, (), message, names.get(HubStrategy(args.hub_strategy)))
+        jobs: Any = [] if self.push_in_progress is None else vars(self.push_in_progress)["jobs"]
+        jobs.append(_API.run_as_future(upload))
+        self.push_in_progress = PushInProgress(jobs)
 
     def _described(self) -> PreTrainedModel:
         """Return the model that the card and config.json at the top are of."""

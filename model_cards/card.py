@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..generation.drafter import BaseDrafter, DrafterFacts
-from ..modeling.common.remote_code import REQUIREMENT, RemoteCodeMixin, check_choice
+from ..modeling.common.remote_code import REQUIREMENT, check_choice
 from ..training.results import MeasuredResults
 from ..training.utils import replace_file, visible
 
@@ -78,10 +78,9 @@ def render_card(
     """
     check_choice(remote_code)
     kind, config, facts = describe(config_or_model)
-    if not issubclass(kind, RemoteCodeMixin):
-        remote_code = None
-    elif remote_code == "auto":
-        remote_code = "bundle" if kind.travels_when_pushed else None
+    travels = getattr(kind, "travels_when_pushed", None)  # None for a class without `RemoteCodeMixin`
+    if travels is None or remote_code == "auto":
+        remote_code = "bundle" if travels else None
     backbone = vars(config).get("base_model_name_or_path") if kind.is_apart else None
     backbone = hub_id(backbone) if backbone and "/" in backbone else None  # a bare name was a directory as a rule
     base_model = metadata.pop("base_model", None) or backbone
@@ -137,7 +136,7 @@ def render_card(
     return card
 
 
-def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[type, PreTrainedConfig, DrafterFacts]:
+def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, PreTrainedConfig, DrafterFacts]:
     """Return the class, the configuration and the facts of a model that drafts, without opening weights.
 
     Raises:
@@ -149,7 +148,7 @@ def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[type,
         raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
     # not `config.architectures`: official files name classes of the official code
     known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or MODEL_MAPPING.get(type(config), object)
-    kind = known if model is None else type(model)
+    kind: Any = known if model is None else type(model)
     if not issubclass(kind, BaseDrafter):
         raise TypeError(
             f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"

@@ -45,7 +45,7 @@ def make_card(request: CardRequest) -> Path:
     file = request.results or output / _RESULTS
     results = MeasuredResults.from_json(file) if request.results or file.is_file() else None
     own, others = _parted(results, request) if results else (None, None)
-    known = {"model_name": Path(source).resolve().name} | _known(source)
+    known: dict[str, Any] = {"model_name": Path(source).resolve().name} | _known(source)
     asked = {"model_name": request.name, "license": request.license, "base_model": request.base_model}
     known |= {name: value for name, value in (asked | {"language": request.language}).items() if value}
     # a bundle of the Hub is taken for granted; the one line of `"package"` is no use without this library
@@ -65,7 +65,8 @@ def make_card(request: CardRequest) -> Path:
 def _load(source: str, ignored: list[str] | None) -> PreTrainedModel:
     logging.disable_progress_bar()
     if holds_drafter_alone(source):
-        return read_drafter(source, **({"ignore_fields": ignored} if ignored else {})).eval()
+        options: dict[str, Any] = {"ignore_fields": ignored} if ignored else {}
+        return read_drafter(source, **options).eval()
     return load_backbone(source, "MODEL", "MODEL", dtype="auto").eval()
 
 

@@ -8,53 +8,36 @@ rewritten; the rest of a file is unchanged. Reads source files, imports nothing.
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-
-from transformers.dynamic_module_utils import get_imports
 
 from .. import __version__
 
-ALLOWED = frozenset({"torch", "transformers", "huggingface_hub", "safetensors", "numpy", "yaml"})
-"""What bundled code may import: torch, transformers, and what transformers itself needs."""
 _ROOT = Path(__file__).parents[1]
 _HEADER = f"# {{source}} of tokenahead {__version__} (Apache-2.0), as it travels with a model: only imports differ.\n"
 _IMPORT = re.compile(r"^([ \t]*from )(\.+)([\w.]*)(?= import )", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """Flattened code: the module with the class, source text by file name, and packages beyond `ALLOWED`."""
-
-    entry: str
-    files: Mapping[str, str]
-    requires: tuple[str, ...]
-
-
 @cache
-def bundle(module: str) -> Bundle:
+def bundle(module: str) -> tuple[str, dict[str, str]]:
     """Flatten a module (`"modeling.evabyte.model"`) and all that it imports of this package, once per process.
+
+    Returns:
+        The name of the flat module, and source text by file name.
 
     Raises:
         FileNotFoundError: An installation without its source.
     """
     start = _ROOT.joinpath(*module.split(".")).with_suffix(".py")
     files = {f"{_flat_name(_ROOT)}.py": f'{_HEADER.format(source="the version")}\n__version__ = "{__version__}"\n'}
-    foreign: set[str] = set()
     waiting = [start]
     while waiting:
         path = waiting.pop()
         name = f"{_flat_name(path)}.py"
         if name not in files:
             files[name], targets = _flattened(path)
-            foreign |= {*get_imports(path)}
             waiting += targets
-    requires = foreign - sys.stdlib_module_names - ALLOWED
-    return Bundle(_flat_name(start), MappingProxyType(files), tuple(sorted(requires)))
+    return _flat_name(start), files
 
 
 def _flattened(path: Path) -> tuple[str, list[Path]]:

@@ -8,159 +8,98 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from transformers import PreTrainedConfig, PreTrainedModel
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from ..modeling.common.remote_code import check_choice
-from ..training.results import DecodingResult, MeasuredResults
+from ..generation.drafter import BaseDrafter, DrafterFacts
+from ..modeling.common.remote_code import REQUIREMENT, check_choice
+from ..training.results import MeasuredResults
 from ..training.utils import replace_file, visible
-from .facts import ModelFacts, describe
 
-TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
-"""Tags of every card."""
+_TAGS = ("tokenahead", "multi-token-prediction", "speculative-decoding")
 _TEMPLATES = Path(__file__).parent / "templates"
-_MARK = re.compile(r"\n<!-- tokenahead card ([0-9a-f]{64}): .* -->\s*$")
+_MARK = "\n<!-- tokenahead card "
 _PATH = re.compile(r"(?<![\w:/.~<-])(?:(?P<drive>[A-Za-z]:\\(?=\w))|~/|/(?=[\w.]+/))[^\s`\"')\]|]*")
 _NAME = re.compile(r"[\w.~+=@:/\\ -]+")
 _TAG = re.compile(r"<(?=[A-Za-z/!?])(?!https?://)")
 _PRIVATE = ("~/", "/home/", "/Users/", "/root/", "/tmp/", "/private/", "/mnt/", "/scratch/")
-_LOCAL_FIGURE = re.compile(r"!\[[^\]]*\]\((?![a-z]+://)([^)\s]+)\)")
 
 
 def render_card(
     config_or_model: PreTrainedConfig | PreTrainedModel,
     results: MeasuredResults | None,
     *,
-    license: str | None = None,
-    base_model: str | list[str] | None = None,
-    model_name: str | None = None,
     repo_id: str | None = None,
     picture: str | None = None,
-    training_description: str | None = None,
-    metadata: dict[str, Any] | None = None,
     remote_code: str | None = "auto",
-    language: str | list[str] | None = None,
-    training_data: str | None = None,
+    compared: MeasuredResults | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
+    training_data: str | None = None,
+    training_description: str | None = None,
     training_results: str | None = None,
     out_of_scope: str | None = None,
-    compared: MeasuredResults | None = None,
+    **metadata: Any,
 ) -> ModelCard:
     """Render the card of a model that drafts, or of a drafter, with the parts of Hugging Face's annotated template.
 
     Args:
         config_or_model: The model, or its config (then the card has no number of parameters).
         results: Measured results; None: the card states that nothing was measured.
-        license: Licence id of the weights, as the Hub writes them; None: the card states that there is none.
-        base_model: Hub id (or ids) of the model that this one derives from.
-        model_name: Title; None takes the last part of `repo_id`, or the class name.
         repo_id: Where the model is or will be on the Hub, for the example code.
         picture: File name of the figure of accepted drafts, which lies beside the card.
-        training_description: How the model was trained, as Markdown; None: the card states that this is unknown.
-        metadata: Further fields of `ModelCardData` (`datasets`, `tags`, ...); not those that have an argument here.
-        remote_code: The code that travels with the model, as for `push_to_hub`; `"bundle"` adds a section on use
-            without this library.
-        language: Codes of the languages that the model writes (`"en"`, `"code"`); None: the card states none.
-        training_data: Its training data, as Markdown; None: the card states that they are unknown.
-        hyperparameters: Names and values of the training run.
-        training_results: The log of the training run, as Markdown.
-        out_of_scope: Uses to avoid, as Markdown, before those that hold for every such model.
+        remote_code: The code that travels with the model, as for `push_to_hub`.
         compared: Results of other methods, for a table of comparison; none of their figures is the model's.
+        hyperparameters: Names and values of the training run.
+        training_data: Its training data, as Markdown, like the three that follow.
+        training_description: How the model was trained.
+        training_results: The log of the training run.
+        out_of_scope: Uses to avoid, before those that hold for every such model.
+        **metadata: Fields of `ModelCardData`, where known: `license`, `language`, `base_model` (a Hub id, or several),
+            `model_name` (the title), `datasets`, `tags`, ...
 
     Returns:
         The card; `str(card)` is the text of README.md.
 
     Raises:
         TypeError: The model has no multi-token head.
-        ValueError: A shown value is empty, or a path of this machine; a `repo_id`, `base_model` or `picture` that is
-            neither a name on the Hub nor a path; an unknown `remote_code`.
+        ValueError: A path of this machine would be shown; a `repo_id`, `base_model` or `picture` that is neither a
+            name on the Hub nor a path; an unknown `remote_code`.
 
     Example:
         >>> card = render_card(model, MeasuredResults.from_json("results.json"), license="apache-2.0")
         >>> write_card(directory, card)
     """
     check_choice(remote_code)
-    facts = describe(config_or_model, remote_code)
-    base_model = base_model or facts.backbone
-    base_models = [base_model] if isinstance(base_model, str) else base_model
-    named = {"repo_id": [repo_id], "picture": [picture], "base_model": base_models or []}
-    for argument, given in named.items():
+    kind, config, facts = describe(config_or_model)
+    travels = getattr(kind, "travels_when_pushed", None)  # None for a class without `RemoteCodeMixin`
+    if travels is None or remote_code == "auto":
+        remote_code = "bundle" if travels else None
+    backbone = vars(config).get("base_model_name_or_path") if kind.is_apart else None
+    backbone = hub_id(backbone) if backbone and "/" in backbone else None  # a bare name was a directory as a rule
+    base_model = metadata.pop("base_model", None) or backbone
+    base_models = [base_model] if isinstance(base_model, str) else base_model or []
+    for argument, given in {"repo_id": [repo_id], "picture": [picture], "base_model": base_models}.items():
         for each in filter(None, given):
             if not isinstance(each, str) or not _NAME.fullmatch(each):  # which could write lines or code into a card
                 raise ValueError(f"{argument}={each!r} is neither owner/name on the Hub nor a path")
-    name = model_name or (repo_id.split("/")[-1] if repo_id else facts.class_name)
-    fields = {"license": license, "base_model": base_model, "language": language} | (metadata or {})
-    data = card_metadata(facts, results, name, **fields)
-    languages = language or (metadata or {}).get("language")
-    text = (
-        _environment()
-        .get_template("model_card.md.jinja")
-        .render(
-            card_data=data.to_yaml(),
-            name=name,
-            facts=facts,
-            results=results,
-            compared=compared,
-            license=license,
-            base_models=base_models,
-            languages=[languages] if isinstance(languages, str) else languages,
-            repo_id=repo_id,
-            source=repo_id or "path/to/this/directory",
-            picture=picture,
-            training_description=training_description,
-            training_data=training_data,
-            hyperparameters=hyperparameters,
-            training_results=training_results,
-            out_of_scope=out_of_scope,
-        )
-    )
-    check_no_local_path(text)
-    card = ModelCard(text)
-    card.text += _mark(card)
-    return card
-
-
-def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) -> Path:
-    """Write a card as README.md into the model's directory, atomically, and return its path.
-
-    `overwrite` replaces a README.md that is not a card rendered here, or that was edited since.
-
-    Raises:
-        FileExistsError: README.md was written or edited by a person, and `overwrite` is False.
-        FileNotFoundError: The card shows a figure that is not in the directory.
-    """
-    folder = Path(folder)
-    path = folder / "README.md"
-    for name in local_figures(card):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"the card shows the figure {name!r}, which is not in {folder}")
-    if path.exists() and not overwrite and not is_generated(path):
-        raise FileExistsError(
-            f"{path} was written or edited by hand and would be lost; pass overwrite=True to replace it, "
-            "or write the card to another directory"
-        )
-    return replace_file(path, str(card))
-
-
-def is_generated(path: str | Path) -> bool:
-    """Return whether a file is an unedited card of `render_card`: its last line is a hash of the rest."""
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
-    mark = _MARK.search(text)
-    return mark is not None and mark[1] == _digest(ModelCard(text[: mark.start()], ignore_metadata_errors=True))
-
-
-def local_figures(card: ModelCard) -> list[str]:
-    """Return the names of the figures that must travel with a card."""
-    return _LOCAL_FIGURE.findall(card.text)
-
-
-def _environment() -> jinja2.Environment:
-    """Return a Jinja environment in which no value can be missing, None or empty without an error."""
+    fields = {
+        # otherwise the Hub would offer a line of code that cannot load the model without `import tokenahead`
+        "library_name": "transformers" if remote_code == "bundle" else "tokenahead",
+        "pipeline_tag": None if kind.is_apart else "text-generation",
+        "base_model": base_model,
+        "base_model_relation": "adapter" if kind.is_apart and base_model else None,
+        "model_name": repo_id.split("/")[-1] if repo_id else kind.__name__,
+        "eval_results": _eval_results(results) if results else None,
+    } | {name: value for name, value in metadata.items() if value is not None}
+    fields["tags"] = [*_TAGS, config.model_type, *(metadata.get("tags") or ())]
+    data = ModelCardData(**fields)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -170,33 +109,90 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,  # this is Markdown, not HTML
     )
-    environment.filters |= {"cell": _cell, "block": _Block, "fenced": _fenced, "quoted": json.dumps}
-    return environment
+    environment.filters |= {"block": _Block, "fenced": _fenced, "quoted": lambda value: _Block(json.dumps(value))}
+    text = environment.get_template("model_card.md.jinja").render(
+        data=data,
+        kind=kind,
+        config=config,
+        facts=facts,
+        parameters=config_or_model.num_parameters() if isinstance(config_or_model, PreTrainedModel) else None,
+        citations=_citations(facts.papers),
+        requires=f"torch '{REQUIREMENT}'" + " peft" * (facts.kind == "uniforms"),
+        has_code=remote_code == "bundle",
+        base_models=base_models,
+        repo_id=repo_id,
+        results=results,
+        compared=compared,
+        picture=picture,
+        hyperparameters=hyperparameters,
+        training_data=training_data,
+        training_description=training_description,
+        training_results=training_results,
+        out_of_scope=out_of_scope,
+    )
+    check_no_local_path(text)
+    card = ModelCard(text)
+    card.text += _mark(str(card))
+    return card
 
 
-class _Block(str):
-    """Text of several lines; what templates show is one line otherwise."""
+def describe(config_or_model: PreTrainedConfig | PreTrainedModel) -> tuple[Any, PreTrainedConfig, DrafterFacts]:
+    """Return the class, the configuration and the facts of a model that drafts, without opening weights.
+
+    Raises:
+        TypeError: Neither a config nor a model, or one without a multi-token head.
+    """
+    model = config_or_model if isinstance(config_or_model, PreTrainedModel) else None
+    config = config_or_model if model is None else model.config
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"config_or_model is a {type(config).__name__}; it must be a model or its config")
+    # not `config.architectures`: official files name classes of the official code
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or MODEL_MAPPING.get(type(config), object)
+    kind: Any = known if model is None else type(model)
+    if not issubclass(kind, BaseDrafter):
+        raise TypeError(
+            f"{type(config).__name__} has no `mtp_head`, and is no config of a drafter: cards are for models that draft"
+        )
+    return kind, config, kind.facts(config, model)
 
 
-def _shown(value: object) -> object:
-    """Return a value as a card shows it: without control characters, and in one line unless it is a `_Block`."""
-    if value is None or value == "":
-        raise ValueError("empty value in the card's template; every value that it shows must have content")
-    if not isinstance(value, str):
-        return value
-    text = visible(value)
-    return text if isinstance(value, _Block) else _TAG.sub(r"\\<", " ".join(text.splitlines()))
+def hub_id(name: str | None) -> str | None:
+    """Return `name` if it is a Hub id, and None for a local path."""
+    try:
+        validate_repo_id(name or "")
+    except HFValidationError:
+        return None
+    return name if name and not Path(name).exists() else None
 
 
-def _cell(value: object) -> str:
-    """Return text for one cell of a Markdown table."""
-    return " ".join(str(value).replace("|", "\\|").split())
+def write_card(folder: str | Path, card: ModelCard, *, overwrite: bool = False) -> Path:
+    """Write a card as README.md into the model's directory, atomically, and return its path.
+
+    `overwrite` replaces a README.md that is not a card rendered here, or that was edited since.
+
+    Raises:
+        FileExistsError: README.md was written or edited by a person, and `overwrite` is False.
+    """
+    path = Path(folder) / "README.md"
+    if path.exists() and not overwrite and not is_generated(path):
+        raise FileExistsError(
+            f"{path} was written or edited by hand and would be lost; pass overwrite=True to replace it, "
+            "or write the card to another directory"
+        )
+    return replace_file(path, str(card))
 
 
-def _fenced(value: str, language: str = "") -> _Block:
-    """Return a block of code, whose fence is longer than any within."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", value)), default=0))
-    return _Block(f"{fence}{language}\n{value}\n{fence}")
+def is_generated(path: Path) -> bool:
+    """Return whether a file is an unedited card of `render_card`: its last line is a hash of the rest."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    body = text.rpartition(_MARK)[0]
+    return text == body + _mark(body)
+
+
+def _mark(body: str) -> str:
+    """Return the last line of a card, a comment with the hash of what stands before it."""
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return f"{_MARK}{digest}: rendered, not written by hand; once edited, it is not overwritten -->\n"
 
 
 def check_no_local_path(text: str) -> None:
@@ -209,70 +205,56 @@ def check_no_local_path(text: str) -> None:
             )
 
 
-def _mark(card: ModelCard) -> str:
-    """Return the last line of a card, a comment with its hash."""
-    note = "rendered, not written by hand; once edited, it is not overwritten"
-    return f"\n<!-- tokenahead card {_digest(card)}: {note} -->\n"
+class _Block(str):
+    """Text of several lines, and code; what templates show otherwise is one line that writes no markup."""
 
 
-def _digest(card: ModelCard) -> str:
-    """Return the hash of a card's content, whatever its line ends and the layout of its metadata."""
-    data = json.dumps(card.data.to_dict(), sort_keys=True, default=str)
-    body = "\n".join(line.rstrip() for line in card.text.strip().splitlines())
-    return hashlib.sha256(f"{data}\n{body}".encode()).hexdigest()
+def _shown(value: object) -> object:
+    """Return a value as a card shows it; all escaping is here."""
+    if not isinstance(value, str):
+        return value
+    text = visible(value)
+    return text if isinstance(value, _Block) else _TAG.sub(r"\\<", " ".join(text.split())).replace("|", "\\|")
 
 
-def card_metadata(facts: ModelFacts, results: MeasuredResults | None, model_name: str, **fields: Any) -> ModelCardData:
-    """Return the metadata of a card; further fields of `ModelCardData` that are None are left out.
-
-    The library is `transformers` only if the model's own code travels with it: otherwise the Hub would offer a line
-    of code that cannot load the model without `import tokenahead`.
-    """
-    tags = [*TAGS, facts.model_type, *(fields.pop("tags", None) or ())]
-    defaults = {
-        "library_name": "transformers" if facts.remote_code == "bundle" else "tokenahead",
-        "pipeline_tag": None if facts.heads_only else "text-generation",
-        "model_name": model_name,
-        "eval_results": list(_entries(results)) if results else None,
-    }
-    if facts.heads_only and fields.get("base_model"):
-        defaults["base_model_relation"] = "adapter"
-    return ModelCardData(tags=tags, **defaults | {key: value for key, value in fields.items() if value is not None})
+def _fenced(value: str, language: str = "") -> _Block:
+    """Return a block of code, whose fence is longer than any within."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", value)), default=0))
+    return _Block(f"{fence}{language}\n{value}\n{fence}")
 
 
-def _entries(results: MeasuredResults) -> Iterator[EvalResult]:
-    """Return one entry per figure: three per way of decoding, then the cross-entropy."""
+def _citations(papers: tuple[str, ...]) -> str:
+    """Return BibTeX entries; a paper that is not in `citations.bib` is one itself."""
+    text = (_TEMPLATES / "citations.bib").read_text(encoding="utf-8")
+    entries = {entry.partition("{")[2].partition(",")[0]: entry.strip() for entry in text.split("\n\n")}
+    return "\n\n".join(entries.get(paper, paper) for paper in papers)
+
+
+def _eval_results(results: MeasuredResults) -> list[EvalResult]:
+    """Return one entry per figure; no speed-up of loops or an unsteady machine."""
+    unit, found = results.unit, []
     for row in results.results:
-        for metric, label, value in _figures(row, results.unit):
-            yield _entry(results, metric, f"{label}, {row.name}", value)
-    if results.bits_per_byte is not None:
-        yield _entry(results, "bits_per_byte", "Bits per byte", results.bits_per_byte)
-
-
-def _figures(row: DecodingResult, unit: str) -> list[tuple[str, str, float]]:
-    """Return (metric id, label, value) of one way of decoding; no speed-up of loops or an unsteady machine."""
-    per_call = ("tokens_per_call", f"{unit.capitalize()}s per backbone call", row.tokens_per_call)
-    per_second = ("tokens_per_second", f"{unit.capitalize()}s per second", row.tokens_per_second)
-    figures: list[tuple[str, str, float]] = [per_second] if row.only_loops else [per_call, per_second]
-    if row.expected_tokens_per_call is not None and not row.only_loops:
+        per_call, expected = (None, None) if row.only_loops else (row.tokens_per_call, row.expected_tokens_per_call)
         drafts = f", drafts of {row.draft_length}" if row.draft_length else ""
-        label = f"Expected {unit}s per verification{drafts}"
-        figures.append(("expected_tokens_per_call", label, row.expected_tokens_per_call))
-    if row.repeated_share is not None:
-        figures.append(("repetition", "Share of repeated text", row.repeated_share))
-    if row.looping_share is not None:
-        figures.append(("left_out", "Share of calls that loop and are left out", row.looping_share))
-    if not row.claims_speed:
-        return figures
-    return [*figures, ("speed_up", f"Speed-up over one {unit} at a time", row.speed_up)]
-
-
-def _entry(results: MeasuredResults, metric: str, name: str, value: float) -> EvalResult:
-    return EvalResult(
-        task_type="text-generation",
-        dataset_type=re.sub(r"[^a-z0-9]+", "-", results.dataset_name.lower()).strip("-") or "text",
-        dataset_name=results.dataset_name,
-        metric_type=metric,
-        metric_name=name,
-        metric_value=round(value, 4),
-    )
+        speed_up = row.speed_up if row.claims_speed else None
+        found += [
+            ("tokens_per_call", f"{unit.capitalize()}s per backbone call, {row.name}", per_call),
+            ("tokens_per_second", f"{unit.capitalize()}s per second, {row.name}", row.tokens_per_second),
+            ("expected_tokens_per_call", f"Expected {unit}s per verification{drafts}, {row.name}", expected),
+            ("repetition", f"Share of repeated text, {row.name}", row.repeated_share),
+            ("left_out", f"Share of calls that loop and are left out, {row.name}", row.looping_share),
+            ("speed_up", f"Speed-up over one {unit} at a time, {row.name}", speed_up),
+        ]
+    found.append(("bits_per_byte", "Bits per byte", results.bits_per_byte))
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=re.sub(r"[^a-z0-9]+", "-", results.dataset_name.lower()).strip("-") or "text",
+            dataset_name=results.dataset_name,
+            metric_type=metric,
+            metric_name=label,
+            metric_value=round(value, 4),
+        )
+        for metric, label, value in found
+        if value is not None
+    ]

@@ -9,22 +9,21 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..generation.tensors.tensor_files import check_index
 from ..modeling.common.remote_code import CODE_DIRECTORY
 from ..modeling.common.stored_drafters import holds_drafter_alone, read_drafter
 from ..training.evaluation.bench import CONTROL, PLAIN
-from ..training.loading import causal_class
+from ..training.loading import load_backbone
 from ..training.requests import CardRequest
-from ..training.results import DecodingResult, MeasuredResults, source_mark
+from ..training.results import MeasuredResults, source_mark
 from .card import render_card, write_card
-from .facts import describe
 
-RESULTS = "results.json"
+_RESULTS = "results.json"
 """The file of measured results beside a card."""
-_UNTOLD = re.compile(r"(What this model was trained on|How this model was trained) was not described\.")
+_KEPT = ("license", "base_model", "language", "model_name", "datasets", "tags")
+_PARTS = {"training_data": "Training Data", "training_description": "Training Procedure"}
 
 
 def make_card(request: CardRequest) -> Path:
@@ -38,97 +37,67 @@ def make_card(request: CardRequest) -> Path:
         ValueError: A model that does not draft, results that are none, or methods that were not measured.
         OSError: What the Hub cannot give.
     """
-    output = request.output or Path(request.model)
-    if request.output is None and not output.is_dir():
-        raise FileNotFoundError(
-            f"{request.model}: no such directory; for a model of the Hub, name a directory with --output"
-        )
-    model = _load(request.model, request.ignore_fields)
-    try:
-        describe(model)
-    except TypeError as error:
-        raise ValueError(f"{request.model}: {error}") from error
-    known = _known(request.model)
-    file = request.results or output / RESULTS
+    source, is_directory = request.model, Path(request.model).is_dir()
+    if request.output is None and not is_directory:
+        raise FileNotFoundError(f"{source}: no such directory; for a model of the Hub, name a directory with --output")
+    output = request.output or Path(source)
+    model = _load(source, request.ignore_fields)
+    file = request.results or output / _RESULTS
     results = MeasuredResults.from_json(file) if request.results or file.is_file() else None
     own, others = _parted(results, request) if results else (None, None)
-    card = render_card(
-        model,
-        own,
-        compared=others,
-        license=request.license or known.pop("license", None),
-        base_model=request.base_model or known.pop("base_model", None),
-        language=request.language or known.pop("language", None),
-        model_name=request.name or known.pop("model_name", None) or Path(request.model).resolve().name,
-        repo_id=None if Path(request.model).is_dir() else request.model,
-        training_data=known.pop("training_data", None),
-        training_description=known.pop("training_description", None),
-        metadata={name: known[name] for name in ("datasets", "tags") if known.get(name)},
-        remote_code=_travelling(request.model),
-    )
-    output.mkdir(parents=True, exist_ok=True)
+    known: dict[str, Any] = {"model_name": Path(source).resolve().name} | _known(source)
+    asked = {"model_name": request.name, "license": request.license, "base_model": request.base_model}
+    known |= {name: value for name, value in (asked | {"language": request.language}).items() if value}
+    # a bundle of the Hub is taken for granted; the one line of `"package"` is no use without this library
+    code = Path(source) / CODE_DIRECTORY
+    has_code = not is_directory or len([*code.glob("modeling_*.py")]) > 1
+    known |= {"repo_id": None if is_directory else source, "remote_code": "bundle" if has_code else None}
+    try:
+        card = render_card(model, own, compared=others, **known)
+    except TypeError as error:
+        raise ValueError(f"{source}: {error}") from error
     path = write_card(output, card, overwrite=request.overwrite)
     if results is not None:
-        results.to_json(output / RESULTS)
+        results.to_json(output / _RESULTS)
     return path
 
 
 def _load(source: str, ignored: list[str] | None) -> PreTrainedModel:
     logging.disable_progress_bar()
     if holds_drafter_alone(source):
-        return read_drafter(source, **({"ignore_fields": ignored} if ignored else {})).eval()
-    config = AutoConfig.from_pretrained(source)
-    check_index(source)
-    return causal_class(config).from_pretrained(source, config=config, dtype="auto").eval()
+        options: dict[str, Any] = {"ignore_fields": ignored} if ignored else {}
+        return read_drafter(source, **options).eval()
+    return load_backbone(source, "MODEL", "MODEL", dtype="auto").eval()
 
 
 def _parted(results: MeasuredResults, request: CardRequest) -> tuple[MeasuredResults | None, MeasuredResults | None]:
     """Return the results of the requested model, and those of other methods, without plain decoding; None for none."""
     rows = [row for row in results.results if row.method not in (PLAIN, CONTROL)]
-    if request.methods is not None:
-        if missing := sorted({*request.methods} - {str(row.method) for row in rows}):
-            names = ", ".join(dict.fromkeys(str(row.method) for row in rows))
-            raise ValueError(f"--methods {missing[0]}: the results have no such method; they have {names}")
+    names = dict.fromkeys(str(row.method) for row in rows)
+    if missing := [name for name in request.methods or () if name not in names]:
+        raise ValueError(f"--methods {missing[0]}: the results have no such method; they have {', '.join(names)}")
+    mark = source_mark(request.model)
+    digest = mark.partition(" ")[2]  # of a directory that was renamed since, the weights are the same
+    if request.methods:
         own = [row for row in rows if row.method in request.methods]
     else:
-        own = [row for row in rows if row.method is None] or _of_source(rows, source_mark(request.model))
+        own = [row for row in rows if row.method is None] or [row for row in rows if row.source == mark]
+        own = own or [row for row in rows if digest and (row.source or "").partition(" ")[2] == digest]
     others = [row for row in rows if row not in own]
-    parts = (replace(results, results=part) if part else None for part in (own, others))
-    return next(parts), next(parts)
-
-
-def _of_source(rows: list[DecodingResult], mark: str) -> list[DecodingResult]:
-    """Return the rows of a source; of a directory that was renamed since, those of the same weights."""
-    exact = [row for row in rows if row.source == mark]
-    digest = mark.partition(" ")[2]
-    return exact or [row for row in rows if digest and row.source and row.source.partition(" ")[2] == digest]
+    first, second = (replace(results, results=part) if part else None for part in (own, others))
+    return first, second
 
 
 def _known(source: str) -> dict[str, Any]:
     """Return the facts in an existing card of the model that no config has."""
-    readme, is_directory = Path(source) / "README.md", Path(source).is_dir()
-    if is_directory and not readme.is_file():
-        return {}
+    readme = Path(source) / "README.md" if Path(source).is_dir() else source
     try:
-        card = ModelCard.load(readme if is_directory else source, ignore_metadata_errors=True)
-    except (OSError, EntryNotFoundError):
+        card = ModelCard.load(readme, ignore_metadata_errors=True)
+    except (OSError, ValueError, EntryNotFoundError):
         return {}
-    names = ("license", "base_model", "language", "model_name", "datasets", "tags")
-    fields = {name: card.data.get(name) for name in names if card.data.get(name)}
-    data, how = _part(card.text, "Training Data"), _part(card.text, "Training Procedure")
-    return fields | {name: text for name, text in (("training_data", data), ("training_description", how)) if text}
-
-
-def _part(text: str, heading: str) -> str | None:
-    """Return the content under a heading of the third level, unless it states that there is none."""
-    match = re.search(rf"^### {heading}\n(.*?)(?=^#{{1,3}} |\Z)", text, re.M | re.S)
-    content = match[1].strip() if match else ""
-    return content if content and not _UNTOLD.fullmatch(content) else None
-
-
-def _travelling(source: str) -> str | None:
-    """Return the code in a directory (`"bundle"`, `"package"` or None); for a repository of the Hub a bundle."""
-    code = Path(source) / CODE_DIRECTORY
-    if Path(source).is_dir() and not code.is_dir():
-        return None
-    return "package" if code.is_dir() and len(list(code.glob("modeling_*.py"))) == 1 else "bundle"
+    found = {name: card.data.get(name) for name in _KEPT}
+    for name, heading in _PARTS.items():
+        match = re.search(rf"^### {heading}\n(.*?)(?=^#{{1,3}} |\Z)", card.text, re.M | re.S)
+        content = match[1].strip() if match else ""
+        found[name] = None if content.endswith("was not described.") and "\n" not in content else content
+    return {name: value for name, value in found.items() if value}

@@ -70,7 +70,7 @@ AutoModelForCausalLM.register(PTPConfig, PTPForCausalLM)
 AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
 AutoTokenizer.register(EvaByteConfig, slow_tokenizer_class=EvaByteTokenizer)
 
-hand_in(**{name: partial(import_module, f".model_cards.{name}", __name__) for name in ("bundle", "push")})
+hand_in(**{name: partial(import_module, f".model_cards.{name}", __name__) for name in ("bundle", "card", "push")})
 
 __all__ = [
     "AssistantDrafter",

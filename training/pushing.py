@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,8 +19,7 @@ from transformers.utils.hub import PushInProgress
 
 from .. import __version__
 from ..generation.attach import AttachableDrafter
-from ..modeling.common.loading import TRAVELLERS
-from ..modeling.common.remote_code import add_code, code_when_pushed, handed
+from ..modeling.common.remote_code import RemoteCodeMixin, add_code, code_when_pushed, handed
 from ..modeling.heads.joint import JointMTPModel
 from .utils import visible, without_directories
 
@@ -35,6 +35,7 @@ _OF_RESUMING = (
 """Files of whole checkpoints, but for arguments, which name paths of this machine, and the rollouts of users."""
 _API = HfApi()
 """One for all: uploads in the background run one after the other."""
+_Names = str | Iterable[str] | None
 _TrainerBase = Trainer if TYPE_CHECKING else object
 
 
@@ -43,65 +44,54 @@ class TrainerPushMixin(_TrainerBase):
 
     def create_model_card(
         self,
-        language: str | list[str] | None = None,
+        language: _Names = None,
         license: str | None = None,
-        tags: str | Iterable[str] | None = None,
+        tags: _Names = None,
         model_name: str | None = None,
         finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-        dataset_name: str | list[str] | None = None,
+        tasks: _Names = None,
+        dataset_tags: _Names = None,
+        dataset: _Names = None,
+        dataset_args: _Names = None,
+        dataset_name: _Names = None,
     ) -> None:
         """Write README.md to `output_dir`; one that a person wrote or edited is left unchanged.
 
-        Args:
-            language: Codes of the languages that the model writes.
-            license: Licence id of the weights.
-            tags: Further tags.
-            model_name: Title.
-            finetuned_from: Hub id of the model that this one derives from; None takes it from the config.
-            tasks: Not used: every model of this library writes text.
-            dataset_tags: Hub ids of the data.
-            dataset: Names of the data, for people; of a file of this machine, its bare name is shown.
-            dataset_args: Configurations of the data, in the order of `dataset`.
-            dataset_name: As `dataset` (TRL's word).
+        The arguments are those of `Trainer`; `tasks` is not used, `dataset_name` is TRL's word for `dataset`, and of a
+        file of this machine the bare name is shown.
 
         Raises:
             ValueError: A value that is a path of this machine.
         """
         if not self.is_world_process_zero():
             return
-        model = self._described()
-        named = [without_directories(name) for name in _listed(dataset) or _listed(dataset_name)]
-        described = [f"{name} ({args})" for name, args in zip(named, _listed(dataset_args))] or named
+        cards, model = handed("card"), self._described()
+        names = [without_directories(name) for name in _listed(dataset or dataset_name)]
+        names = [f"{name} ({part})" for name, part in zip(names, _listed(dataset_args))] or names
         builder = getattr(self.train_dataset, "builder_name", None)  # the name that `datasets` has for the data
         known = [] if builder in _FILE_READERS else _listed(builder)
-        data_ids = [name for name in _listed(dataset_tags) or known if handed("push").hub_id(name)]
-        of_trainer = getattr(self, "_tag_names", None)  # of TRL's trainers
+        data_ids = [name for name in _listed(dataset_tags) or known if cards.hub_id(name)]
         # a drafter that was read from the Hub derives from its backbone, which its config names
-        origin = finetuned_from or (None if isinstance(model, AttachableDrafter) else model.config.name_or_path)
+        origin = None if isinstance(model, AttachableDrafter) else model.config.name_or_path
         try:
-            card = handed("push").render_card(
+            card = cards.render_card(
                 model,
                 None,
-                license=license,
-                base_model=handed("push").hub_id(origin),
-                model_name=model_name,
                 repo_id=vars(self).get("hub_model_id") or self.args.hub_model_id,
-                language=language,
-                training_data=self._data_text(described or data_ids),
+                training_data=self._data_text(names or data_ids),
                 training_description=self._recipe_text(model),
                 hyperparameters=extract_hyperparameters_from_trainer(self),
                 training_results=self._log_text(),
-                metadata={"tags": [*_listed(tags), *_listed(of_trainer)], "datasets": data_ids or None},
+                base_model=cards.hub_id(finetuned_from or origin),
+                tags=[*_listed(tags), *_listed(getattr(self, "_tag_names", None))],  # the latter: TRL's
+                datasets=data_ids or None,
+                language=language,
+                license=license,
+                model_name=model_name,
             )
+            cards.write_card(str(self.args.output_dir), card)
         except TypeError:  # a model around ours (peft's adapters), or one that drafts nothing: as the base class does
             super().create_model_card(model_name=model_name, tags=_listed(tags) or None)
-            return
-        try:
-            handed("push").write_card(str(self.args.output_dir), card)
         except FileExistsError as error:
             logger.warning(str(error))
 
@@ -121,16 +111,17 @@ class TrainerPushMixin(_TrainerBase):
 
     def _log_text(self) -> str | None:
         _, lines, last = parse_log_history(self.state.log_history)
-        table = make_markdown_table(lines) if lines else ""
         figures = [f"- {name}: {value}" for name, value in (last or {}).items()]
-        return "\n\n".join(filter(None, (table.strip(), "\n".join(figures)))) or None
+        return "\n\n".join(filter(None, (make_markdown_table(lines or []), "\n".join(figures)))) or None
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """As in `Trainer`, which does it at its start; a repository that holds another model is refused."""
+        """Create the repository, as `Trainer` does; one that holds another model is refused before the first step."""
         super().init_hf_repo(token=token, private=private)
         model = self._described()
-        if self.is_world_process_zero() and isinstance(model, PreTrainedModel):  # adapters alone have no config
-            handed("push").check_same_model(HfApi(token=token or self.args.hub_token), self.hub_model_id, model)
+        is_ours = isinstance(model, PreTrainedModel) and getattr(model.config, "layout", "tokenahead") == "tokenahead"
+        if is_ours and self.is_world_process_zero():  # others have other fields in their files, and adapters none
+            push, token = handed("push"), token or self.args.hub_token
+            push.check_same_model(self.hub_model_id, model.config.to_dict(), token)
 
     def push_to_hub(
         self,
@@ -157,7 +148,7 @@ class TrainerPushMixin(_TrainerBase):
             return None
         name = kwargs.pop("model_name", None) or self.args.hub_model_id or self._output().name
         tags = [*_listed(kwargs.pop("tags", None)), *_listed(getattr(self.model, "model_tags", None))]
-        self.create_model_card(model_name=name.split("/")[-1], tags=list(dict.fromkeys(tags)), **kwargs)
+        self.create_model_card(model_name=name.split("/")[-1], tags=tags, **kwargs)
         self._finish_current_push()
         upload = self._uploaded(self._output(), _OF_THE_RUN, commit_message, token=token, revision=revision)
         return upload() if blocking else _API.run_as_future(upload)
@@ -170,16 +161,12 @@ class TrainerPushMixin(_TrainerBase):
         if not args.hub_always_push and self.push_in_progress is not None and not self.push_in_progress.is_done():
             return
         self.callback_handler.on_push_begin(args, self.state, self.control)
+        names = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         message = f"Training in progress, step {self.state.global_step}"
-        card = [file for file in [self._output() / "README.md"] if file.is_file()]
-        uploads = [self._uploaded(checkpoint, (), message, card)]
-        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
-            uploads.append(self._uploaded(checkpoint, _OF_RESUMING, f"{message}, checkpoint", path_in_repo=name))
-        jobs = [_API.run_as_future(upload) for upload in uploads]
-        if self.push_in_progress is None or self.push_in_progress.is_done():
-            self.push_in_progress = PushInProgress()
-        vars(self.push_in_progress)["jobs"].extend(jobs)  # annotated as one job, and a list
+        upload = self._uploaded(checkpoint, (), message, names.get(HubStrategy(args.hub_strategy)))
+        jobs: Any = [] if self.push_in_progress is None else vars(self.push_in_progress)["jobs"]
+        jobs.append(_API.run_as_future(upload))
+        self.push_in_progress = PushInProgress(jobs)
 
     def _described(self) -> PreTrainedModel:
         """Return the model that the card and config.json at the top are of."""
@@ -190,44 +177,36 @@ class TrainerPushMixin(_TrainerBase):
         return Path(str(self.args.output_dir)).absolute()
 
     def _uploaded(
-        self,
-        source: Path,
-        besides: Sequence[str],
-        message: str | None,
-        also: Sequence[Path] = (),
-        path_in_repo: str | None = None,
-        token: str | None = None,
-        revision: str | None = None,
+        self, source: Path, besides: Sequence[str], message: str | None, whole: str | None = None, **options: Any
     ) -> Callable[[], CommitInfo]:
         """Return the upload of a public copy of a directory, made at once: checkpoints are removed meanwhile.
 
-        `besides` are names of files that go beside those of models.
+        `besides` are patterns of files that go beside those of models, `whole` is the name under which all that
+        resuming needs is uploaded, too.
         """
-        # on the same disk, where a copy costs nothing
-        copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")
-        of_tokenizer = getattr(self.processing_class, "vocab_files_names", {}).values()
-        allowed = (*handed("push").MODEL_FILES, *of_tokenizer, *besides)
-        adapters = [*getattr(self.accelerator.unwrap_model(self.model), "peft_config", ())]
-        handed("push").public_copy(source, Path(copy.name), allowed, adapters, also)
-        for saved in (self.accelerator.unwrap_model(self.model), self.processing_class):
-            if isinstance(saved, TRAVELLERS):
-                add_code(saved, Path(copy.name), code_when_pushed(saved))
+        push, model, tokenizer = handed("push"), self.accelerator.unwrap_model(self.model), self.processing_class
+        copy = TemporaryDirectory(dir=self.args.output_dir, prefix=".pushing-")  # on its disk, a copy costs nothing
+        folder, card = Path(copy.name), self._output() / "README.md"
+        if card.is_file() and not card.is_symlink():
+            shutil.copyfile(card, folder / card.name)
+        besides = (*besides, *getattr(tokenizer, "vocab_files_names", {}).values())
+        adapters = getattr(model, "peft_config", ())
+        push.public_copy(source, folder, besides, adapters)
+        if whole is not None:
+            push.public_copy(source, folder / whole, (*besides, *_OF_RESUMING), adapters)
+        for saved in (model, tokenizer):
+            if isinstance(saved, RemoteCodeMixin):
+                add_code(saved, folder, code_when_pushed(saved))
+        given = {name: value for name, value in options.items() if value is not None}
+        options = {"token": self.args.hub_token, "revision": self.args.hub_revision} | given
 
         def upload() -> CommitInfo:
             with copy:
-                return _API.upload_folder(
-                    repo_id=str(self.hub_model_id),
-                    folder_path=copy.name,
-                    path_in_repo=path_in_repo,
-                    commit_message=message,
-                    token=self.args.hub_token if token is None else token,
-                    revision=self.args.hub_revision if revision is None else revision,
-                    delete_patterns=handed("push").WEIGHTS,
-                )
+                return push.upload(_API, folder, str(self.hub_model_id), commit_message=message, **options)
 
         return upload
 
 
-def _listed(value: str | Iterable[str] | None) -> list[str]:
+def _listed(value: _Names) -> list[str]:
     """Return one name or several as a list."""
     return [value] if isinstance(value, str) else sorted(value) if isinstance(value, set) else list(value or ())

@@ -44,7 +44,7 @@ def write_box_card(folder: Path) -> None:
         training_description="\n".join((_ABOUT, "", *_log(lines))),
         training_results="\n".join(_results(measured)),
         out_of_scope="Writing code that anyone runs: it has seen a few dozen megabytes and understands nothing.",
-        metadata={"tags": ["byte-level", "python"]},
+        tags=["byte-level", "python"],
     )
     write_card(folder, card, overwrite=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from os import PathLike
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import CONFIG_NAME, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ... import __version__
 from ...generation.drafter import DRAFTERS
@@ -27,7 +27,7 @@ from ...generation.tensors.tensor_files import (
     wrapped_names,
 )
 from ...generation.tensors.wrapped_models import fingerprint, untyped
-from .remote_code import TRAVELS, RemoteCodeTokenizerMixin, add_code, code_obstacle, handed, is_ours
+from .remote_code import RemoteCodeMixin, add_code, is_ours
 
 LOADS: ContextVar[bool] = ContextVar("LOADS", default=False)
 """Whether a checkpoint is being read: what it lacks is an error, and needs no values that take minutes to draw."""
@@ -54,21 +54,14 @@ def _loading() -> Iterator[None]:
         LOADS.reset(token)
 
 
-class StrictLoadingMixin:
+class StrictLoadingMixin(RemoteCodeMixin):
     """`from_pretrained` that raises where transformers would warn, and directories that are saved whole or not at all.
 
     To be placed before `PreTrainedModel` among the bases. A class that writes its tensors in its own way overrides
     `_write_directory`, and names in `_optional_files` what it does not always write.
-
-    Attributes:
-        remote_classes: By Auto class, the class of this module that it loads, `{"AutoModel": "MTPHeads"}`.
-        travels_when_pushed: Whether a push carries the code by default.
     """
 
     config_class: ClassVar[type[PreTrainedConfig]]
-    remote_classes: Mapping[str, str] = {}
-    travels_when_pushed: bool = True
-    _config_file: str = CONFIG_NAME
     _optional_files: tuple[str, ...] = ()
 
     @classmethod
@@ -152,19 +145,6 @@ class StrictLoadingMixin:
                 f"config.json): load it with {kind.__name__}.from_pretrained"
             )
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str | type = "AutoModel") -> None:
-        """Register classes of users as transformers does; this library's own save their code without that.
-
-        Auto classes call it on what they load with trust; transformers would then also copy code in its own way.
-        """
-        if not is_ours(cls):
-            super().register_for_auto_class(auto_class)
-
-    def without_code(self) -> str | None:
-        """Return why no code can be saved with this object; None where it can."""
-        return code_obstacle(self)
-
     def save_pretrained(
         self,
         save_directory: str | PathLike,
@@ -231,31 +211,6 @@ class StrictLoadingMixin:
     ) -> None:
         """Write everything but code into a directory."""
         super().save_pretrained(directory, is_main_process, state_dict, **kwargs)
-
-    def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
-        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.
-
-        Args:
-            repo_id: `"user/name"`; created if it does not exist.
-            remote_code: As for `save_pretrained`, but `"auto"` is `"bundle"` for models, whose readers may not have
-                this library; heads and other drafters carry no code unless it is requested.
-            **kwargs: As for transformers' `push_to_hub`.
-
-        Returns:
-            The commit.
-
-        Raises:
-            ValueError: No token, or a repository that holds another model: nothing is changed there.
-        """
-        if TRAVELS:  # without the package there is no renderer of cards
-            if remote_code not in ("auto", "bundle"):
-                raise ValueError(f"remote_code={remote_code!r}: needs the package tokenahead; leave it out")
-            return super().push_to_hub(repo_id, **kwargs)
-        return handed("push").push_model(self, repo_id, remote_code=remote_code, **kwargs)
-
-
-TRAVELLERS = (StrictLoadingMixin, RemoteCodeTokenizerMixin)
-"""Classes whose code can be saved with them."""
 
 
 def stored_kinds() -> dict[str | None, Any]:

@@ -30,15 +30,13 @@ TRANSFORMERS = ("5.21", "5.22", "5.23", "5.24")
 """The versions of transformers for which the code is written: it uses private methods of `generate`."""
 REQUIREMENT = "transformers>=5.21,<5.25"
 """The same for pip."""
-_CHOICES = ("auto", "bundle", "package", None)
+_CHOICES = ("auto", "bundle", None) if TRAVELS else ("auto", "bundle", "package", None)
 _HANDED: dict[str, Callable[[], Any]] = {}
-_README = f"""This is code of tokenahead {__version__} (Apache-2.0), with which the directory above is loaded, by the
-Auto classes of transformers that config.json names under `auto_map` (tokenizer_config.json for the tokenizer):
+_README = f"""Code of tokenahead {__version__} (Apache-2.0) that loads the directory above; `auto_map` there names it:
 
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
-It needs torch and transformers {TRANSFORMERS[0]} to {TRANSFORMERS[-1]}, and peft where it imports that. Where
-tokenahead is installed (from a clone or a wheel), that is used in place of this code.
+It needs torch and {REQUIREMENT}, and peft where it imports that. Where tokenahead is installed, that is used instead.
 """
 
 
@@ -48,31 +46,14 @@ def hand_in(**sources: Callable[[], Any]) -> None:
 
 
 def handed(name: str) -> Any:
-    """Return a module of `model_cards` that was handed in: `push`, or `bundle`."""
+    """Return a module of `model_cards` that was handed in: `push`, `card` or `bundle`."""
     return _HANDED[name]()
 
 
 def check_choice(remote_code: str | None) -> None:
     """Refuse an unknown `remote_code`."""
     if remote_code not in _CHOICES:
-        raise ValueError(f"remote_code={remote_code!r}: choose 'auto', 'bundle', 'package' or None")
-
-
-@cache
-def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str]]:
-    """Return entry module and files of the code for a class, by the names that the entry gives."""
-    if TRAVELS and choice == "package":
-        raise ValueError("remote_code='package': tokenahead is not installed here; choose 'bundle'")
-    if TRAVELS:
-        beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
-        return kind.__module__.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
-    root, _, module = kind.__module__.partition(".")
-    bundle = handed("bundle").bundle(module)
-    if choice == "bundle":
-        return bundle.entry, dict(bundle.files)
-    is_public = all(hasattr(import_module(root), name) for name in names)
-    shim = f"from {root if is_public else kind.__module__} import {', '.join(names)}  # noqa: F401\n"
-    return bundle.entry, {f"{bundle.entry}.py": shim}
+        raise ValueError(f"remote_code={remote_code!r}: choose {', '.join(map(repr, _CHOICES))}")
 
 
 def is_ours(kind: type) -> bool:
@@ -89,17 +70,14 @@ def code_when_pushed(saved: Any, remote_code: str | None = "auto") -> str | None
 
 def add_code(saved: Any, directory: Path, remote_code: str | None) -> None:
     """Write the code of a saved directory, and `auto_map` into its config."""
-    auto_map, files = code_for(saved, remote_code)
+    auto_map, files = _code_for(saved, remote_code)
     path = directory / saved._config_file
     if not path.is_file():  # adapters of peft were saved alone, or another process writes
         return
     fields = json.loads(path.read_text(encoding="utf-8"))
     is_stale = is_ours(type(saved)) and fields.pop("auto_map", None) is not None
     if is_stale or files:
-        if files:  # tokenizers have pairs, of a slow and a fast class
-            is_model = saved._config_file == CONFIG_NAME
-            fields["auto_map"] = auto_map if is_model else {name: (each, None) for name, each in auto_map.items()}
-        files[path.name] = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+        files[path.name] = json.dumps(fields | auto_map, indent=2, ensure_ascii=False) + "\n"
     for name, text in files.items():
         path, data = directory / name, text.encode()
         if not path.is_file() or path.read_bytes() != data:
@@ -108,47 +86,91 @@ def add_code(saved: Any, directory: Path, remote_code: str | None) -> None:
             path.write_bytes(data)
 
 
-def code_obstacle(saved: object) -> str | None:
-    """Return why no code can be saved with an object; None where it can."""
-    return None if is_ours(type(saved)) else f"{type(saved).__module__} is not of tokenahead"
+def _code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return `auto_map` as a field, and the files of a directory, by the choice of `save_pretrained`.
 
-
-def code_for(saved: Any, remote_code: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return `auto_map` and files of a directory, by the choice of `save_pretrained`; both are empty for no code.
-
-    `"auto"` is no code where this library is installed; what was loaded from such code saves it again.
+    Both are empty for no code. `"auto"` is that where this library is installed; code that was loaded saves itself.
     """
     check_choice(remote_code)
-    kind, reason = type(saved), saved.without_code()
-    if remote_code in ("bundle", "package") and reason:
-        raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
     choice = ("bundle" if TRAVELS else None) if remote_code == "auto" else remote_code
+    reason = saved.without_code()
+    if remote_code != "auto" and choice and reason:
+        raise ValueError(f"remote_code={remote_code!r}: {reason}; leave it out")
     if choice is None or reason or not saved.remote_classes:
         return {}, {}
     config = type(getattr(saved, "config", None))
     names = ({"AutoConfig": config.__name__} if is_ours(config) else {}) | dict(saved.remote_classes)
-    entry, files = _files(kind, tuple(sorted({*names.values()})), choice)
-    written = {f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()}
-    return {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}, written
+    entry, files = _files(type(saved), tuple(sorted({*names.values()})), choice)
+    auto_map: dict[str, Any] = {name: f"{CODE_DIRECTORY}/{entry}.{class_}" for name, class_ in names.items()}
+    if saved._config_file != CONFIG_NAME:  # tokenizers have pairs, of a slow and a fast class
+        auto_map = {name: (each, None) for name, each in auto_map.items()}
+    return {"auto_map": auto_map}, {
+        f"{CODE_DIRECTORY}/{name}": text for name, text in (files | {"README.md": _README}).items()
+    }
 
 
-class RemoteCodeTokenizerMixin:
-    """`save_pretrained` of a tokenizer: whole or not at all, with the code that loads it elsewhere on request."""
+@cache
+def _files(kind: type, names: tuple[str, ...], choice: str) -> tuple[str, dict[str, str]]:
+    """Return entry module and files of the code for a class, by the names that the entry gives."""
+    if TRAVELS:
+        beside = sorted(path for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py")
+        return kind.__module__.rpartition(".")[2], {path.name: path.read_text(encoding="utf-8") for path in beside}
+    root, _, module = kind.__module__.partition(".")
+    entry, files = handed("bundle").bundle(module)
+    if choice == "bundle":
+        return entry, files
+    is_public = all(hasattr(import_module(root), name) for name in names)
+    shim = f"from {root if is_public else kind.__module__} import {', '.join(names)}  # noqa: F401\n"
+    return entry, {f"{entry}.py": shim}
+
+
+class RemoteCodeMixin:
+    """What can be saved and pushed with the code that loads it elsewhere; to be placed before transformers' class.
+
+    Attributes:
+        remote_classes: By Auto class, the class of its module that it loads, `{"AutoModel": "MTPHeads"}`.
+        travels_when_pushed: Whether a push carries the code by default.
+    """
 
     remote_classes: Mapping[str, str] = {}
-    travels_when_pushed = True
-    _config_file = "tokenizer_config.json"
-    _pushed_code: str | None = "auto"
+    travels_when_pushed: bool = True
+    _config_file: str = CONFIG_NAME
 
     @classmethod
-    def register_for_auto_class(cls, auto_class: str | type = "AutoTokenizer") -> None:
-        """Register classes of users as transformers does; this library's own save their code without that."""
+    def register_for_auto_class(cls, *args: Any, **kwargs: Any) -> None:
+        """Register classes of users; ours save their code themselves, and Auto classes call this on what they load."""
         if not is_ours(cls):
-            super().register_for_auto_class(auto_class)
+            super().register_for_auto_class(*args, **kwargs)
 
     def without_code(self) -> str | None:
-        """Return why no code can be saved with it; None where it can."""
-        return code_obstacle(self)
+        """Return why no code can be saved with this object; None where it can."""
+        return None if is_ours(type(self)) else f"{type(self).__module__} is not of tokenahead"
+
+    def push_to_hub(self, repo_id: str, *, remote_code: str | None = "auto", **kwargs: Any) -> Any:
+        """Upload what `save_pretrained` writes, with a card; a card that is on the Hub already is not replaced.
+
+        Args:
+            repo_id: `"user/name"`; created if it does not exist.
+            remote_code: As for `save_pretrained`, but `"auto"` is `"bundle"` for models, whose readers may not have
+                this library; heads and other drafters carry no code unless it is requested.
+            **kwargs: As for transformers' `push_to_hub`; `overwrite=True` replaces another model.
+
+        Returns:
+            The commit.
+
+        Raises:
+            ValueError: A repository that holds another model: nothing is changed there.
+        """
+        check_choice(remote_code)
+        if TRAVELS:  # without the package there is no renderer of cards
+            return super().push_to_hub(repo_id, **kwargs)
+        return handed("push").push_to_hub(self, None, None, repo_id, remote_code=remote_code, **kwargs)
+
+
+class RemoteCodeTokenizerMixin(RemoteCodeMixin):
+    """`save_pretrained` of a tokenizer: whole or not at all, and with its code on request."""
+
+    _config_file = "tokenizer_config.json"
 
     @classmethod
     @reads_whole
@@ -169,27 +191,17 @@ class RemoteCodeTokenizerMixin:
         `remote_code` is as for `save_pretrained` of a model; other arguments are those of transformers.
         """
         target = Path(save_directory)
-        hub = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "private", "create_pr") if key in kwargs}
         with whole_directory(target) as directory:
             names = super().save_pretrained(directory, *args, **kwargs)
-            add_code(self, directory, self._pushed_code if remote_code == "auto" else remote_code)
+            add_code(self, directory, remote_code)
         if push_to_hub:
-            name = hub.pop("repo_id", target.absolute().name)
-            self.push_to_hub(name, remote_code=remote_code, token=kwargs.get("token"), **hub)
+            options = {key: kwargs[key] for key in ("commit_message", "private", "create_pr", "token") if key in kwargs}
+            self.push_to_hub(kwargs.get("repo_id", target.absolute().name), remote_code=remote_code, **options)
         return tuple(str(target / Path(name).relative_to(directory)) for name in names)
-
-    def push_to_hub(self, repo_id: str, *args: Any, remote_code: str | None = "auto", **kwargs: Any) -> Any:
-        """Upload as every tokenizer of transformers does, with its code unless `remote_code` says otherwise."""
-        self._pushed_code = code_when_pushed(self, remote_code)
-        try:
-            return super().push_to_hub(repo_id, *args, **kwargs)
-        finally:
-            self._pushed_code = "auto"
 
 
 if TRAVELS and not transformers.__version__.startswith(tuple(f"{version}." for version in TRANSFORMERS)):
     logger.warning(
-        f"the code of this model (tokenahead {__version__}) is written for transformers {TRANSFORMERS[0]} to "
-        f"{TRANSFORMERS[-1]}, and {transformers.__version__} is installed: if it fails, pip install '{REQUIREMENT}', "
-        "or install tokenahead, which is then used in its place"
+        f"the code of this model (tokenahead {__version__}) needs {REQUIREMENT}, and {transformers.__version__} is "
+        "installed: if it fails, install that, or tokenahead, which is then used in its place"
     )

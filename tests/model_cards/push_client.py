@@ -91,8 +91,7 @@ def main(folder: Path) -> None:
     push = {"files": [picture, folder / "results.json"], "private": False}
     found = {}
 
-    found["picture_missing"] = error_of(lambda: push_to_hub(model, tokenizer, card, "me/none"))
-    found["url"] = push_to_hub(model, tokenizer, card, "me/toy", **push)
+    found["url"] = push_to_hub(model, tokenizer, card, "me/toy", **push).repo_url
     first = head("me/toy")
     push_to_hub(model, tokenizer, card, "me/toy", **push)
     found["unchanged"] = head("me/toy") == first

@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     model.save_pretrained(path, remote_code="bundle")
     EvaByteTokenizer().save_pretrained(path)
     told = {"training_data": "Novels.", "training_description": "Slowly.", "hyperparameters": {"learning_rate": 0.1}}
-    write_card(path, render_card(model, None, license="mit", language="en", metadata={"tags": ["mine"]}, **told))
+    write_card(path, render_card(model, None, license="mit", language="en", tags=["mine"], **told))
     (path.parent / "prompts.txt").write_text("def f(\n\nimport \n")
     return path
 

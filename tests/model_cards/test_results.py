@@ -114,14 +114,13 @@ def test_truncated_file_is_named(results, tmp_path):
 
 @pytest.mark.core
 def test_text_that_repeats_itself_claims_no_speed_up(results, row, config):
-    from tokenahead.model_cards.card import card_metadata
-    from tokenahead.model_cards.facts import describe
+    from tokenahead.model_cards import render_card
 
     loops = dataclasses.replace(row, repeated_share=0.6, expected_tokens_per_call=3.0)
     assert loops.is_degenerate and not row.is_degenerate
     assert not dataclasses.replace(row, repeated_share=0.5).is_degenerate
     changed = dataclasses.replace(results, results=[loops, results.results[1]])
-    entries = card_metadata(describe(config), changed, "m", license="mit").eval_results
+    entries = render_card(config, changed, license="mit").data.eval_results
     figures = {(entry.metric_type, entry.metric_name.split(", ", 1)[-1]) for entry in entries}
     for metric in ("speed_up", "tokens_per_call"):
         assert (metric, "greedy") not in figures and (metric, "sampled, a | b") in figures

@@ -9,8 +9,8 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from tests.modeling.heads.backbones import backbone
 from tests.models import left_padded
 from tokenahead import MTPHeads
+from tokenahead.model_cards.card import describe
 from tokenahead.model_cards.export import export
-from tokenahead.model_cards.facts import describe
 from tokenahead.modeling.common.draft_vocabulary import DraftVocabulary
 from tokenahead.modeling.heads.joint import JointMTPModel
 from tokenahead.testing import continuation_distribution, continuation_p_value

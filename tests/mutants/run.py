@@ -109,9 +109,9 @@ def _texts(root: Path) -> dict[str, str]:
 
 @cache
 def tests_of(file: str, function: str, root: Path = ROOT) -> list[str]:
-    """Return the tests of a function, those that name it or its class first.
+    """Return the tests of a function: first those of its folder, and of these those that name it or its class.
 
-    They are the tests of its file's name, those that import the file, those of `tests.toml`, and those of its folder.
+    The others have its file's name, import it, or stand in `tests.toml`.
     """
     path, texts, table = Path(file), _texts(root), tomllib.loads((root / "tests/mutants/tests.toml").read_text())
     module, folder = f"tokenahead.{'.'.join(path.with_suffix('').parts)} ", f"tests/{path.parent}/"
@@ -120,7 +120,11 @@ def tests_of(file: str, function: str, root: Path = ROOT) -> list[str]:
     for prefix in sorted(filter(file.startswith, table), key=len, reverse=True):
         found += [f"tests/{name}" for name in table[prefix]]
     found += [test for test in texts if test.startswith(folder) and len(path.parts) > 2]
-    return sorted(dict.fromkeys(found), key=lambda test: not any(each in texts[test] for each in function.split(".")))
+    names = function.split(".")
+    return sorted(
+        dict.fromkeys(found),
+        key=lambda test: (not test.startswith(folder), not any(name in texts[test] for name in names)),
+    )
 
 
 class Tree:

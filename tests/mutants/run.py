@@ -59,13 +59,10 @@ class Mutant:
         if (times := own.count(self.old)) != 1:
             raise ValueError(f"the old text is there {times} times")
         new = own.replace(self.old, self.new)
-        if _parsed(new) == _parsed(own):
+        block = "if 1:\n" * own.startswith(" ")  # around a method
+        if ast.dump(ast.parse(block + new)) == ast.dump(ast.parse(block + own)):
             raise ValueError("the code stays as it is")
         return "".join([*lines[:first], new, *lines[last:]])
-
-
-def _parsed(text: str) -> str:
-    return ast.dump(ast.parse("if 1:\n" * text.startswith(" ") + text))  # of a method, too
 
 
 @cache
@@ -121,10 +118,7 @@ def tests_of(file: str, function: str, root: Path = ROOT) -> list[str]:
         found += [f"tests/{name}" for name in table[prefix]]
     found += [test for test in texts if test.startswith(folder) and len(path.parts) > 2]
     names = function.split(".")
-    return sorted(
-        dict.fromkeys(found),
-        key=lambda test: (not test.startswith(folder), not any(name in texts[test] for name in names)),
-    )
+    return sorted(dict.fromkeys(found), key=lambda test: (folder not in test, not any(n in texts[test] for n in names)))
 
 
 class Tree:
@@ -171,13 +165,13 @@ class Tree:
 
 def table(outcomes: dict[str, str], mutants: list[Mutant]) -> str:
     """Return how many mutants of each room have which outcome, and the names of those that survived."""
-    counts = dict[str, Counter[str]]()
+    counts = Counter[tuple[str, str]]()
     for mutant in mutants:
-        room = "/".join(Path(mutant.file).parent.parts[:2])
-        counts.setdefault(room, Counter())[outcomes.get(mutant.name, "equivalent" if mutant.why else "not run")] += 1
-    counts["all"] = sum(counts.values(), Counter())
-    lines = ["".join(f"{word:>12}" for word in _OUTCOMES) + "  room"]
-    lines += ["".join(f"{own[kind]:>12}" for kind in _OUTCOMES) + f"  {room}" for room, own in counts.items()]
+        for room in ("/".join(Path(mutant.file).parent.parts[:2]), "all"):
+            counts[room, outcomes.get(mutant.name, "equivalent" if mutant.why else "not run")] += 1
+    lines = ["".join(f"{outcome:>12}" for outcome in _OUTCOMES) + "  room"]
+    for room in dict.fromkeys([*sorted(room for room, _ in counts if room != "all"), "all"]):
+        lines.append("".join(f"{counts[room, outcome]:>12}" for outcome in _OUTCOMES) + f"  {room}")
     return "\n".join([*lines, *(f"survived: {m.name}" for m in mutants if outcomes.get(m.name) == "survived")])
 
 
@@ -192,14 +186,15 @@ def main() -> None:
     options = parser.parse_args()
     mutants = [mutant for mutant in read_mutants() if re.search(options.only, mutant.name)]
     check(mutants)
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    outcomes = {each["mutant"]: each["outcome"] for each in map(json.loads, lines)}
+    known = [*map(json.loads, options.results.open())] if options.results.exists() else []
+    outcomes = {each["mutant"]: each["outcome"] for each in known}
     left = [mutant for mutant in mutants if mutant.name not in outcomes and not mutant.why]
     random.Random(0).shuffle(left)  # so that a run which is cut short has seen all rooms
 
     def work(job: int) -> None:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             tree = Tree(Path(folder), options.limit)
+            tree.passing.update(each["by"] for each in known if each["outcome"] == "killed")
             for mutant in left[job :: options.jobs]:
                 outcome, test = tree.result_of(mutant)
                 outcomes[mutant.name] = outcome
